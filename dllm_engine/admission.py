@@ -10,8 +10,10 @@ from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.unmasking import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
@@ -22,8 +24,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "frequency_penalty": (0.0, "penalties are"),
     "repetition_penalty": (1.0, "penalties are"),
     "min_p": (0.0, "min_p sampling is"),
-    "min_tokens": (0, "a minimum length is"),
-    "logit_bias": (None, "logit bias is"),
     "allowed_token_ids": (None, "restricting the tokens is"),
     "bad_words": ([], "forbidding words is"),
     "repetition_detection": (None, "repetition detection is"),
@@ -50,7 +50,9 @@ def check_request(
             shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
             raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
-    _check_integers(params, hf_config.vocab_size)
+    for name in ("n", "seed", "max_tokens", "min_tokens", "logprobs", "stream_interval"):
+        check_integer(name, getattr(params, name))
+    check_token_numbers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
@@ -70,10 +72,9 @@ def check_request(
             f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
             f"prompted"
         )
-    spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
-    ends = end_token_ids(params, hf_config)
-    _check_given(spec.template, ends, hf_config)
-    _check_constraint(spec, ends)
+    spec = with_tokens(resolve_decoding(params, len(prompt_token_ids), family, engine), params, hf_config)
+    _check_given(spec.template, spec.end_tokens, hf_config)
+    _check_constraint(spec, params.min_tokens)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
@@ -99,13 +100,15 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
-def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
+def _check_constraint(spec: DecodingSpec, min_tokens: int) -> None:
     if spec.constraint is None:
         return
-    constraint = constraint_of(spec.constraint, ends)
-    if constraint.completable(spec.response_template)[0][0]:
+    ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens)
+    if constraint.completable(spec.response_template, spec.first_end - spec.prompt_length)[0][0]:
         return
-    if spec.template:
+    if min_tokens and constraint.completable(spec.response_template)[0][0]:
+        reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
+    elif spec.template:
         reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
     elif not ends:
         reason = f"no text that structured_outputs accepts has exactly {spec.gen_length} tokens, and none may end it"
@@ -115,16 +118,6 @@ def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
             f"accepts has {constraint.fewest_tokens()} tokens"
         )
     raise InvalidRequestError(reason)
-
-
-def _check_integers(params: SamplingParams, vocab_size: int) -> None:
-    for name in ("n", "seed", "max_tokens", "logprobs", "stream_interval"):
-        check_integer(name, getattr(params, name))
-    for token in params.stop_token_ids or ():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
-            )
 
 
 def check_integer(name: str, value: object) -> None:
@@ -141,8 +134,13 @@ def check_integer(name: str, value: object) -> None:
 
 
 def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
-    """The parameters with a length, and with an automaton for what the text must match."""
+    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
+    request where they travel: vLLM resets its own fields on the way to the engine."""
     params = constrained(params, tokenizer, vllm_config)
+    if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
+        filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
+        params = params.clone()
+        params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None:
         params = params.clone()
         params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)

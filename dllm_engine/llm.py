@@ -21,6 +21,9 @@ from dllm_engine.plugin import register
 from dllm_engine.quiet import quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.vllm_hooks import patch, table
+
+patch.apply(table.SAMPLING)
 
 
 class LLM(vllm.LLM):

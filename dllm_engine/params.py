@@ -50,6 +50,9 @@ class DiffusionParams(SamplingParams):
     early_stop: bool | None = None
     retention_ratio: float | None = None
     delay_eos: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
+    logits_eos_inf: bool | None = None
+    alg_temp: float | None = None
     guided: bool | None = None
     speculation_length: int | None = None
     guide_top_k: int | None = None
@@ -137,5 +140,9 @@ def check_place(fields: Iterable[str]) -> None:
             )
         if name in EngineOptions.model_fields:
             raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name in ("min_tokens", "logit_bias"):
+            raise InvalidRequestError(
+                f"{name} is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
+            )
         if name == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")

@@ -59,7 +59,12 @@ def gumbel(
     seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """Standard Gumbel noise, float64: at lower precision its tail is cut off and sampling is biased to the mode."""
-    return -torch.log(-torch.log(uniform(seeds, forwards, positions, token_ids)))
+    return gumbel_of(uniform(seeds, forwards, positions, token_ids))
+
+
+def gumbel_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise from uniform numbers."""
+    return -torch.log(-torch.log(numbers))
 
 
 def noisy_logits(

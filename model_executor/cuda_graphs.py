@@ -227,8 +227,7 @@ class FillingGraph:
     def fill_up(self) -> None:
         """Take in the numbers of a made-up batch. The store must be empty."""
         numbers = torch.arange(self.table.shape[1], device=self.table.device)
-        requests = (numbers // self.width).clamp(max=self.values.shape[0] - 1)
-        places = SPARE + 1 + numbers
+        requests, places = (numbers // self.width).clamp(max=self.values.shape[0] - 1), SPARE + 1 + numbers
         self.table.copy_(torch.stack((requests, numbers % self.width, numbers, places, numbers)))
         self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
         self.values.fill_(0.5)
@@ -337,14 +336,15 @@ class StepGraphs:
 
     def _is_plain(self, group: BatchCandidates) -> bool:
         """Whether requests, all of the same settings, are greedy and ask for tokens alone."""
-        canvases, plans = [group.batch.canvases[index] for index in group.members], group.batch.plans
-        first, specs = canvases[0], [canvas.spec for canvas in canvases]
+        plans, specs = group.batch.plans, [group.batch.canvases[index].spec for index in group.members]
+        first = group.batch.canvases[group.members[0]]
         return not (
             self.predictor.tp_group.world_size > 1
             or first.settings != GREEDY
             or first.constrained is not None
-            or group.barred
+            or group.biased
             or any(spec.delay_eos or spec.needs_per_step_output or spec.certainty_sigma is not None for spec in specs)
             or any(plan.quota.observed is not None for plan in plans)
             or any(group.enough(plans))
+            or any(spec.alg_temp for spec in specs)
         )

@@ -119,8 +119,8 @@ class Denoiser:
         specs = [group.batch.canvases[index].spec for index in group.members]
         settings = group.batch.canvases[group.members[0]].settings
         measures = {UNMASKING_POLICIES[spec.unmasking].measures for spec in specs}
-        counters = None
-        if "noise" in measures or settings.temperature > 0:
+        counters, draws_positions = None, "noise" in measures or any(spec.alg_temp for spec in specs)
+        if draws_positions or settings.temperature > 0:
 
             def per_candidate(values: list[int]) -> torch.Tensor:
                 return on_device(values, self.device)[group.requests]
@@ -138,10 +138,10 @@ class Denoiser:
             with_entropy="entropy" in measures,
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
-            barred=group.barred,
+            biased=group.biased,
             constrained=_constrained_rows(group, plans),
         )
-        if "noise" in measures and counters is not None:
+        if draws_positions and counters is not None:
             statistics.noise = uniform(
                 counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
             )

@@ -25,7 +25,8 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve_tokens import with_tokens
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
@@ -138,7 +139,7 @@ class RequestQueue(SchedulerInterface):
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
-        spec = replace(spec, end_tokens=end_token_ids(params, self.hf_config))
+        spec = with_tokens(spec, params, self.hf_config)
         check_rows(spec, self.options, self.max_rows)
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)

@@ -297,10 +297,10 @@ def check_baseline(spec: DecodingSpec) -> None:
             f"baseline does not; choose a greedy policy, or leave the baseline out"
         )
     unknown = {
-        "delay_eos": spec.delay_eos,
+        **{name: getattr(spec, name) for name in ("delay_eos", "early_stop", "alg_temp")},
+        **{name: getattr(spec, name) for name in ("confidence_eos_eot_inf", "logits_eos_inf")},
         "guide": spec.guidance is not None,
         "block_add_threshold": spec.block_add_threshold is not None,
-        "early_stop": spec.early_stop,
         "slow_fast": spec.slow_fast is not None,
         "certainty_sigma": spec.certainty_sigma is not None,
         "tokens_per_step or steps_per_block beside a rule of parallel unmasking": spec.parallel is not None

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_fields import END_OPTIONS, GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
@@ -101,7 +101,10 @@ GUIDED = "guided"
 """The unmasking rule that leaves the choice to a guide, whose model may be its value."""
 GUIDING = GUIDE_OPTIONS
 """Arguments about how a guide decides, under the names of request options; they may follow that rule."""
-DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
+DENOISING = (
+    *("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", *END_OPTIONS, "alg_temp"),
+    *(GUIDED, *GUIDING),
+)
 """Arguments about how a response is denoised, under the names of request options."""
 _READ: dict[Any, tuple[Any, str]] = {
     int: (whole_number, "N"),

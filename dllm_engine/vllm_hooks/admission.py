@@ -21,6 +21,8 @@ from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
+_FILTERS = "dllm_engine_filters"
+
 
 class CheckedPrompt(dict[str, Any]):
     """A rendered prompt that is already checked, with the request that ``process_inputs`` made of it."""
@@ -175,8 +177,18 @@ def _checked_prompt(
     return checked
 
 
-def explain_greedy(verify: Original, self: SamplingParams) -> None:
-    """vLLM refuses several responses to a greedy request without saying what to do about it."""
+def remember_filters(verify: Original, self: SamplingParams) -> None:
+    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of greedy ones, then calls
+    ``_verify_greedy_sampling``."""
+    verify(self)
+    if self.temperature == 0:
+        vars(self)[_FILTERS] = self.top_p, max(self.top_k, 0)
+
+
+def settle_greedy(verify: Original, self: SamplingParams) -> None:
+    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM refuses several responses to it
+    without saying what to do about it."""
+    self.top_p, self.top_k = vars(self).pop(_FILTERS, (self.top_p, self.top_k))
     if self.n > 1:
         raise InvalidRequestError(
             f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "

@@ -107,7 +107,22 @@ EVERY_PROCESS = (
 )
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
+SAMPLING = (
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_args",
+        "admission:remember_filters",
+        "keep top_p and top_k of greedy requests, on which confidences depend",
+    ),
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+        "admission:settle_greedy",
+        "bring top_p and top_k back, and say what several responses to a prompt need",
+    ),
+)
+"""Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an engine, and with the next."""
+
 SERVING = (
+    *SAMPLING,
     *(
         Patch(
             f"vllm.renderers.online_renderer:OnlineRenderer.preprocess_{kind}",
@@ -138,11 +153,6 @@ SERVING = (
             "chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
             "responses.serving:OpenAIServingResponses.create_responses",
         )
-    ),
-    Patch(
-        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        "admission:explain_greedy",
-        "say what several responses to a prompt need",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",

@@ -7,8 +7,9 @@ import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
 
-_LEAST = -1e30
-"""Score of a token that the model rules out: the text must be accepted all the same."""
+_LEAST = -1e9
+"""Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
+that the sum of a text's scores would not tell them apart."""
 
 
 class Constraint:
@@ -37,16 +38,17 @@ class Constraint:
         self._settled = False
         """Whether any more tokens lead there from the states of the last entry."""
 
-    def completable(self, template: Sequence[int | None]) -> list[np.ndarray]:
+    def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
         there and behind, and some tokens for its masks, lead to an accepted text.
 
-        ``template``: the response, with None for each mask.
+        ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
         """
         num_given = next((i for i in range(len(template), 0, -1) if template[i - 1] is not None), 0)
-        found = [self._completed_by(count) for count in range(len(template) - num_given + 1)]
-        for token in reversed(template[:num_given]):
-            found.append(self._before(found[-1], token))
+        alike = max(num_given, first_end)
+        found = [self._completed_by(count) for count in range(len(template) - alike + 1)]
+        for place in range(alike - 1, -1, -1):
+            found.append(self._before(found[-1], template[place], ends=place >= first_end))
         return found[::-1]
 
     def _completed_by(self, count: int) -> np.ndarray:
@@ -61,11 +63,12 @@ class Constraint:
         """Of an accepted text, without an end token; None where there is no such text."""
         return next((count for count in range(self.num_states) if self._completed_by(count)[0]), None)
 
-    def _before(self, accepted: np.ndarray, token: int | None) -> np.ndarray:
-        """The states from which a token, or any, leads to one of ``accepted``."""
+    def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
+        """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
+        token."""
         before = np.zeros_like(accepted)
         if token is None:
-            sources, targets = self._steps
+            sources, targets = self._steps if ends else self._steps_inside
             before[sources[accepted[targets]]] = True
         elif self.class_of[token] >= 0:
             following = self.next_state[:, self.class_of[token]]
@@ -75,9 +78,12 @@ class Constraint:
     @cached_property
     def _steps(self) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of states of which a token leads from the first to the second."""
-        sources, classes = np.nonzero(self.next_state >= 0)
-        keys = np.unique(sources * self.num_states + self.next_state[sources, classes])
-        return keys // self.num_states, keys % self.num_states
+        return _linked(self.next_state)
+
+    @cached_property
+    def _steps_inside(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of which a token does that is no end token."""
+        return _linked(self.next_state[:, :-1])
 
     @cached_property
     def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -121,6 +127,13 @@ class Constraint:
         return path
 
 
+def _linked(next_state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs of states of which some class leads from the first to the second."""
+    sources, classes = np.nonzero(next_state >= 0)
+    keys = np.unique(sources * len(next_state) + next_state[sources, classes])
+    return keys // len(next_state), keys % len(next_state)
+
+
 @lru_cache(maxsize=16)
 def constraint_of(packed: bytes, end_tokens: frozenset[int]) -> Constraint:
     """The constraint of ``Automaton.packed``. Requests of one automaton share it."""
@@ -130,12 +143,15 @@ def constraint_of(packed: bytes, end_tokens: frozenset[int]) -> Constraint:
 class ConstrainedResponse:
     """How far the decided part of one response has led its constraint."""
 
-    def __init__(self, constraint: Constraint, prompt_length: int, template: Sequence[int | None]) -> None:
+    def __init__(
+        self, constraint: Constraint, prompt_length: int, template: Sequence[int | None], first_end: int = 0
+    ) -> None:
         """``template``: the response before its first step, with None for each mask. What the canvas has behind it may
-        be anything."""
+        be anything. ``first_end``: the canvas position before which no mask becomes an end token."""
         self.constraint = constraint
         self._start, self._stop = prompt_length, prompt_length + len(template)
-        self._completable = constraint.completable(template)
+        self._first_end = max(first_end, prompt_length)
+        self._completable = constraint.completable(template, self._first_end - prompt_length)
         self._position, self._state = prompt_length, 0
 
     def classes(self, known: np.ndarray, stop: int, positions: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -159,6 +175,7 @@ class ConstrainedResponse:
         table = np.zeros((stop - first, self.constraint.num_classes))
         inside = positions < stop
         table[positions[inside] - first] = np.nan_to_num(scores[inside], nan=_LEAST, posinf=-_LEAST, neginf=_LEAST)
+        table[: max(self._first_end - first, 0), -1] = -np.inf
         decided = np.flatnonzero(known[first:stop] >= 0)
         table[decided] = -np.inf
         table[decided, self.constraint.class_of[known[first:stop][decided]]] = 0.0

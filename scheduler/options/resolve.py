@@ -13,6 +13,7 @@ from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
+    END_OPTIONS,
     GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
     RequestOptions,
@@ -128,9 +129,9 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
     wanted = with_defaults(asked, engine.request_defaults)
     if wanted.get("guided") is False:
         return None
-    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
-    for name in (*others, *PARALLEL_OPTIONS):
-        if (value := getattr(options, name)) is not None:
+    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold", *END_OPTIONS)
+    for name in (*others, *(["alg_temp"] if options.alg_temp else []), *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None and value is not False:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
@@ -256,6 +257,12 @@ def resolve_decoding(
             f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
             f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
+    for name in ("logit_bias", "min_tokens") if guidance is not None else ():
+        if value := getattr(params, name):
+            raise InvalidRequestError(
+                f"{name}={shortened(value)}: it is for the model's tokens, not for the guide's; leave it unset, or "
+                f"set guided=False"
+            )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
         prompt_length=prompt_length,
@@ -275,7 +282,10 @@ def resolve_decoding(
         slow_fast=resolve_slow_fast(decides, family),
         tokens_per_step=decides.tokens_per_step,
         certainty_sigma=decides.certainty_sigma,
+        alg_temp=decides.alg_temp or 0.0,
         guidance=guidance,
+        confidence_eos_eot_inf=bool(decides.confidence_eos_eot_inf),
+        logits_eos_inf=bool(decides.logits_eos_inf),
         block_add_threshold=decides.block_add_threshold,
         suffix_blocks=options.suffix_blocks,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.

@@ -4,7 +4,14 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.scheduler.unmasking import CONFIDENCES, PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+
+_MEASURED = {
+    "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
+    "alg_temp": (CONFIDENCES, "draws positions by their probability, entropy or margin"),
+    "confidence_eos_eot_inf": (CONFIDENCES, "changes probabilities, entropies and margins"),
+}
+"""Options that need a policy of certain measures, and what they do with these."""
 
 
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
@@ -17,11 +24,17 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
         raise InvalidRequestError(
             f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not count; leave one of them unset"
         )
-    if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
-        suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
+    for name, (measures, what) in _MEASURED.items():
+        value = getattr(options, name)
+        if value and UNMASKING_POLICIES[policy].measures not in measures:
+            suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in measures]
+            raise InvalidRequestError(
+                f"{name}={value} {what}, which unmasking={policy!r} does not measure; choose {' or '.join(suited)}"
+            )
+    if options.alg_temp and rule is not None:
         raise InvalidRequestError(
-            f"certainty_sigma={options.certainty_sigma} weights probabilities and margins, which unmasking={policy!r} "
-            f"does not measure; choose {' or '.join(suited)}"
+            f"alg_temp={options.alg_temp} draws a fixed count of positions, and {rule.kind} counts them by their "
+            f"confidences; leave one of them unset"
         )
     return policy, rule
 

@@ -99,6 +99,43 @@ def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(cli
     assert not {"trace", "committed_at"} & first.keys()
 
 
+END = "1"
+"""The end token of the demo model."""
+
+
+def test_an_end_token_is_kept_out_by_a_bias(ask):
+    free = length_of(ask())
+    assert free < 32
+    assert length_of(ask(logit_bias={})) == length_of(ask(logit_bias={END: 0})) == free
+    assert length_of(ask(logit_bias={END: -100})) == 32
+    assert length_of(ask(logit_bias={END: 100})) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_a_response_has_a_least_length(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
+    asked = {"model": "demo", "logit_bias": {END: 100}} | body
+    for length in (1, 13, 31, 32):
+        assert length_of(client.post(path, json=asked | {"min_tokens": length})) == min(length + 1, 32)
+    refused = client.post(path, json=asked | {"min_tokens": 33})
+    assert refused.status_code == 400
+    assert "min_tokens must be less than or equal to max_tokens=32" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 3}, {"vllm_xargs": {"min_tokens": 3}}], ids=str)
+def test_a_route_that_has_no_least_length_says_which_have_one(client, fields):
+    answer = client.post(RESPONSE[0], json={"model": "demo"} | RESPONSE[1] | fields)
+    assert answer.status_code == 400
+    assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_the_switches_and_drawn_positions_are_options(client):
+    for options in ({"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}, {"alg_temp": 0.3}):
+        answer = client.post(COMPLETION[0], json={"model": "demo", "vllm_xargs": options} | COMPLETION[1])
+        assert answer.status_code == 200, answer.text
+        assert (length_of(answer) == 32) == ("logits_eos_inf" in options)
+
+
 def test_a_batch_of_chats_is_checked_too(client):
     body = {"model": "demo", "messages": [CHAT[1]["messages"]]}
     assert client.post("/v1/chat/completions/batch", json=body).status_code == 200

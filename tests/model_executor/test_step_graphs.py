@@ -136,6 +136,9 @@ def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
     constrained = {"extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK}).packed}}
     for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}, constrained):
         answers(llm, **asked)
+    for asked in ({"logit_bias": {5: 1.0}}, {"min_tokens": 3}, {"logits_eos_inf": True}, {"alg_temp": 0.1}):
+        answers(llm, **asked)
+    answers(llm, confidence_eos_eot_inf=True)
     assert forward_sizes(llm)
     assert not filling_sizes(llm)
 

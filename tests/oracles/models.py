@@ -61,7 +61,7 @@ class PlainModel:
         self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
         self.mask = c["mask_token_id"]
-        self.end_tokens = (c["eos_token_id"],)
+        self.end_tokens, self.turn_ends = (c["eos_token_id"],), ()
         transformers_names = "hidden_size" in c
         if transformers_names:
             self.heads, self.kv_heads, num_layers = (

@@ -67,6 +67,34 @@ def test_answers_match(demo, kind, params):
     assert_nothing_left(demo)
 
 
+@pytest.mark.parametrize("settings", [{}, {"block_length": 4}, {"threshold": 0.3}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("against", [{"min_tokens": 9}, {"logits_eos_inf": True}, {"logit_bias": {1: -50.0}}])
+def test_end_tokens_are_kept_away_as_far_as_a_text_allows(demo, settings, against):
+    def ask(regex):
+        structure = StructuredOutputsParams(regex=regex)
+        params = DiffusionParams(gen_length=16, structured_outputs=structure, **settings, **against)
+        return demo.chat(CHAT, params, use_tqdm=False)[0].outputs[0]
+
+    answer = ask("[a-z]+( [a-z]+)*")
+    assert re.fullmatch("[a-z]+( [a-z]+)*", answer.text)
+    assert len(answer.token_ids) >= against.get("min_tokens", 16)
+    if "min_tokens" in against:
+        with pytest.raises(
+            InvalidRequestError, match="min_tokens=9: no text that structured_outputs accepts is so long"
+        ):
+            ask("yes|no")
+    else:
+        assert ask("yes|no").text in ("yes", "no")
+
+
+def test_what_nothing_else_may_follow_is_still_the_models_choice(demo):
+    """That an end token has to be chosen in spite of all does not change what comes before it."""
+    structure = StructuredOutputsParams(choice=[f"{a}{b}" for a in "ab" for b in "0123456789"])
+    asked = [DiffusionParams(structured_outputs=structure, gen_length=12, logits_eos_inf=x) for x in (False, True)]
+    texts = [output.outputs[0].text for output in demo.chat([CHAT] * 2, asked, use_tqdm=False)]
+    assert texts[0] == texts[1]
+
+
 def test_asynchronous_engines_build_before_they_check(demo):
     async def answer(regex):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=16)
