@@ -47,7 +47,7 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",
         refresh_ratio: float | None = 1.0,
-        steps_per_dispatch: int | None = None,
+        steps_per_dispatch: int = 8,
         guide_model: str | None = None,
         guide_tokens_per_token: float = 2.0,
         lora_path: str | None = None,

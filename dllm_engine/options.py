@@ -72,11 +72,6 @@ def shortened(value: object) -> str:
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 """Engine options about the guide model."""
-STEPS_PER_DISPATCH = 8
-"""Where steps take some milliseconds, unless asked for otherwise: the scheduler's part of each is then small, and a new
-request waits for a block at most."""
-SMALL_MODEL_BYTES = 64 << 20
-"""Weights that a CPU reads in some milliseconds."""
 AUTO = "auto"
 """As ``cache_method``: what suits the model."""
 PAPER = "paper"
@@ -101,9 +96,9 @@ class EngineOptions(BaseModel):
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """Limits how often a long request refreshes while short ones run: rows of its FULL and UPDATE steps per row that
     requests of at most a quarter of its length compute in the meantime. None: no limit."""
-    steps_per_dispatch: int | None = Field(default=None, ge=1)
+    steps_per_dispatch: int = Field(default=8, ge=1)
     """Denoising steps that workers run before they return to the scheduler, while no request waits and no block is
-    complete. None: 8 on a GPU, and on a CPU for models of less than 64 MiB; else 1."""
+    complete."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
     ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
@@ -115,9 +110,9 @@ class EngineOptions(BaseModel):
     """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
     requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record steps that compute few rows, and the filling in of their tokens, and replay them: as CUDA graphs, or on a
-    CPU as lists of operators. Needs a cache method with steps that always do the same work. None: on if it has some
-    and vLLM's ``enforce_eager`` is not set."""
+    """Record steps that compute few rows, and the filling in of their tokens, as CUDA graphs and replay them. Needs a
+    GPU and a cache method with steps that always do the same work. None: on if there are both and vLLM's
+    ``enforce_eager`` is not set."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
@@ -161,14 +156,17 @@ class EngineOptions(BaseModel):
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
 
-    def on_device(self, device_type: str, enforce_eager: bool, weight_bytes: int) -> "EngineOptions":
-        """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``, and the size of the model."""
-        records = self.cuda_graphs
-        if records is None:
-            records = self.method.recordable and not enforce_eager
-        are_short = device_type == "cuda" or weight_bytes < SMALL_MODEL_BYTES
-        steps = self.steps_per_dispatch or (STEPS_PER_DISPATCH if are_short else 1)
-        return self.model_copy(update={"cuda_graphs": records, "steps_per_dispatch": steps})
+    def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
+        """With ``cuda_graphs`` settled for a device, ``"cuda"`` or ``"cpu"``.
+
+        Raises ``ValueError`` where graphs are asked for and there is no GPU.
+        """
+        if self.cuda_graphs and device_type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
+        graphs = self.cuda_graphs
+        if graphs is None:
+            graphs = device_type == "cuda" and self.method.recordable and not enforce_eager
+        return self.model_copy(update={"cuda_graphs": graphs})
 
     @field_validator("guide_model")
     @classmethod

@@ -17,11 +17,11 @@ from dllm_engine.model_executor.candidates import (
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.cuda_graphs import StepGraphs
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
@@ -87,6 +87,8 @@ class Denoiser:
     ) -> list[Filled]:
         """One forward pass, and what it fills of the candidates by ``plans``, in the order of the batch."""
         hidden = self.forward(batch, layer_pass)
+        if self.graphs is not None and len(groups) > 1:
+            hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []

@@ -21,6 +21,7 @@ from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.cuda_graphs import Record, StepGraphs
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.sizes import guide_config
@@ -30,8 +31,6 @@ from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.recording.recorder import Recorder
-from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -167,15 +166,15 @@ class DiffusionModelRunner:
         if self.guide is not None:
             self.guide.attach(self.pages)
 
-    def record_with(self, recorder: Recorder) -> StepGraphs:
-        """Run from now on what can be recorded from recordings that ``recorder`` makes."""
+    def use_graphs(self, record: Record) -> StepGraphs:
+        """Run what can be recorded from graphs that ``record`` makes, from now on."""
         assert self.pages is not None
         longest_table = -(-self.model_config.max_model_len // self.options.page_size)
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
         records = self.options.method.records
         assert records is not None
         self.denoiser.graphs = StepGraphs(
-            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, recorder
+            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, record
         )
         return self.denoiser.graphs
 

@@ -10,10 +10,15 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from dllm_engine.families import family_of
-from dllm_engine.kernels._operator import plain_on_cuda
+from dllm_engine.model_executor.cuda_graphs import (
+    SIZES,
+    ForwardSize,
+    GraphRecorder,
+    Record,
+    padded,
+    padded_requests,
+)
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.recording.forward import ForwardSize
-from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
 from dllm_engine.quiet import progress_line
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
@@ -85,13 +90,13 @@ class WarmUp:
                 self._answer(replace(of_block, steps=max(of_block.num_blocks, min(length, 4))), 1)
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder, show_progress: bool) -> None:
-        """Record the graphs that requests of the engine's defaults need, and hold them against launched steps.
+    def record(self, record: Record, show_progress: bool) -> None:
+        """Record the graphs that requests of the engine's defaults need, and compare them with launched steps.
 
-        A recorder that fails, or a recording that does something else, leaves the engine without recordings.
+        If recording fails, or a graph does something else, the engine uses no graphs.
         """
         runner = self.runner
-        graphs = runner.record_with(recorder)
+        graphs = runner.use_graphs(record)
         spec = self.spec(self.longest)
         try:
             problem = None
@@ -192,6 +197,5 @@ def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
     requests = WarmUp(runner)
     with progress_line("Compiling kernels", shown=show_progress):
         requests.compile()
-    # Plain kernels wait for the device; what took their place in a start-up check was said there.
-    if runner.options.cuda_graphs and not plain_on_cuda:
-        requests.record(CudaRecorder(runner.device), show_progress)
+    if runner.options.cuda_graphs:
+        requests.record(GraphRecorder(runner.device), show_progress)

@@ -1,6 +1,8 @@
 """Peak memory: of this process on a CPU, of PyTorch's allocations on a GPU; and of it an engine's pages."""
 
+import ctypes
 import gc
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,6 @@ from dllm_engine.evaluation.answering import Memory
 from dllm_engine.memory.plan import models_of
 from dllm_engine.memory.start_up import available_memory
 from dllm_engine.memory.weights import weights_of_models
-from dllm_engine.model_executor.loading.allocator import return_freed_memory
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -26,7 +27,8 @@ def restart_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    return_freed_memory()
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names:
+        ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident()
 

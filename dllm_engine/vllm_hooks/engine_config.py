@@ -7,8 +7,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.families import family_of
-from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_main_memory
-from dllm_engine.memory.weights import weight_bytes
+from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -41,7 +40,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
-    "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
+    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
 
@@ -118,6 +117,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
             check_main_memory(vllm_config)
+        elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
+            memory = current_platform.get_device_total_memory()
+            check_gpu_memory(vllm_config, int(memory * vllm_config.cache_config.gpu_memory_utilization))
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -161,8 +163,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    weights = weight_bytes(model_config.hf_config, 1, model_config.dtype.itemsize)
-    options = options.on_device(current_platform.device_type, model_config.enforce_eager, weights)
+    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}

@@ -261,7 +261,6 @@ PRIVATE = (
     Private("vllm.model_executor.model_loader", "DefaultModelLoader get_model_loader", _LOADING),
     Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._get_weights_iterator", _LOADING),
     Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._prepare_weights", _LOADING),
-    Private("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _LOADING),
     Private("vllm.model_executor.model_loader.reload.inplace", "reload_weights", _RUNNER),
     Private("vllm.model_executor.model_loader.reload", "record_metadata_for_reloading", "for the guide model"),
     Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),

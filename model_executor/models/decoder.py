@@ -21,11 +21,11 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
-from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import rotary_dim
 from dllm_engine.model_executor.models.configs import ExpertShape
@@ -237,7 +237,6 @@ class DiffusionDecoder(nn.Module):
         self.vllm_config = vllm_config
         self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
         self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
-        self.num_loads = 0  # of weights; recordings that refer to earlier ones are outdated
         model_config = vllm_config.model_config
         self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
             model_config.max_model_len
@@ -251,7 +250,7 @@ class DiffusionDecoder(nn.Module):
                 f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
                 f"choose a divisor"
             )
-        self.embedding = embedding_table(self.shape.vocab_size, self.shape.hidden_size)
+        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
@@ -260,7 +259,8 @@ class DiffusionDecoder(nn.Module):
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
-        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, head)
+        sizes = self.shape.vocab_size, self.shape.hidden_size
+        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=head)
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -323,7 +323,6 @@ class DiffusionDecoder(nn.Module):
 
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
-        self.num_loads += 1
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         return fill_parameters(

@@ -57,7 +57,6 @@ NOT_RUN = {
     "dllm check --output check.json": "tests/cli/test_check.py runs it in its own process, where engines start faster",
     'pip install ".[cuda,test,bench]"': "needs a GPU and the network",
     "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
-    "python3 scripts/cuda_check.py": NEEDS_NETWORK,
 }
 # First line of a block: what it prints.
 PRINTS = {

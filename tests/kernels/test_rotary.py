@@ -1,40 +1,25 @@
-"""Rotary position embedding on the CPU, with vLLM's compiled kernel and without, against the formula in float64."""
+"""Rotary position embedding on the CPU, against the formula in float64."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm.platforms import current_platform
 
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from tests.kernels.checks import check_rotate, refused
 from tests.support.kernels import TOLERANCE
 
 
-@pytest.fixture(params=["compiled", "pytorch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "compiled":
-        current_platform.import_kernels()
-        assert hasattr(torch.ops._C, "rotary_embedding")
-    else:
-        monkeypatch.setattr(torch.ops, "_C", object())
-    return request.param
-
-
-def test_rotation_is_that_of_the_formula(path):
-    @given(
-        num_rows=st.integers(0, 70),
-        num_heads=st.sampled_from([1, 2, 7]),
-        head_dim=st.sampled_from([2, 32, 64, 96, 128, 256]),
-        dtype=st.sampled_from(list(TOLERANCE)),
-        seed=st.integers(0, 1000),
-        part=st.sampled_from([1, 2, 3]),
-    )
-    @settings(max_examples=60, deadline=None)
-    def check(part, **arguments):
-        check_rotate(rotate_, **arguments, rotary_dim=max(2, arguments["head_dim"] // part // 2 * 2))
-
-    check()
+@given(
+    num_rows=st.integers(0, 70),
+    num_heads=st.sampled_from([1, 2, 7]),
+    head_dim=st.sampled_from([2, 32, 64, 96, 128, 256]),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 1000),
+    part=st.sampled_from([1, 2, 3]),
+)
+@settings(max_examples=60, deadline=None)
+def test_rotation_is_that_of_the_formula(part, **arguments):
+    check_rotate(rotate_, **arguments, rotary_dim=max(2, arguments["head_dim"] // part // 2 * 2))
 
 
 def test_errors_name_what_does_not_fit():

@@ -12,7 +12,7 @@ from tests.support.engines import (
     scheduler_of,
     set_steps_per_dispatch,
 )
-from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
+from tests.support.fake_cuda_graphs import ForbidDeviceSync, record_steps
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
