@@ -1,8 +1,6 @@
 """Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
 
 import asyncio
-import threading
-from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -11,7 +9,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.options.request_options import CONSTRAINT
-from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.structured_output.automata import automaton_of, awaited_automaton, known_vocabulary
 from dllm_engine.structured_output.build import Grammar, Limits
 from dllm_engine.structured_output.grammar import grammar_of
 
@@ -19,24 +17,36 @@ _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prep
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
 
 
+_waiting: dict[asyncio.Future[Automaton], Exception | None] = {}
+"""Requests that wait for their automata, each with the error that ended its waiting."""
+
+
 async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> None:
     """Build the automaton without holding up the event loop; ``constrained`` takes it later in the same task.
 
-    Raises ``InvalidRequestError`` as ``automaton_of``.
+    Raises as ``grammar_of``, ``known_vocabulary`` and ``awaited_automaton``, and the error of ``end_waiting``.
     """
     grammar = grammar_of(structured)
-    built: Future[Automaton] = Future()
-    built.set_running_or_notify_cancel()  # who no longer waits does not cancel it
-
-    def build() -> None:
+    vocabulary = await asyncio.to_thread(known_vocabulary, tokenizer, _vocab_size(vllm_config))
+    with awaited_automaton(grammar, vocabulary, _limits(vllm_config)) as future:
+        waiting = asyncio.wrap_future(future)
+        _waiting[waiting] = None
         try:
-            built.set_result(_automaton(grammar, tokenizer, vllm_config))
-        except BaseException as error:
-            built.set_exception(error)
+            automaton = await waiting
+        except asyncio.CancelledError:
+            if (error := _waiting[waiting]) is not None:
+                raise error from None
+            raise
+        finally:
+            del _waiting[waiting]
+    _prepared.set((grammar, vllm_config, automaton))
 
-    # An executor's threads would hold up the end of the program.
-    threading.Thread(target=build, name="automaton", daemon=True).start()
-    _prepared.set((grammar, vllm_config, await asyncio.wrap_future(built)))
+
+def end_waiting(error: Exception) -> None:
+    """End all requests that wait for their automata with an error. To be called in the event loop."""
+    for waiting in _waiting:
+        _waiting[waiting] = error
+        waiting.cancel()
 
 
 def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
@@ -59,21 +69,25 @@ def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> Sam
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises ``InvalidRequestError`` as ``grammar_of`` and ``automaton_of``.
+    Raises as ``grammar_of`` and ``automaton_of``.
     """
     if params.structured_outputs is None:
         return params
     grammar = grammar_of(params.structured_outputs)
-    automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
+    automaton = _prepared_for(grammar, vllm_config) or automaton_of(
+        grammar, tokenizer, _vocab_size(vllm_config), _limits(vllm_config)
+    )
     params = params.clone()
     params.structured_outputs = None
     params.extra_args = {**(params.extra_args or {}), CONSTRAINT: automaton.packed}
     return params
 
 
-def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
+def _vocab_size(vllm_config: Any) -> int:
+    size: int = vllm_config.model_config.hf_config.vocab_size
+    return size
+
+
+def _limits(vllm_config: Any) -> Limits:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds)
-    automaton = automaton_of(grammar, tokenizer, vllm_config.model_config.hf_config.vocab_size, limits)
-    _ = automaton.packed  # which takes a while the first time
-    return automaton
+    return Limits(engine.max_automaton_states, engine.max_automaton_seconds)

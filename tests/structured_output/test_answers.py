@@ -16,7 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import requests
+from dllm_engine.structured_output import automata, requests
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served
 
@@ -213,12 +213,12 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
-    building, answered, automaton_of = threading.Event(), threading.Event(), requests.automaton_of
+    building, answered, build_apart = threading.Event(), threading.Event(), automata._build_apart
 
     def build_when_another_is_answered(*args):
         building.set()
         assert answered.wait(60), "the server serves nobody meanwhile"
-        return automaton_of(*args)
+        return build_apart(*args)
 
     async def ask():
         url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
@@ -235,7 +235,7 @@ def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
             answered.set()
             return plain, await constrained
 
-    monkeypatch.setattr(requests, "automaton_of", build_when_another_is_answered)
+    monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
     assert plain == " Ida=07, Tom=48"
     assert re.fullmatch("built(once)?", constrained)

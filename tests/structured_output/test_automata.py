@@ -34,7 +34,7 @@ def in_process(monkeypatch):
     """Builds without a process, and what was built."""
     built = []
 
-    def record(grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
+    def record(_: object, grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
         built.append(grammar)
         return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
 
@@ -66,11 +66,9 @@ def test_grammars(told, grammar):
         ({"regex": "a", "whitespace_pattern": " *"}, "structured_outputs.whitespace_pattern: not"),
         ({"json": {}, "disable_additional_properties": True}, "set additionalProperties to false"),
         ({"choice": []}, "structured_outputs.choice: the list is empty"),
-        ({"regex": "(a"}, "structured_outputs.regex: '(a' is not a regex that Python can read: missing )"),
         ({"regex": "\ud800"}, "a lone surrogate"),
         ({"json": "{"}, "structured_outputs.json: the schema is no JSON"),
         ({"json": {"a": {1}}}, "structured_outputs.json: the schema is no JSON"),
-        ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "structured_outputs.json: "),
         ({"json_object": False}, "structured_outputs.json_object: only true"),
     ],
