@@ -79,6 +79,14 @@ def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
 
 
+def answer(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> bytes:
+    """The packed automaton, or why there is none."""
+    try:
+        return BUILT + build(grammar, limits, token_bytes, starts).packed
+    except ValueError as error:
+        return FAILED + str(error).encode(errors="replace")
+
+
 def main() -> None:
     end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
@@ -86,11 +94,7 @@ def main() -> None:
     seconds = math.ceil(limits.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    try:
-        answer = BUILT + build(grammar, limits, *arrays).packed
-    except ValueError as error:
-        answer = FAILED + str(error).encode()
-    sys.stdout.buffer.write(answer)
+    sys.stdout.buffer.write(answer(grammar, limits, *arrays))
 
 
 if __name__ == "__main__":
