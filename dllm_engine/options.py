@@ -23,6 +23,9 @@ OPTIONS_KEY = "dllm"
 """Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
 defaults of its own for requests."""
 
+_MOST_SHOWN = 10
+"""Errors in a message: a list may have one for each entry."""
+
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
     """What is wrong with each field: its name, its value and what it may be.
@@ -33,7 +36,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
         known: all names, which are listed for an unknown one, the closest first.
     """
     known, lines = list(known), []
-    for detail in error.errors():
+    for detail in error.errors()[:_MOST_SHOWN]:
         name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
@@ -42,6 +45,8 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
             lines.append(message)
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
+    if (count := error.error_count()) > _MOST_SHOWN:
+        lines.append(f"and {count - _MOST_SHOWN} more errors")
     return "; ".join(lines)
 
 

@@ -20,7 +20,7 @@ def fill_in(
     if params.n > 1 and any(len(of_prompt) > 1 for of_prompt in candidates):
         raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
     pieces = [of_one for of_prompt in candidates for of_one in of_prompt]
-    tokens = [response_template(of_one, tokenizer) for of_one in pieces]
+    tokens = [response_template(of_one, tokenizer, llm.model_config.max_model_len) for of_one in pieces]
     owners = [number for number, of_prompt in enumerate(candidates) for _ in of_prompt]
     asked = [_params(params, template, len(candidates[n])) for n, template in zip(owners, tokens, strict=True)]
     outputs = _answers(llm, [prompts[number] for number in owners], asked)

@@ -98,7 +98,7 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
     if is_ours(self):
         check_place(request.model_extra or ())
-        settle_template(request, self)
+        await settle_template(request, self)
     return await create(self, request, *args, **kwargs)
 
 

@@ -282,6 +282,10 @@ PRIVATE = (
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
     Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
+    Private("vllm.renderers", "TokenizeParams", "to tokenize templates outside the event loop"),
+    Private(
+        "vllm.renderers.base", "BaseRenderer.tokenize_prompts_async", "to tokenize templates outside the event loop"
+    ),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
     Private("vllm.entrypoints.generate.base.protocol", "DeltaMessage ExtractedToolCallInformation", _TOOLS),
     Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
