@@ -73,7 +73,7 @@ def check_request(
     spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
     ends = end_token_ids(params, hf_config)
     _check_given(spec.template, ends, hf_config)
-    _check_constraint(spec, ends)
+    _check_constraint(spec, ends, engine.max_automaton_search)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
@@ -99,10 +99,20 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
-def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
+def _check_constraint(spec: DecodingSpec, ends: frozenset[int], max_search: int) -> None:
     if spec.constraint is None:
         return
     constraint = constraint_of(spec.constraint, ends)
+    # What the text may be behind a block depends on all that is given there, and without an end token on the length.
+    is_whole = bool(spec.template) or not ends or spec.block_add_threshold is not None
+    positions = spec.gen_length if is_whole else min(spec.block_length, spec.gen_length)
+    if (size := constraint.search_size) * positions > max_search:
+        shorten = "gen_length (max_tokens)" if is_whole else f"block_length={spec.block_length}"
+        raise InvalidRequestError(
+            f"structured_outputs: a step searches {positions} positions of an automaton of size {size}, together "
+            f"{size * positions}; max_automaton_search is {max_search}: lower {shorten}, simplify the expression or "
+            "schema, or raise max_automaton_search"
+        )
     if constraint.completable(spec.response_template)[0][0]:
         return
     if spec.template:

@@ -134,6 +134,9 @@ class EngineOptions(BaseModel):
     """The most states that the automaton of a request's ``structured_outputs`` may have."""
     max_automaton_seconds: float = Field(default=30.0, gt=0)
     """The longest time that building such an automaton may take."""
+    max_automaton_search: int = Field(default=1 << 24, ge=1)
+    """The most that a step may search of such an automaton: its size × the positions that are searched at once
+    (see Structured output)."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True

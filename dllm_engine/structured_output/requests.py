@@ -90,4 +90,4 @@ def _vocab_size(vllm_config: Any) -> int:
 
 def _limits(vllm_config: Any) -> Limits:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    return Limits(engine.max_automaton_states, engine.max_automaton_seconds)
+    return Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
