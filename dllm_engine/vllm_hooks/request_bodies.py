@@ -10,9 +10,11 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from vllm import envs
 
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import check_place
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 Message = MutableMapping[str, Any]
@@ -98,8 +100,21 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
     if is_ours(self):
         check_place(request.model_extra or ())
+        _check_num_responses(request)
         await settle_template(request, self)
     return await create(self, request, *args, **kwargs)
+
+
+def _check_num_responses(request: Any) -> None:
+    """vLLM limits prompts and ``n``, but not what both are together; and it makes all of these requests at once."""
+    prompts = getattr(request, "prompt", None) or getattr(request, "messages", None)
+    is_several = isinstance(prompts, list) and isinstance(prompts[0], str | list)
+    num_prompts, n = len(prompts) if is_several else 1, getattr(request, "n", None) or 1
+    if num_prompts * n > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
+        raise InvalidRequestError(
+            f"prompts ({num_prompts}) × n={n} are {num_prompts * n} responses, more than the {most} that a request may "
+            "have; send several requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
+        )
 
 
 def leave_completion_length_open() -> None:

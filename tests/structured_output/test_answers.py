@@ -23,6 +23,8 @@ from tests.support.http_app import EngineInProcess, served
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
 REGEX, CHOICES = r"[a-z]{3,8} [0-9]{2}", ["yes", "no, never"]
+WIDE = "[a-z ]*[aeiou][a-z ]{11}"
+"""Its automaton has a state for each set of places that a vowel may have had."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ida", "Tom"]}, "is_old": {"type": "boolean"}},
@@ -185,6 +187,60 @@ def test_bad_requests_are_answered_with_400(openai, demo, fields, message, strea
             model="demo", messages=CHAT, stream=stream, extra_body={"max_tokens": 48} | fields
         )
     assert_nothing_left(demo)
+
+
+CHAT_SCHEMA = {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
+ROUTES = {
+    "/v1/completions": {"prompt": PROMPT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions": {"messages": CHAT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "structured_outputs": {"regex": "(a"}},
+    "/v1/responses": {"input": PROMPT, **CHAT_SCHEMA},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "(a"}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
+    """What is wrong with the expression or schema is known then, and answered with a status."""
+    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
+    asked = {"model": "demo", "stream": True} if stream and "batch" not in route else {"model": "demo"}
+    answer = client.post(route, json=asked | ROUTES[route])
+    assert answer.status_code == 400, answer.text
+    assert re.search("not a regex that Python can read|the keyword 'not'", answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    monkeypatch.setattr(automata, "MOST_WAITING", 0)
+    body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 503, answer.text
+    assert "send the request again later" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({"vllm_xargs": {"block_length": 200}}, 200),
+        ({"ignore_eos": True}, 200),
+        ({"vllm_xargs": {"block_add_threshold": 0.5, "threshold": 0.9}}, 200),
+        ({}, None),
+    ],
+)
+def test_what_a_step_searches_is_bounded_by_its_positions(client, options, positions):
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 200, "structured_outputs": {"regex": WIDE}} | options
+    answer = client.post("/v1/completions", json=body)
+    if positions is None:
+        assert re.fullmatch(WIDE, answer.json()["choices"][0]["text"])
+    else:
+        assert answer.status_code == 400, answer.text
+        assert re.search(
+            f"searches {positions} positions of an automaton of size [0-9]+, .* max_automaton_search is 16777216",
+            answer.json()["error"]["message"],
+        )
 
 
 def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
