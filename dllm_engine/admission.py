@@ -70,18 +70,28 @@ def check_request(
             f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
             f"prompted"
         )
-    spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
+    prompt_length = len(prompt_token_ids)
+    if params.max_tokens is not None and prompt_length + params.max_tokens > max_model_len:
+        # Before anything is made for each token of the response.
+        raise _too_long(prompt_length, params.max_tokens, prompt_length + params.max_tokens, max_model_len)
+    spec = resolve_decoding(params, prompt_length, family, engine)
     ends = end_token_ids(params, hf_config)
     _check_given(spec.template, ends, hf_config)
-    _check_constraint(spec, ends, engine.max_automaton_search)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
-        raise InvalidRequestError(
-            f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
-            f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
-        )
+        raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
+    _check_constraint(spec, ends, engine.max_automaton_search)
     return spec
+
+
+def _too_long(
+    prompt_length: int, gen_length: int, canvas_length: int, max_model_len: int, shorten: str = "shorten one"
+) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt ({prompt_length} tokens) and gen_length={gen_length} (max_tokens) need a canvas of {canvas_length}, "
+        f"max_model_len is {max_model_len}; {shorten} or raise max_model_len"
+    )
 
 
 def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
