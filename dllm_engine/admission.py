@@ -96,16 +96,17 @@ def check_request(
             f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
         )
     check_tokens(prompt_token_ids, hf_config)
-    spec = with_tokens(resolve_decoding(params, len(prompt_token_ids), family, engine), params, hf_config)
+    prompt_length = len(prompt_token_ids)
+    if params.max_tokens is not None and prompt_length + params.max_tokens > max_model_len:
+        # Before anything is made for each token of the response.
+        raise _too_long(prompt_length, params.max_tokens, prompt_length + params.max_tokens, max_model_len)
+    spec = with_tokens(resolve_decoding(params, prompt_length, family, engine), params, hf_config)
     _check_given(spec.template, spec.end_tokens, hf_config)
-    _check_constraint(spec, params.min_tokens)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
-        raise InvalidRequestError(
-            f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
-            f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
-        )
+        raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
+    _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
     return spec
 
 
@@ -136,6 +137,15 @@ def unsupported(name: str, value: Any) -> str | None:
     return f"{shown}: {what} not supported for diffusion models"
 
 
+def _too_long(
+    prompt_length: int, gen_length: int, canvas_length: int, max_model_len: int, shorten: str = "shorten one"
+) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt ({prompt_length} tokens) and gen_length={gen_length} (max_tokens) need a canvas of {canvas_length}, "
+        f"max_model_len is {max_model_len}; {shorten} or raise max_model_len"
+    )
+
+
 def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
     for i, token in enumerate(template):
         if token is None:
@@ -151,10 +161,20 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
-def _check_constraint(spec: DecodingSpec, min_tokens: int) -> None:
+def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
     if spec.constraint is None:
         return
     ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
+    # What the text may be behind a block depends on all that is given there, and without an end token on the length.
+    is_whole = bool(spec.template) or not ends or spec.block_add_threshold is not None
+    positions = spec.gen_length if is_whole else min(spec.block_length, spec.gen_length)
+    if (size := constraint.search_size) * positions > max_search:
+        shorten = "gen_length (max_tokens)" if is_whole else f"block_length={spec.block_length}"
+        raise InvalidRequestError(
+            f"structured_outputs: a step searches {positions} positions of an automaton of size {size}, together "
+            f"{size * positions}; max_automaton_search is {max_search}: lower {shorten}, simplify the expression or "
+            "schema, or raise max_automaton_search"
+        )
     if constraint.completable(spec.response_template, spec.first_end - spec.prompt_length)[0][0]:
         return
     with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"

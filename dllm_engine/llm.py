@@ -55,6 +55,7 @@ class LLM(vllm.LLM):
         batch_invariant: bool = False,
         max_automaton_states: int = 4096,
         max_automaton_seconds: float = 30.0,
+        max_automaton_search: int = 1 << 24,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,

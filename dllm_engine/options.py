@@ -23,6 +23,9 @@ OPTIONS_KEY = "dllm"
 """Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
 defaults of its own for requests."""
 
+_MOST_SHOWN = 10
+"""Errors in a message: a list may have one for each entry."""
+
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
     """What is wrong with each field: its name, its value and what it may be.
@@ -33,7 +36,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
         known: all names, which are listed for an unknown one, the closest first.
     """
     known, lines = list(known), []
-    for detail in error.errors():
+    for detail in error.errors()[:_MOST_SHOWN]:
         name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
@@ -44,6 +47,8 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
             lines.append(f"{name}={value} is not supported, only {message.removeprefix('Input should be ')}")
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
+    if (count := error.error_count()) > _MOST_SHOWN:
+        lines.append(f"and {count - _MOST_SHOWN} more errors")
     return "; ".join(lines)
 
 
@@ -120,6 +125,9 @@ class EngineOptions(BaseModel):
     """The most states that the automaton of a request's ``structured_outputs`` may have."""
     max_automaton_seconds: float = Field(default=30.0, gt=0, le=86400)
     """The longest time that building such an automaton may take."""
+    max_automaton_search: int = Field(default=1 << 24, ge=1)
+    """The most that a step may search of such an automaton: its size × the positions that are searched at once
+    (see Structured output)."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True

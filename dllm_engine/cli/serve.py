@@ -33,7 +33,8 @@ from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_dis
 from dllm_engine.vllm_hooks.release import check_release
 
 OTHER_SETTINGS = (
-    *("refresh_ratio", "steps_per_dispatch", "max_automaton_states", "max_automaton_seconds", "lora_path"),
+    *("refresh_ratio", "steps_per_dispatch", "lora_path"),
+    *("max_automaton_states", "max_automaton_seconds", "max_automaton_search"),
     *("cuda_graphs", "batch_invariant", "trace", "playground"),
 )
 """Arguments that are engine options of the same name, beside those about the cache."""

@@ -87,17 +87,18 @@ def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) 
     if not llm.has_chat_template and any(task.request.messages for task in tasks):
         raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
     params, tokenizer = DiffusionParams(**decoding), llm.get_tokenizer()
-    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, tokenizer)) for task in tasks]
+    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, llm)) for task in tasks]
 
 
-def _with_hole(params: "DiffusionParams", task: OwnTask, tokenizer: Any) -> "DiffusionParams":
+def _with_hole(params: "DiffusionParams", task: OwnTask, llm: "LLM") -> "DiffusionParams":
     """Those of the response of ``params`` with what the task gives. Behind that, the model is to end it."""
     from dllm_engine.infill.template import response_template
 
     if task.given is None:
         return params
+    tokenizer = llm.get_tokenizer()
     size = len(tokenizer.encode(task.answer, add_special_tokens=False))
-    template = response_template([task.given[0], size, task.given[1]], tokenizer)
+    template = response_template([task.given[0], size, task.given[1]], tokenizer, llm.model_config.max_model_len)
     params = params.clone()
     template += [None] * ((params.gen_length or 0) - len(template))
     params.gen_length, params.response_template, params.return_given = template.count(None), template, False

@@ -21,7 +21,9 @@ class Candidate:
     params: DiffusionParams
 
 
-def candidates(templates: Sequence[Sequence[Piece]], params: DiffusionParams, tokenizer: Any) -> list[Candidate]:
+def candidates(
+    templates: Sequence[Sequence[Piece]], params: DiffusionParams, tokenizer: Any, max_model_len: int
+) -> list[Candidate]:
     """The requests that templates make, in the order of the templates; raises as ``LLM.fill_in``."""
     choices = [sized(template) for template in templates]
     if params.n > 1 and any(len(of_one) > 1 for of_one in choices):
@@ -29,7 +31,7 @@ def candidates(templates: Sequence[Sequence[Piece]], params: DiffusionParams, to
     made = []
     for owner, of_one in enumerate(choices):
         for pieces in of_one:
-            template = response_template(pieces, tokenizer)
+            template = response_template(pieces, tokenizer, max_model_len)
             made.append(Candidate(owner, pieces, template, _params(params, template, len(of_one))))
     return made
 
@@ -41,7 +43,7 @@ def fill_in(
     if len(prompts) != len(templates):
         raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
     tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
-    asked = candidates(templates, params, tokenizer)
+    asked = candidates(templates, params, tokenizer, llm.model_config.max_model_len)
     outputs = _answers(llm, [prompts[each.owner] for each in asked], [each.params for each in asked])
     best: dict[int, RequestOutput] = {}
     for each, output in zip(asked, outputs, strict=True):

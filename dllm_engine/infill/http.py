@@ -3,7 +3,9 @@
 import json
 from typing import Any
 
-from dllm_engine.infill.template import filled_in, response_template
+from vllm.renderers import TokenizeParams
+
+from dllm_engine.infill.template import check_length, checked_texts, filled_in, joined
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
@@ -13,7 +15,7 @@ _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """What the request classes call the length; the first that is set counts."""
 
 
-def settle_template(request: Any, serving: Any) -> None:
+async def settle_template(request: Any, serving: Any) -> None:
     """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
     that has a template: a longer one is an upper bound. Raises ``InvalidRequestError``.
 
@@ -34,8 +36,10 @@ def settle_template(request: Any, serving: Any) -> None:
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
         # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
-        xargs["response_template"] = json.dumps(response_template(template, serving.renderer.tokenizer))
+        xargs["response_template"] = json.dumps(await _response_template(template, serving))
         request.vllm_xargs = xargs
+    elif isinstance(given := xargs.get("response_template"), str | list):
+        check_length("response_template", given, serving.model_config.max_model_len)
     if length := _options(xargs).returned_length:
         bound = _bound(request)
         lengths = [name for name in _LENGTHS if name in type(request).model_fields]
@@ -70,6 +74,15 @@ def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: A
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
     return [OPENAI_LENGTH if length is None else length, suffix]
+
+
+async def _response_template(pieces: list[str | int], serving: Any) -> list[int | None]:
+    """``response_template``, whose texts are tokenized outside the event loop, as prompts are."""
+    renderer = serving.renderer
+    texts = checked_texts(pieces, renderer.tokenizer, serving.model_config.max_model_len)
+    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    tokenized = await renderer.tokenize_prompts_async([{"prompt": text} for text in texts], params)
+    return joined(pieces, [prompt["prompt_token_ids"] for prompt in tokenized], renderer.tokenizer)
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

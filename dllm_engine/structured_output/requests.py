@@ -1,9 +1,7 @@
 """Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
 
 import asyncio
-import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
@@ -12,13 +10,18 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton_of, begun_character
+from dllm_engine.structured_output.automata import automaton_of, awaited_automaton, begun_character, known_vocabulary
 from dllm_engine.structured_output.build import Grammar, Limits
 from dllm_engine.structured_output.grammar import grammar_of
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
+from dllm_engine.structured_output.vocabulary import Vocabulary
 
 _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
+
+
+_waiting: dict[asyncio.Future[Automaton], Exception | None] = {}
+"""Requests that wait for their automata, each with the error that ended its waiting."""
 
 
 async def prepare(
@@ -27,23 +30,34 @@ async def prepare(
     """Build the automaton, and those of the reasoning before its text, without holding up the event loop;
     ``constrained`` takes them later in the same task.
 
-    Raises ``InvalidRequestError`` as ``automaton_of``.
+    Raises as ``grammar_of``, ``known_vocabulary`` and ``awaited_automaton``, and the error of ``end_waiting``.
     """
     grammar = grammar_of(structured)
-    built: Future[Automaton] = Future()
-    built.set_running_or_notify_cancel()  # who no longer waits does not cancel it
+    vocabulary = await asyncio.to_thread(known_vocabulary, tokenizer, _vocab_size(vllm_config))
+    for before in reasoning:
+        await _built(before, vocabulary, vllm_config)
+    _prepared.set((grammar, vllm_config, await _built(grammar, vocabulary, vllm_config)))
 
-    def build() -> None:
+
+async def _built(grammar: Grammar, vocabulary: Vocabulary, vllm_config: Any) -> Automaton:
+    with awaited_automaton(grammar, vocabulary, _limits(vllm_config)) as future:
+        waiting = asyncio.wrap_future(future)
+        _waiting[waiting] = None
         try:
-            for before in reasoning:
-                _automaton(before, tokenizer, vllm_config)
-            built.set_result(_automaton(grammar, tokenizer, vllm_config))
-        except BaseException as error:
-            built.set_exception(error)
+            return await waiting
+        except asyncio.CancelledError:
+            if (error := _waiting[waiting]) is not None:
+                raise error from None
+            raise
+        finally:
+            del _waiting[waiting]
 
-    # An executor's threads would hold up the end of the program.
-    threading.Thread(target=build, name="automaton", daemon=True).start()
-    _prepared.set((grammar, vllm_config, await asyncio.wrap_future(built)))
+
+def end_waiting(error: Exception) -> None:
+    """End all requests that wait for their automata with an error. To be called in the event loop."""
+    for waiting in _waiting:
+        _waiting[waiting] = error
+        waiting.cancel()
 
 
 def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
@@ -68,7 +82,7 @@ def constrained(
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises ``InvalidRequestError`` as ``grammar_of``, ``automaton_of`` and ``reasoning_before``.
+    Raises as ``grammar_of``, ``automaton_of`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
@@ -90,7 +104,7 @@ def constrained(
 def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
     """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
     that character, which no constraint knows of."""
-    begun = begun_character(prompt_token_ids, tokenizer, vllm_config.model_config.hf_config.vocab_size)
+    begun = begun_character(prompt_token_ids, tokenizer, _vocab_size(vllm_config))
     if begun:
         raise InvalidRequestError(
             f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
@@ -99,8 +113,14 @@ def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_confi
 
 
 def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
+    return automaton_of(grammar, tokenizer, _vocab_size(vllm_config), _limits(vllm_config))
+
+
+def _vocab_size(vllm_config: Any) -> int:
+    size: int = vllm_config.model_config.hf_config.vocab_size
+    return size
+
+
+def _limits(vllm_config: Any) -> Limits:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds)
-    automaton = automaton_of(grammar, tokenizer, vllm_config.model_config.hf_config.vocab_size, limits)
-    _ = automaton.packed  # which takes a while the first time
-    return automaton
+    return Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)

@@ -13,6 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import check_integer, check_request, check_types, settled_params
 from dllm_engine.families import family_of
+from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -77,6 +78,8 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
     max_model_len, config = model_config.max_model_len, model_config.hf_config
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
+    if isinstance(given := (params.extra_args or {}).get("response_template"), str | list):
+        check_length("response_template", given, max_model_len)
     params = settled_params(params, prompt_token_ids, input_processor.tokenizer, vllm_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)

@@ -302,8 +302,11 @@ PRIVATE = (
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
     Private("vllm.v1.engine.input_processor", "InputProcessor parse_model_prompt", _FRONT_END),
-    Private("vllm.renderers", "renderer_from_config", _FRONT_END),
+    Private("vllm.renderers", "TokenizeParams renderer_from_config", _FRONT_END),
     Private("vllm.usage.usage_lib", "UsageContext", _FRONT_END),
+    Private(
+        "vllm.renderers.base", "BaseRenderer.tokenize_prompts_async", "to tokenize templates outside the event loop"
+    ),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
     Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
     Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),

@@ -1,6 +1,7 @@
 """What the tokens of a response may be, position by position: an automaton, and the tokens that end a response."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -10,6 +11,55 @@ from dllm_engine.scheduler.constraints.automaton import Automaton, joined, unpac
 _LEAST = -1e9
 """Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
 that the sum of a text's scores would not tell them apart."""
+_NONE = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
+    so, pairs share one set of classes."""
+
+    sources: np.ndarray
+    """``[num_pairs]``: the first state."""
+    targets: np.ndarray
+    """``[num_pairs]``: the second state, ascending."""
+    set_of: np.ndarray
+    """``[num_pairs]``: the set of classes."""
+    classes: np.ndarray
+    """Classes of all sets, end to end."""
+    begins: np.ndarray
+    """``[num_sets + 1]``: where those of each set begin."""
+    reached: np.ndarray
+    """States that are some second state, ascending."""
+    into: np.ndarray
+    """``[len(reached) + 1]``: where the pairs of each of them begin."""
+
+    @classmethod
+    def of(cls, next_state: np.ndarray) -> "Transitions":
+        """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
+        num_states, num_classes = next_state.shape
+        sources, classes = np.nonzero(next_state >= 0)
+        keys = next_state[sources, classes].astype(np.int64) * num_states + sources
+        order = np.argsort(keys, kind="stable")
+        keys, classes = keys[order], classes[order]
+        starts = np.flatnonzero(np.diff(keys, prepend=-1))
+        stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
+        # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
+        numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
+        sums = np.add.reduceat(numbers[classes], starts)
+        _, firsts, set_of = np.unique(sums, return_index=True, return_inverse=True)
+        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
+        targets, sources = np.divmod(keys[starts], num_states)
+        reached, into = np.unique(targets, return_index=True)
+        return cls(
+            sources,
+            targets,
+            set_of,
+            np.concatenate([classes[:0], *sets]),
+            np.cumsum([0, *map(len, sets)]),
+            reached,
+            np.append(into, len(targets)),
+        )
 
 
 class Constraint:
@@ -33,6 +83,7 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
+        self._has_ends = bool(end_tokens)
         self._before_masks = [self.accepting]
         """From which states so many tokens lead to an accepted text; grows as it is asked for."""
         self._settled = False
@@ -55,20 +106,23 @@ class Constraint:
         """The states from which ``count`` tokens lead to an accepted text, bool ``[num_states]``."""
         while count >= len(self._before_masks) and not self._settled:
             last = self._before_masks[-1]
-            self._before_masks.append(self._before(last, None))
+            # Behind an accepted text there may be any number of end tokens.
+            few = self._fewest <= len(self._before_masks) if self._has_ends else self._before(last, None)
+            self._before_masks.append(few)
             self._settled = np.array_equal(self._before_masks[-1], last)
         return self._before_masks[min(count, len(self._before_masks) - 1)]
 
     def fewest_tokens(self) -> int | None:
         """Of an accepted text, without an end token; None where there is no such text."""
-        return next((count for count in range(self.num_states) if self._completed_by(count)[0]), None)
+        fewest = int(self._fewest[0])
+        return None if fewest == _NONE else fewest
 
     def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
         """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
         token."""
         before = np.zeros_like(accepted)
         if token is None:
-            sources, targets = self._steps if ends else self._steps_inside
+            sources, targets = (self._transitions.sources, self._transitions.targets) if ends else self._inside
             before[sources[accepted[targets]]] = True
         elif self.class_of[token] >= 0:
             following = self.next_state[:, self.class_of[token]]
@@ -76,23 +130,36 @@ class Constraint:
         return before
 
     @cached_property
-    def _steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of states of which a token leads from the first to the second."""
-        return _linked(self.next_state)
+    def _transitions(self) -> Transitions:
+        return Transitions.of(self.next_state)
 
     @cached_property
-    def _steps_inside(self) -> tuple[np.ndarray, np.ndarray]:
-        """Those of which a token does that is no end token."""
-        return _linked(self.next_state[:, :-1])
+    def _inside(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs of states of which a token that is no end token leads from the first to the second."""
+        sources, classes = np.nonzero(self.next_state[:, :-1] >= 0)
+        keys = np.unique(sources * self.num_states + self.next_state[sources, classes])
+        return keys // self.num_states, keys % self.num_states
 
     @cached_property
-    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """State and class of all that leads somewhere, by where it leads; these states, and where each one's begin."""
-        sources, classes = np.nonzero(self.next_state >= 0)
-        targets = self.next_state[sources, classes]
-        order = np.argsort(targets, kind="stable")
-        reached, begins = np.unique(targets[order], return_index=True)
-        return sources[order], classes[order], reached, np.append(begins, len(order))
+    def _fewest(self) -> np.ndarray:
+        """Of tokens from each state to an accepted text, int64 ``[num_states]``; ``_NONE`` where no tokens lead to one.
+        Reads each pair of states once."""
+        sources = self._transitions.sources
+        into = np.searchsorted(self._transitions.targets, np.arange(self.num_states + 1))
+        fewest = np.where(self.accepting, 0, _NONE)
+        count, latest = 0, np.flatnonzero(self.accepting)
+        while latest.size:
+            count += 1
+            sizes = into[latest + 1] - into[latest]
+            pairs = np.arange(sizes.sum()) + np.repeat(into[latest] - np.cumsum(sizes) + sizes, sizes)
+            latest = np.unique(sources[pairs][fewest[sources[pairs]] > count])
+            fewest[latest] = count
+        return fewest
+
+    @property
+    def search_size(self) -> int:
+        """What ``most_probable`` reads at each position: pairs of states, and classes of sets."""
+        return len(self._transitions.sources) + len(self._transitions.classes)
 
     def after(self, state: int, tokens: Sequence[int]) -> int:
         """The state after ``tokens``; −1 where they lead nowhere."""
@@ -111,27 +178,23 @@ class Constraint:
                 −∞ for what must not be taken.
             accepted: bool ``[num_states]``; some run of finite scores leads there.
         """
-        sources, kinds, reached, begins = self._edges
+        t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
-        for position, of_position in enumerate(scores):
-            arriving = best[position, sources] + of_position[kinds]
-            best[position + 1, reached] = np.maximum.reduceat(arriving, begins[:-1])
+        of_set = np.empty((len(scores), len(t.begins) - 1))
+        for position, of_class in enumerate(scores):
+            np.maximum.reduceat(of_class[t.classes], t.begins[:-1], out=of_set[position])
+            arriving = best[position, t.sources] + of_set[position, t.set_of]
+            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into[:-1])
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
-            number = int(np.searchsorted(reached, at))
-            into = slice(begins[number], begins[number + 1])
-            step = int((best[position, sources[into]] + scores[position, kinds[into]]).argmax())
-            path[position], at = kinds[into][step], int(sources[into][step])
+            number = int(np.searchsorted(t.reached, at))
+            into = slice(t.into[number], t.into[number + 1])
+            step = into.start + int((best[position, t.sources[into]] + of_set[position, t.set_of[into]]).argmax())
+            classes = t.classes[t.begins[t.set_of[step]] : t.begins[t.set_of[step] + 1]]
+            path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
         return path
-
-
-def _linked(next_state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs of states of which some class leads from the first to the second."""
-    sources, classes = np.nonzero(next_state >= 0)
-    keys = np.unique(sources * len(next_state) + next_state[sources, classes])
-    return keys // len(next_state), keys % len(next_state)
 
 
 @lru_cache(maxsize=16)

@@ -1,8 +1,10 @@
 """Filling in with the demo model, in Python and over HTTP."""
 
+import asyncio
 import json
 import re
 
+import httpx
 import pytest
 from vllm import SamplingParams
 
@@ -159,6 +161,17 @@ def test_in_python_too(demo, kind):
         ({"suffix": AFTER, "max_tokens": 0}, "max_tokens"),
         ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
         ({"vllm_xargs": {"template": "a"}}, "template is a str, not a list"),
+        ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
+        ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
+        ({"vllm_xargs": {"template": ["a" * 1000000, 1]}}, "given texts of 1000000 characters"),
+        ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
+        ({"suffix": "a", "max_tokens": 10**12}, "holes of 1000000000000 tokens"),
+        ({"vllm_xargs": {"response_template": "[" + "null," * 1000000}}, "response_template has 5000001 characters"),
+        ({"vllm_xargs": {"response_template": [7] * 100000}}, "response_template has 100000 entries"),
+        (
+            {"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}},
+            "and 491 more errors|and 992 more errors",
+        ),
         ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
         (
             {"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4},
@@ -178,6 +191,33 @@ def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
     assert re.search(message, answer.json()["error"]["message"]), answer.text
     assert_nothing_left(demo)
     assert complete(suffix=AFTER, max_tokens=4).json()["choices"][0]["text"] == WANTED
+
+
+def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypatch):
+    renderer, tokenizing, answered = demo.llm_engine.renderer, asyncio.Event(), asyncio.Event()
+    tokenize = renderer._tokenize_prompt_async
+
+    async def tokenize_when_another_is_answered(prompt, params):
+        tokenizing.set()
+        await answered.wait()
+        return await tokenize(prompt, params)
+
+    async def ask():
+        url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
+        async with httpx.AsyncClient(**url, timeout=120) as http:
+
+            def post(**fields):
+                body = {"model": "demo", "prompt": [5, 6, 7]} | fields
+                return asyncio.create_task(http.post("/v1/completions", json=body))
+
+            templated = post(vllm_xargs={"template": [BEFORE, 2]})
+            await asyncio.wait_for(tokenizing.wait(), 60)
+            plain = await post(max_tokens=4)
+            answered.set()
+            return plain, await templated
+
+    monkeypatch.setattr(renderer, "_tokenize_prompt_async", tokenize_when_another_is_answered)
+    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200]
 
 
 def test_the_demo_model_fills_in_items_of_its_answers(demo):

@@ -17,7 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import requests
+from dllm_engine.structured_output import automata, requests
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served
 
@@ -26,6 +26,8 @@ CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
 BYTE_LETTERS = bytes_to_unicode()
 """How byte-level tokens are written."""
 REGEX, CHOICES = r"[a-z]{3,8} [0-9]{2}", ["yes", "no, never"]
+WIDE = "[a-z ]*[aeiou][a-z ]{11}"
+"""Its automaton has a state for each set of places that a vowel may have had."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ida", "Tom"]}, "is_old": {"type": "boolean"}},
@@ -219,6 +221,60 @@ def test_bad_requests_are_answered_with_400(openai, demo, fields, message, strea
     assert_nothing_left(demo)
 
 
+CHAT_SCHEMA = {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
+ROUTES = {
+    "/v1/completions": {"prompt": PROMPT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions": {"messages": CHAT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "structured_outputs": {"regex": "(a"}},
+    "/v1/responses": {"input": PROMPT, **CHAT_SCHEMA},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "(a"}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
+    """What is wrong with the expression or schema is known then, and answered with a status."""
+    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
+    asked = {"model": "demo", "stream": True} if stream and "batch" not in route else {"model": "demo"}
+    answer = client.post(route, json=asked | ROUTES[route])
+    assert answer.status_code == 400, answer.text
+    assert re.search("not a regex that Python can read|the keyword 'not'", answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    monkeypatch.setattr(automata, "MOST_WAITING", 0)
+    body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 503, answer.text
+    assert "send the request again later" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({"vllm_xargs": {"block_length": 200}}, 200),
+        ({"ignore_eos": True}, 200),
+        ({"vllm_xargs": {"block_add_threshold": 0.5, "threshold": 0.9}}, 200),
+        ({}, None),
+    ],
+)
+def test_what_a_step_searches_is_bounded_by_its_positions(client, options, positions):
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 200, "structured_outputs": {"regex": WIDE}} | options
+    answer = client.post("/v1/completions", json=body)
+    if positions is None:
+        assert re.fullmatch(WIDE, answer.json()["choices"][0]["text"])
+    else:
+        assert answer.status_code == 400, answer.text
+        assert re.search(
+            f"searches {positions} positions of an automaton of size [0-9]+, .* max_automaton_search is 16777216",
+            answer.json()["error"]["message"],
+        )
+
+
 def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     client = served(demo, "--served-model-name", "demo", *flags)
@@ -245,12 +301,12 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
-    building, answered, automaton_of = threading.Event(), threading.Event(), requests.automaton_of
+    building, answered, build_apart = threading.Event(), threading.Event(), automata._build_apart
 
     def build_when_another_is_answered(*args):
         building.set()
         assert answered.wait(60), "the server serves nobody meanwhile"
-        return automaton_of(*args)
+        return build_apart(*args)
 
     async def ask():
         url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
@@ -267,7 +323,7 @@ def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
             answered.set()
             return plain, await constrained
 
-    monkeypatch.setattr(requests, "automaton_of", build_when_another_is_answered)
+    monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
     assert plain == " Ida=07, Tom=48"
     assert re.fullmatch("built(once)?", constrained)
