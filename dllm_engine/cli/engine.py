@@ -196,6 +196,7 @@ def start_engine(
     Raises:
         ValueError: options out of range, a model that cannot be found.
     """
+    be_quiet()
     with progress_line("Importing vLLM"):
         prepare(args)
         params, arguments = decoding_params(args), engine_arguments(args, trace=trace)
