@@ -48,7 +48,10 @@ class FrontEnd:
         """
         asked = [params]
         if template is not None:
-            asked = [candidate.params for candidate in candidates([template], params, self.tokenizer, self._config.model_config.max_model_len)]
+            asked = [
+                candidate.params
+                for candidate in candidates([template], params, self.tokenizer, self._config.model_config.max_model_len)
+            ]
         for each in asked:
             self._input_processor.process_inputs("check", prompt, each, ("generate",))
 
