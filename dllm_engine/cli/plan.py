@@ -48,7 +48,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU.",
     )
     add_model(parser)
-    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", required=True, help="of one GPU, such as 80GiB")
+    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
     parser.add_argument("--prompt", type=positive_int, default=1024, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--response", type=positive_int, default=256, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument(
@@ -94,6 +94,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     from dllm_engine.memory.plan import Deployment, plan
 
+    if args.gpu_memory is None:
+        raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
     # Its other fields are arguments of the same names.
     asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if hasattr(args, field.name)}
     options = EngineOptions.parse(engine_options(args))

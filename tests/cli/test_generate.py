@@ -184,13 +184,23 @@ REFUSED: dict[str, list[str | None]] = {
     "--top-p": ["0", "3"],
     "--top-k": ["-7"],
     "--seed": [str(2**70)],
+    "--alg-temp": ["-1"],
     "--regex": ["(a", "a{3000}"],
     "--json-schema": ['{"type": "thing"}', '{"$ref": "#"}'],
     "--template": ["[[0]]", "no hole", "[[9999]]", "[[2]]<|mdm_mask|>"],
     "--suffix": ["<|mdm_mask|>"],
 }
 """Values that no prompt can be answered with, by the argument."""
-HARMLESS = ("--early-stop", "--delay-eos", "--ignore-eos", "--choice", "--raw", "--figures")
+HARMLESS = (
+    "--confidence-eos-eot-inf",
+    "--logits-eos-inf",
+    "--early-stop",
+    "--delay-eos",
+    "--ignore-eos",
+    "--choice",
+    "--raw",
+    "--figures",
+)
 
 
 @pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in REFUSED.items() for value in values])

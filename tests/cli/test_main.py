@@ -166,7 +166,6 @@ def test_every_size_in_bytes_needs_a_unit(capsys):
         ["generate", "Hello!", "--threshold", "0.9", "--margin", "0.5"],
         ["models", "extra"],
         ["tune", "demo", "--batch", "0"],
-        LLADA,
         ["sing"],
         [],
     ],

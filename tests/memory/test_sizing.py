@@ -114,8 +114,8 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
     runner = runner_of(engines(tiny_llada, cache_method=method))
     rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
     # On a GPU these hold their results.
-    monkeypatch.setattr(filtered_logits, "kernel", lambda logits, *_: logits.clone())
-    monkeypatch.setattr(gumbel_max, "kernel", lambda logits, *_: logits.double()[:, :1].max(dim=-1))
+    monkeypatch.setattr(filtered_logits, "cpu", lambda logits, *_: logits.clone())
+    monkeypatch.setattr(gumbel_max, "cpu", lambda logits, *_: logits.double()[:, :1].max(dim=-1))
     predict = TokenPredictor.predict
     # In smaller chunks on a GPU, which hold no more.
     monkeypatch.setattr(TokenPredictor, "predict", lambda *a, constrained, **k: constrained or predict(*a, **k))
