@@ -6,7 +6,7 @@ measured in the same run, taking turns with the calls.
 
     python benchmarks/kernel_time.py [--device cuda] [--dtype bfloat16] [--output FILE.json]
 
-On a CPU one thread computes and processor seconds are counted; on CUDA the time between events around a recorded graph.
+On a CPU one thread computes; on CUDA it is the time between events around a recorded graph.
 
 With ``--tiles`` it looks for the fastest tiles of the kernel on this GPU instead, and writes the table that the kernel
 reads. Tiles whose result is wrong, or that do not fit the GPU, are left out.
@@ -26,9 +26,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from program import Rows, argument_parser, parse, report, write
+from program import Rows, argument_parser, report, write
+from timing import MachineRates, seconds_of
 
-from dllm_engine.bench.machine import MachineRates, seconds_of
 from dllm_engine.check.checks import compare
 from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
@@ -95,7 +95,7 @@ def costs(call: dict[str, Any]) -> tuple[int, int]:
 
 
 def timer(case: Case, device: str, dtype: torch.dtype) -> Callable[[], float]:
-    """A function that returns the seconds of one call: of the device on CUDA, of the processor on a CPU."""
+    """A function that returns the seconds of one call."""
     if device == "cpu":
         call = arguments(case, device, dtype)
         return lambda: seconds_of(lambda: paged_attention(**call))
@@ -222,8 +222,7 @@ def main() -> None:
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tiles", type=Path, metavar="FILE", help="write the fastest tiles for this GPU to it")
-    parser.set_defaults(clock="wall" if torch.cuda.is_available() else "processor")
-    options = parse(parser)
+    options = parser.parse_args()
     device = options.device
     options.dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
     dtype = getattr(torch, options.dtype)

@@ -17,9 +17,8 @@ from unittest import mock
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.bench.machine import now, provenance
-from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.checkpoints import load_config
+from dllm_engine.evaluation.machine import peak, provenance, resident, restart_peak
 from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
@@ -39,12 +38,12 @@ def files_of(folder: Path, *, cached: bool) -> Iterator[Path]:
 
 
 def seconds_to_read(paths: list[Path]) -> float:
-    buffer, start = bytearray(READ_BYTES), now()
+    buffer, start = bytearray(READ_BYTES), time.perf_counter()
     for path in paths:
         with path.open("rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
-    return now() - start
+    return time.perf_counter() - start
 
 
 def load(options: argparse.Namespace) -> None:
@@ -55,9 +54,9 @@ def load(options: argparse.Namespace) -> None:
     def timed(runner: DiffusionModelRunner, **arguments: bool) -> None:
         list(files_of(options.folder, cached=cached))
         seconds["before"] = restart_peak()
-        start, processor = now(), time.process_time()
+        start, processor = time.perf_counter(), time.process_time()
         load_model(runner, **arguments)
-        seconds["load"], seconds["processor"] = now() - start, time.process_time() - processor
+        seconds["load"], seconds["processor"] = time.perf_counter() - start, time.process_time() - processor
 
     reads = [seconds_to_read(list(files_of(options.folder, cached=cached)))]
     with mock.patch.object(DiffusionModelRunner, "load_model", timed):

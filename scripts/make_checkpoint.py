@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from dllm_engine.bench.random_model import NAMED_SHAPES, named_shape
-from dllm_engine.checkpoints import load_config
+from dllm_engine.checkpoints import NAMED_SHAPES, load_config, named_shape
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import INDEX, MODEL_CLASSES, shapes_in_layer
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_engine.bench.machine import synchronize
+from dllm_engine.evaluation.machine import synchronize
 from dllm_engine.text import format_table, one_line
 
 OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"

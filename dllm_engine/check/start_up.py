@@ -23,10 +23,10 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 import dllm_engine.kernels
-from dllm_engine.bench.machine import provenance
 from dllm_engine.check.checks import FAILED, Check, Outcome, run_checks
 from dllm_engine.check.dense import dense_check
 from dllm_engine.check.operators import Sizes, operator_checks
+from dllm_engine.evaluation.machine import provenance
 from dllm_engine.kernels._operator import plain_on_cuda
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.dense_backends import attend_with_sdpa

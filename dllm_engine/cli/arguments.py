@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
@@ -221,8 +222,8 @@ def _assignment(name: str, value: Any) -> str:
 
 
 def parse_rule(text: str) -> dict[str, Any]:
-    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For several
-    blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
+    """``one``, a policy, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For
+    several blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
     return _parse_rule(text, f"{ONE} or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
 
 
@@ -239,6 +240,8 @@ _ONE_OF_RULES = f"one of {', '.join(RULES)} as NAME=VALUE"
 
 
 def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Sequence[str]) -> dict[str, Any]:
+    if text in UNMASKING_POLICIES:
+        return {"unmasking": text}
     rule, *more = text.split("+")
     options = {}
     for part, allowed in (*([] if rule == ONE else [(rule, rules)]), *((part, more_of_rule) for part in more)):

@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     check_release()
     import torch
 
-    from dllm_engine.bench.machine import provenance
-    from dllm_engine.bench.random_model import config_of
     from dllm_engine.check.answers import answer_checks
     from dllm_engine.check.checks import FAILED, NOT_RUN, OK, as_table, run_checks
     from dllm_engine.check.dense import dense_checks
     from dllm_engine.check.operators import Sizes, head_checks, operator_checks
+    from dllm_engine.checkpoints import load_config
+    from dllm_engine.evaluation.machine import provenance
 
-    sizes = Sizes.of_model(config_of(args.model))
+    sizes = Sizes.of_model(load_config(args.model))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = provenance()
     print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), at the sizes of {args.model}")

@@ -15,8 +15,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
-from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
+from dllm_engine.evaluation.runner import Answer, Request
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions

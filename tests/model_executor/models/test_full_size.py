@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dllm_engine.bench.memory import peak, resident, restart_peak
 from dllm_engine.checkpoints import load_config
+from dllm_engine.evaluation.machine import peak, resident, restart_peak
 from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.loading import files
 from dllm_engine.model_executor.loading.files import mapped_tensors, read_ahead, with_progress

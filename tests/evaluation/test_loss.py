@@ -2,8 +2,8 @@
 
 import pytest
 
-from dllm_engine.evaluation.score import mean_and_error
-from dllm_engine.tuning.loss import NO_LOSS, Loss
+from dllm_engine.evaluation.comparison import mean_and_error
+from dllm_engine.evaluation.trials import Loss
 
 
 def test_the_interval_is_that_of_bonett_and_price():
@@ -27,11 +27,7 @@ def test_few_equal_answers_show_little():
 
 def test_only_examples_of_both_count():
     assert Loss.between([1.0, 1.0, 0.0], [1.0]).observed == 0
-    assert Loss.between([], []).probability_within(0.0) == 0.5
-
-
-def test_plain_decoding_loses_nothing():
-    assert (NO_LOSS.lowest, NO_LOSS.highest, NO_LOSS.probability_within(0.0)) == (0, 0, 1)
+    assert Loss(0.0, 0.0, 0.0).probability_within(0.0) == 1
 
 
 def test_standard_error_of_an_accuracy():
