@@ -15,7 +15,7 @@ OPTIONAL = ("trace", "error", *PER_TOKEN)
 
 @dataclass(frozen=True)
 class DiffusionFigures:
-    """What a response cost, up to its last finished block."""
+    """Cost of a response, up to its last finished block."""
 
     denoising_steps: int
     forward_passes: int

@@ -18,7 +18,7 @@ class ProvisionalBlock:
     """The running block after a denoising step, or all of them as one. Lists have an entry per position."""
 
     block: int
-    """Number of the first of them, from 0."""
+    """Number of the first running block, from 0."""
     num_blocks: int
     """Blocks of the response; an end token may leave the last ones out."""
     gen_length: int
@@ -26,11 +26,11 @@ class ProvisionalBlock:
     block_length: int
     """Positions of a block; the last one may have fewer."""
     first_block_length: int
-    """Those of the first block, which has fewer where it begins in the prompt."""
+    """Positions of the first block, which is shorter if it begins in the prompt."""
     start: int
-    """Where in the response the first of them starts, in tokens."""
+    """Start of the first running block in the response, in tokens."""
     step: int
-    """Denoising steps so far since the last of them joined."""
+    """Denoising steps since the last running block joined."""
     forward_pass: int
     """Forward passes of the response so far."""
     sent: int
@@ -39,12 +39,12 @@ class ProvisionalBlock:
     """The mask token's id where masked."""
     masked: list[bool]
     confidences: list[float | None]
-    """Probability of the position's token as its unmasking policy saw it: at the step that committed it; where masked,
-    of the token that the last step would have put there. None where no step has predicted one."""
+    """Probability of the position's token as its unmasking policy saw it: in the step that committed it, or for a
+    masked position in the latest step that predicted it. None: not predicted yet."""
     pieces: list[str | None] | None = None
-    """The text of each token, end tokens too; None where masked. None as a whole without a tokenizer."""
+    """Text of each token, including end tokens; None for a masked position. The field is None without a tokenizer."""
     special: list[bool] | None = None
-    """Whether the token is an end token or another special token, which the text leaves out; None without a
+    """True for end tokens and other special tokens, which the text leaves out; the field is None without a
     tokenizer."""
 
     @property
@@ -54,7 +54,7 @@ class ProvisionalBlock:
 
     @property
     def unsent_text(self) -> str | None:
-        """Of ``text`` what is not sent yet."""
+        """The part of ``text`` that is not sent yet."""
         return self._text_from(self.sent - self.start)
 
     def _text_from(self, first: int) -> str | None:
@@ -127,9 +127,9 @@ class BlockReader:
 
 
 class BlockChanges:
-    """What an HTTP client must be told so that its picture of one response's blocks is that after the last step.
+    """Changes of the running blocks since the last event that an HTTP client got.
 
-    It counts from what this client was sent, so that steps may be left out for one that reads slowly.
+    They are counted from what the client was sent, so that a slow client may miss steps.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class BlockChanges:
         return form
 
     def _differs(self, i: int, confidence: float | None) -> bool:
-        """Whether a guess moved by a whole percent."""
+        """Return True if a guess moved by a whole percent."""
         known = self._percents[i]
         return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
 

@@ -22,15 +22,15 @@ def build_batch(plans: dict[str, StepPlan], store: CanvasStore) -> StepBatch:
     sizes = [rows[request_id].size for request_id in ordered]
     positions = np.concatenate([rows[request_id] for request_id in ordered])
     places = positions + np.repeat([canvas.start for canvas in canvases], sizes)
-    of_rows = on_device(np.stack((positions, places)), store.tokens.device)
+    row_numbers = on_device(np.stack((positions, places)), store.tokens.device)
     return StepBatch(
         request_ids=ordered,
         plans=[plans[request_id] for request_id in ordered],
         canvases=canvases,
         cu_seqlens=list(itertools.accumulate(sizes, initial=0)),
-        positions=of_rows[0],
+        positions=row_numbers[0],
         host_positions=positions,
-        places=of_rows[1],
+        places=row_numbers[1],
     )
 
 

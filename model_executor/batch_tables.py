@@ -62,7 +62,7 @@ class KVTables:
         ]
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        """What requests attend to in a layer."""
+        """Keys and values that requests attend to in a layer."""
         return self.layers[layer]
 
 

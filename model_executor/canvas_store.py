@@ -1,4 +1,4 @@
-"""Where the canvases of all running requests lie on the device."""
+"""Canvases of all running requests, as one tensor on the device."""
 
 import numpy as np
 import torch

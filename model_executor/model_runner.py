@@ -2,6 +2,7 @@
 
 import itertools
 from contextlib import nullcontext
+from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
 import torch
@@ -29,7 +30,6 @@ from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.model_executor.recording.recorder import Recorder
 from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
@@ -64,7 +64,7 @@ class DiffusionModelRunner:
         use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
         self.family = family_of(self.model_config.hf_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
-        self.make_layer_pass = PASSES[self.options.cache_method]
+        self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
         self.plan = self.options.method.plan
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""

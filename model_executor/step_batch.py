@@ -58,7 +58,7 @@ class Canvas:
     """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
     before the first); None if the request does not stream by step."""
     cache_state: Any = None
-    """What the cache method keeps of this request outside pages."""
+    """State of the cache method for this request, outside pages."""
 
     def __post_init__(self) -> None:
         self.sent = self.spec.prompt_length
@@ -70,13 +70,14 @@ class Canvas:
         return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
 
     def seen(self, window: Span, farthest: int) -> SeenOfBlock:
-        """What a pass has shown of the block ``window``, in which it observed ``farthest`` positions."""
+        """Observation of SlowFast sampling for the block ``window`` after a pass; ``farthest`` as in
+        ``SeenOfBlock``."""
         masked = np.flatnonzero(self.known[slice(*window)] < 0)
         return SeenOfBlock(window.start + int(masked[0]) if masked.size else window.stop, farthest)
 
     def take_sendable(self) -> np.ndarray:
-        """Canvas positions to be sent now: what is decided with no mask before it, up to its first end token, or else
-        as far as blocks are complete. Nothing behind the response."""
+        """Canvas positions to send now, within the response: decided positions with no mask before them, up to the
+        first end token or the last complete block."""
         last = self.spec.response_span.stop
         if self.sent < last and self.known[self.sent] < 0:  # after most steps, and quickly told
             return np.arange(0)
@@ -97,8 +98,8 @@ class Canvas:
         return positions[[not self.spec.is_given(position) for position in positions.tolist()]]
 
     def give_up_behind_end(self) -> np.ndarray | None:
-        """Turn everything behind the first end token of the response into end tokens. Returns the positions that this
-        changed; None where the response has no end token."""
+        """Replace all tokens behind the first end token of the response by end tokens. Return the changed positions;
+        None if the response has no end token."""
         response = self.known[self.spec.prompt_length :]
         ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
         if not ends.size:
@@ -114,7 +115,7 @@ class Canvas:
 
 
 class RowBounds:
-    """Where the rows of each request lie among rows that lie end to end."""
+    """Bounds of each request's rows in a batch whose rows lie end to end."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, limits: torch.Tensor | None = None) -> None:
         """
@@ -143,20 +144,20 @@ class SplitRows(RowBounds):
     def __init__(
         self, sizes: Sequence[int], alone: Sequence[bool], device: torch.device, limits: torch.Tensor | None = None
     ) -> None:
-        """``alone``: which requests need no pages. Those that are followed by one that does are taken to need them."""
+        """``alone``: requests that need no pages. A request followed by one that needs pages counts as needing them."""
         super().__init__(sizes, device, limits)
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
         self.num_paged_rows = self.bounds[num_paged]
-        of_paged, of_alone = (
+        paged_limits, alone_limits = (
             (None, None)
             if limits is None
             else limits.split_with_sizes([self.num_paged_rows, limits.shape[0] - self.num_paged_rows])
         )
-        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, of_paged)
-        """Of all requests, without the rows of those that attend alone."""
-        self.alone = RowBounds(sizes[num_paged:], device, of_alone)
-        """Of the requests that attend alone, after the first ``num_paged_rows``."""
+        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, paged_limits)
+        """Rows of all requests, without the rows of those that attend alone."""
+        self.alone = RowBounds(sizes[num_paged:], device, alone_limits)
+        """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ class StepBatch:
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate ranges of integers. Returns the range number of each integer, and the integers; int64 arrays."""
-    of_ranges = np.array([starts, sizes], dtype=np.int64)
-    owners = np.repeat(np.arange(len(sizes)), of_ranges[1])
-    shifts = of_ranges[0] - of_ranges[1].cumsum() + of_ranges[1]
+    bounds_of_ranges = np.array([starts, sizes], dtype=np.int64)
+    owners = np.repeat(np.arange(len(sizes)), bounds_of_ranges[1])
+    shifts = bounds_of_ranges[0] - bounds_of_ranges[1].cumsum() + bounds_of_ranges[1]
     return owners, np.arange(len(owners)) + shifts[owners]

@@ -1,4 +1,4 @@
-"""What the scheduler is told of steps that have run."""
+"""Reports of steps that have run, for the scheduler."""
 
 import math
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def _results(
     mask_token_id: int,
     with_trace: bool,
 ) -> list[StepResult]:
-    """What each step did to one request, up to the first that fails."""
+    """Results of the steps for one request, up to the first that fails."""
     canvas = batch.canvases[index]
     results: list[StepResult] = []
     for plan, outcome in zip(plans, outcomes, strict=True):
@@ -91,7 +91,7 @@ def _results(
 
 
 def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -> RequestFailure | None:
-    """What is wrong with a request's part of a step."""
+    """Failure of a request's part of a step; None: no failure."""
     if index in outcome.not_finite:
         return RequestFailure(
             "not_finite", f"the model produced logits that are NaN or infinite in forward pass {plan.forward + 1}"
@@ -102,7 +102,7 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
 
 
 def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
-    """What a step did, by the names of ``DiffusionFigures.trace``."""
+    """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = batch.canvases[index].spec
     whole = batch.num_rows(index) == spec.canvas_length == spec.response_span.stop
     return {
@@ -114,7 +114,7 @@ def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], la
 
 
 def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
-    """Of tokens that are sent, in vLLM's form: the committed token first, then the likeliest ones."""
+    """Log-probabilities of sent tokens in vLLM's form: the committed token first, then the likeliest tokens."""
     kept = canvas.logprobs
     assert kept is not None
     tokens = torch.cat((canvas.tokens[sent, None], kept.top_tokens[sent]), dim=-1)

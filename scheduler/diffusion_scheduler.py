@@ -144,7 +144,7 @@ class DiffusionScheduler(RequestQueue):
         return self.options.steps_per_dispatch or 1
 
     def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
-        """Whether the runner may go on by itself: nobody waits, and every step of every request has room."""
+        """True if the runner may run several steps: no request waits, and every step of every request has room."""
         return (
             self._steps_per_dispatch > 1
             and not self.waiting
@@ -260,7 +260,7 @@ class DiffusionScheduler(RequestQueue):
     def _take_in(
         self, state: RequestState, result: StepResult
     ) -> tuple[EngineCoreOutput | None, RequestFailure | None]:
-        """What a step did to a request: what its client gets to see, and why the request fails, if it does."""
+        """Apply the result of a step to a request: the output for its client, and its error if it fails."""
         if isinstance(result, RequestFailure):
             return None, result
         try:

@@ -1,4 +1,4 @@
-"""What an engine did since it last told, and what it holds: the numbers behind the metrics."""
+"""Engine counters since the last report, and gauges: the numbers behind the metrics."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """How a number is shown on ``/metrics``."""
+    """Declaration of a number on ``/metrics``."""
 
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
@@ -26,7 +26,7 @@ class MetricSpec:
     """All values of ``label``, so that each is there from the start."""
     buckets: tuple[float, ...] = ()
     of_vllm: bool = False
-    """Whether vLLM's own diffusion models have it too, with this name and meaning."""
+    """True if vLLM's own diffusion models report a metric of this name and meaning."""
 
 
 def metric(kind: Literal["counter", "gauge", "histogram"], unit: str, meaning: str, **more: Any) -> Any:

@@ -25,7 +25,7 @@ PROVISIONAL_KEY = "provisional"
 
 @dataclass(frozen=True)
 class NewRequest:
-    """What the runner must know of a request it has not seen."""
+    """A request that the runner has not seen."""
 
     prompt_token_ids: list[int]
     spec: DecodingSpec
@@ -42,9 +42,10 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
-    """Steps to run before reporting; fewer where one has tokens to send, or lets a block join."""
+    """Most steps to run before reporting. The runner stops earlier if a step has tokens to send, or lets a block
+    join."""
     progress: dict[str, Progress] = field(default_factory=dict)
-    """Where each request stands, for the runner to plan the steps after the first."""
+    """Progress of each request, from which the runner plans the steps after the first."""
 
     def drop(self, request_id: str) -> None:
         """Take a request out of the step again."""
@@ -69,12 +70,12 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 @dataclass(frozen=True)
 class WindowChange:
-    """What a step changed in the running blocks."""
+    """Change of the running blocks in one step."""
 
     start: int
-    """Where in the response the first of them starts."""
+    """First position of the running blocks, counted from the start of the response."""
     length: int
-    """Positions of all of them."""
+    """Number of positions of the running blocks."""
     sent: int
     """Tokens of the response that are sent, with those of this step."""
     positions: list[int]
@@ -90,17 +91,17 @@ class WindowChange:
 
 
 class Commits(NamedTuple):
-    """How tokens of a response came to be, an entry per token, in the order of the response."""
+    """Origin of response tokens: an entry per token, in the order of the response."""
 
     forward_passes: list[int]
-    """That filled them, counted from 1; 0: given."""
+    """Forward pass that filled each token, counted from 1; 0: the token was given."""
     logprobs: list[float]
-    """Their log-probabilities then."""
+    """Log-probability of each token in that pass."""
 
 
 @dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
 class StepReport:
-    """What a step did to one request."""
+    """Result of a step for one request."""
 
     plan: StepPlan
     rows_computed: int
@@ -108,26 +109,26 @@ class StepReport:
     masked: list[int]
     """Masked tokens left in each running block."""
     tokens: list[int] | None
-    """Response tokens that the client has not got yet, in order, if any are to be sent: those of complete blocks with
-    no mask before them, and those up to an end token with none before it."""
+    """Response tokens to send now, in order; None: none. Tokens of complete blocks with no mask before them, or up to
+    an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     seen: SeenOfBlock | None = None
-    """If the request decodes by SlowFast sampling."""
+    """Observation of SlowFast sampling, if the request uses it."""
     ends: bool = False
-    """Whether the response ends with the running blocks (``DecodingSpec.early_stop``)."""
+    """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: int | None = None
-    """Key slots that the request needs for good in the table that its layers share, on the rank that needs most; None
-    unless this step has settled it."""
+    """Key slots that the request keeps in the table that its layers share, on the rank with the most; None: not settled
+    by this step."""
     logprobs: LogprobsLists | None = None
     """Log-probabilities of ``tokens``, if the request asks."""
     commits: Commits | None = None
-    """Of ``tokens``, if the request asks."""
+    """Origin of ``tokens``, if the request asks."""
     change: WindowChange | None = None
-    """What the step changed in the running blocks, if the request streams by step."""
+    """Change of the running blocks, if the request streams by step."""
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
-        """Take a request on by this step."""
+        """Advance the progress of a request by this step."""
         progress.advance(
             spec,
             self.num_unmasked,
@@ -148,18 +149,16 @@ meet them alone, so the process ends."""
 
 
 class RequestFailure(NamedTuple):
-    """Why a request ends with an error."""
+    """Reason why a request ends with an error."""
 
     cause: FailureCause
     message: str
-    """For the client."""
+    """Message for the client."""
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """The failure of the request whose work raised ``error``; raises the error again where it is not the request's.
-
-    Tensor-parallel ranks do such work on the same data, so they all meet the error.
-    """
+    """Return the failure of the request whose work raised ``error``, or raise an error that concerns the whole
+    process."""
     if isinstance(error, _OF_THE_PROCESS):
         raise error
     logger.error("request %s ends with an error, the others go on", request_id, exc_info=error)
@@ -201,8 +200,7 @@ def figures_message(
 
 
 def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowChange) -> dict[str, Any]:
-    """What a step changed in the running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress`` is that
-    before the step."""
+    """Change of the running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``: before the step."""
     return {
         PROVISIONAL_KEY: {
             "block": progress.running.first,

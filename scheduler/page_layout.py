@@ -1,4 +1,5 @@
-"""How many pages a request's tables take: a page is fixed bytes, and what it holds depends on the kind of table."""
+"""Pages that the tables of a request take. A page is a fixed number of bytes; its content depends on the kind of
+table."""
 
 import math
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class PageKind(Enum):
-    """What the pages of a table hold."""
+    """Content of the pages of a table."""
 
     KV = "kv"
     """Keys and values, of this rank's KV heads."""
@@ -34,7 +35,7 @@ class GuideShape(BaseModel):
     num_kv_heads: int
     head_dim: int
     same_tokens: bool = True
-    """Whether it has the diffusion model's own tokenizer."""
+    """True if the guide has the tokenizer of the diffusion model."""
     tokens_per_token: float = 1.0
     """Its tokens that pages are reserved for, per token of the diffusion model."""
 
@@ -98,7 +99,7 @@ class PoolGeometry:
         return {PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)] * guide.num_layers}
 
     def _per_page(self, size: int, what: str) -> int:
-        """How many of ``what``, of ``size`` numbers each, fit a page."""
+        """Number of ``what``, of ``size`` numbers each, that fit a page."""
         per_token = 2 * self.num_kv_heads * self.head_dim
         if not (per_page := self.page_size * per_token // size):
             raise ValueError(

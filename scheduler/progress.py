@@ -1,4 +1,4 @@
-"""How far a request has come."""
+"""Progress of a request through its response."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ from dllm_engine.scheduler.unmasking import SeenOfBlock, SpanState
 
 @dataclass
 class Progress:
-    """How far a request has come. Owned by the scheduler, advanced by what the runner reports; the runner gets a copy
-    where it goes on by itself.
+    """Progress of a request. The scheduler owns it and advances it with the reports of the runner. A runner that runs
+    several steps ahead works on a copy.
 
-    The *running* blocks are those that a step may fill; their canvas positions are the *window*. The next block joins
-    them once enough of the last one is decided; blocks that are complete by then leave. With one block at a time that
-    is the next block in place of the one before.
+    The *running* blocks are the blocks that a step may fill; their canvas positions are the *window*. The next block
+    joins once enough of the last one is decided; complete blocks leave at that moment. With one block at a time, the
+    next block replaces the one before.
     """
 
     running: Blocks = FIRST_BLOCK
@@ -22,23 +22,23 @@ class Progress:
     masked: list[int] = field(default_factory=list)
     """Masked tokens left in each running block."""
     before: Blocks = FIRST_BLOCK
-    """The running blocks before the last one joined, if one has."""
+    """Running blocks before the last one joined, if one has joined."""
     steps_before: int = 0
-    """Denoising steps of these."""
+    """Denoising steps of ``before``."""
     completed_at: list[int] = field(default_factory=list)
-    """For each complete block with no mask before it: the forward passes after which that was so."""
+    """Per complete block at the beginning of the response: forward passes until no mask was left in it or before it."""
     span: SpanState | None = None
-    """Where SlowFast sampling stands in the running block, if the request decodes by it."""
+    """State of SlowFast sampling in the running block; None: the request uses another rule."""
     ended: bool = False
-    """Whether the response ends with the running blocks, so that no more join."""
+    """True if the response ends with the running blocks, so that no other block joins."""
     num_forwards: int = 0
     """Forward passes so far, over the whole response."""
     num_prefills: int = 0
-    """Those of them that fed a part of a long prompt alone."""
+    """Forward passes that only fed a part of a long prompt."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
     last_unmasked: int = 0
-    """How many of them the last forward pass unmasked."""
+    """Response tokens that the last forward pass unmasked."""
     num_rows_computed: int = 0
     """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
@@ -52,7 +52,7 @@ class Progress:
 
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
-        """That of a request that has not run."""
+        """Progress of a request that has not run."""
         progress = cls(masked=[spec.masks_per_block[0]], span=spec.first_span(0))
         progress._settle(spec)
         return progress
@@ -68,7 +68,7 @@ class Progress:
         return self.num_forwards - self.num_prefills
 
     def passed_multiple_of(self, interval: int) -> bool:
-        """Whether the tokens that the last pass unmasked brought their number to a multiple of ``interval``, or past
+        """Return True if the last pass brought the number of unmasked tokens to a multiple of ``interval``, or past
         one."""
         return self.num_unmasked // interval > (self.num_unmasked - self.last_unmasked) // interval
 
@@ -93,15 +93,15 @@ class Progress:
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """On to the next step. All that plans read is up to date then.
+        """Advance by one forward pass.
 
         Args:
             num_unmasked: tokens that the step unmasked.
-            masked: masked tokens left in each running block; None: in a single one, so many fewer.
-            ends: whether the response ends with the running blocks.
-            seen: where the request decodes by SlowFast sampling.
-            retained: tokens per layer that pages hold now; None: as before.
-            prefills: whether it only fed a part of a long prompt.
+            masked: masked tokens left in each running block; None: a single block runs.
+            ends: True if the response ends with the running blocks.
+            seen: observation of SlowFast sampling.
+            retained: tokens per layer that pages hold now; None: unchanged.
+            prefills: True if the pass only fed a part of a long prompt.
         """
         if retained is not None:
             self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
@@ -119,7 +119,7 @@ class Progress:
         self._settle(spec)
 
     def _settle(self, spec: DecodingSpec) -> None:
-        """Let the next block join where it may. Blocks that have no mask to begin with take no step."""
+        """Let the next blocks join. Blocks without a mask take no step."""
         self._note_complete()
         while self._join(spec) and not self.num_masked:
             self._note_complete()
@@ -128,7 +128,7 @@ class Progress:
         self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
 
     def _join(self, spec: DecodingSpec) -> bool:
-        """Let the next block join if enough of the last one is decided; whether it does."""
+        """Let the next block join if enough of the last one is decided; return True if it joins."""
         joining, left = self.running.stop, self.masked[-1]
         if joining == spec.num_blocks or self.ended:
             return False

@@ -37,11 +37,11 @@ class RefreshBudget:
                 del self._owed[request_id]
 
     def binds(self, canvases: Mapping[str, int]) -> bool:
-        """Whether any of these requests might have to wait."""
+        """Return True if one of these requests might have to wait."""
         return self.ratio is not None and max(canvases.values()) >= _MUCH_SMALLER * min(canvases.values())
 
     def allows(self, request_id: str, plan: StepPlan) -> bool:
-        """Whether a request's next step may be part of this step."""
+        """Return True if the next step of a request may be part of this step."""
         return plan.state is RefreshState.REUSE or request_id not in self._owed
 
     def end_step(self, plans: Mapping[str, StepPlan], canvases: Mapping[str, int]) -> None:

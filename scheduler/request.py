@@ -32,7 +32,7 @@ FIRST_BLOCK = Blocks(0, 1)
 
 
 class ParallelRule(NamedTuple):
-    """How many positions a step unmasks, read off the model's confidences."""
+    """Rule that sets the number of positions to unmask from the model's confidences."""
 
     kind: str
     """A name in ``PARALLEL_RULES``."""
@@ -46,14 +46,14 @@ class CacheOptions(BaseModel):
 
     @classmethod
     def of(cls, spec: "DecodingSpec") -> Self:
-        """Those of a request, in an engine whose cache method has them."""
+        """Options of a request of an engine whose cache method has these options."""
         assert isinstance(spec.cache, cls)
         return spec.cache
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """How a guide model decides what a step unmasks (Guided Diffusion, arXiv 2505.21467)."""
+    """Settings of Guided Diffusion (arXiv 2505.21467): the guide model's part in a step."""
 
     speculation_length: int = 32
     """Masked positions, from the leftmost on, that are drafted and checked in a step."""
@@ -62,9 +62,9 @@ class Guidance:
     threshold: float | None = None
     """Drafts of a probability above this are filled too, beside the prefix that passes."""
     fallback: Literal["guide", "draft"] = "guide"
-    """Whose token fills the first position where nothing passes."""
+    """Model whose token fills the first position if no draft passes."""
     correction: bool = False
-    """Whether the guide's tokens replace the drafts that pass."""
+    """True if the guide's tokens replace the drafts that pass."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +83,19 @@ class DecodingSpec:
     top_k: int = 0
     """0: all tokens."""
     shifts_logits: bool = False
-    """Whether position ``p`` is predicted by row ``p - 1`` (Dream) rather than by its own."""
+    """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own row."""
     attention: Attention = "full"
-    """``block_causal``: by blocks of ``block_length``, on whose borders those of the response lie then. The response's
-    first block begins behind the prompt, and the canvas goes on to the end of the last one."""
+    """``block_causal``: attention by blocks of ``block_length``. Blocks are counted from the start of the canvas; the
+    first block of the response begins behind the prompt, and the canvas ends with a whole block."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
-    """Options of ``parallel`` where it is SlowFast sampling."""
+    """Options of SlowFast sampling, if ``parallel`` is that rule."""
     block_steps: int | None = None
-    """Denoising steps of each block, in place of ``steps``, as far as it has so many tokens. With ``parallel`` the
-    schedule of so many steps says how many tokens a step unmasks at least. None: by ``steps``."""
+    """Denoising steps of each block, instead of ``steps``; at most one per token. With ``parallel``, this schedule sets
+    the minimum of each step. None: ``steps``."""
     tokens_per_step: int | None = None
-    """Tokens that each step unmasks, whatever the schedule, or the least that ``parallel`` does; None: no such
-    number."""
+    """Tokens that each step unmasks, or with ``parallel`` the minimum; None: the schedule decides."""
     certainty_sigma: float | None = None
     """Reach, in tokens, of the prior on confidences: known tokens near a position raise it (d2Cache, arXiv 2509.23094).
     None: no prior."""
@@ -116,26 +115,26 @@ class DecodingSpec:
     template: tuple[int | None, ...] = ()
     """The response before its first step: given tokens, and None for each mask. Empty: all masks."""
     return_given: bool = True
-    """Whether given tokens are sent with those that were filled in."""
+    """True if given tokens are sent with the tokens that were filled in."""
     constraint: bytes | None = None
-    """What the response's text must match, as ``Automaton.packed``. None: anything."""
+    """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
-    """Report log-probabilities of the committed token and of so many of the likeliest; None: report none."""
+    """Report log-probabilities of the committed token and of this many of the likeliest tokens; None: report none."""
     return_order: bool = False
     """Report for each token the forward pass that committed it, and its log-probability then."""
     streams_steps: bool = False
-    """Whether every step reports the running blocks."""
+    """True if every step reports the running blocks."""
 
     @property
     def needs_per_step_output(self) -> bool:
-        """Whether more is wanted of the predictions of a step than to unmask the best of them."""
+        """True if a step must output more than the positions that it unmasks."""
         return self.streams_steps or self.num_logprobs_kept is not None or self.guidance is not None
 
     @property
     def num_logprobs_kept(self) -> int | None:
-        """``num_logprobs``, or 0 where only ``return_order`` needs log-probabilities; None: nothing does."""
+        """``num_logprobs``, or 0 if only ``return_order`` needs log-probabilities; None: nothing needs them."""
         return 0 if self.return_order and self.num_logprobs is None else self.num_logprobs
 
     @property
@@ -145,7 +144,7 @@ class DecodingSpec:
 
     @cached_property
     def canvas_length(self) -> int:
-        """Where the response ends, or the last block: positions between the two are decoded and never sent."""
+        """End of the response, or of its last block: positions between the two are decoded and never sent."""
         return (
             self.blocks_start + self.num_blocks * self.block_length if self.is_block_causal else self.response_span.stop
         )
@@ -156,7 +155,7 @@ class DecodingSpec:
 
     @cached_property
     def blocks_start(self) -> int:
-        """The canvas position that blocks of the response are counted from; it may lie in the prompt."""
+        """First canvas position of the response's first block; it may lie in the prompt."""
         return self.prompt_length - self.prompt_length % self.block_length * self.is_block_causal
 
     @property
@@ -164,8 +163,8 @@ class DecodingSpec:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """The canvas, without the masked blocks that are too far behind ``window`` to be computed with it, or to which
-        nothing before them attends."""
+        """Canvas positions that are computed with ``window``: all, except masked blocks too far behind it, or blocks
+        that attention by blocks does not reach."""
         if self.is_block_causal:
             return Span(0, window.stop)
         if self.suffix_blocks is None:
@@ -177,12 +176,12 @@ class DecodingSpec:
         return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
 
     def block_span(self, block: int) -> Span:
-        """Canvas positions of a block that the response has; the first and the last one may be shorter."""
+        """Canvas positions of a block, within the response; the first and the last block may be shorter."""
         start = self.blocks_start + block * self.block_length
         return Span(max(start, self.prompt_length), min(start + self.block_length, self.canvas_length))
 
     def first_span(self, block: int) -> SpanState | None:
-        """Where SlowFast sampling begins a block."""
+        """State of SlowFast sampling at the start of a block; None: another rule."""
         start = self.block_span(block).start
         return None if self.slow_fast is None else SpanState(self.slow_fast, self.shifts_logits, start, start)
 
@@ -194,18 +193,18 @@ class DecodingSpec:
 
     @cached_property
     def _spans(self) -> dict[Blocks, Span]:
-        """What ``span_of`` has returned: every step asks for its blocks several times."""
+        """Cache of ``span_of``, which every step calls several times."""
         return {}
 
     def predicting_span(self, blocks: Blocks) -> Span:
-        """The rows that predict these blocks: their own, or with shifted logits those one before."""
+        """Rows that predict these blocks: their own, or with shifted logits the rows one before."""
         start, stop = self.span_of(blocks)
         return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 
     @property
     def extreme_windows(self) -> list[Blocks]:
-        """Blocks that may run together, such that no others hold more pages by any method: what a method holds rises or
-        falls evenly with where the running blocks begin, and with how many there are."""
+        """Sets of running blocks with the largest page demand of any method. Demand rises or falls evenly with the
+        start and the number of the running blocks."""
         last = self.num_blocks - 1
         one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
         return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
@@ -216,7 +215,7 @@ class DecodingSpec:
         return self.template or (None,) * self.gen_length
 
     def is_given(self, position: int) -> bool:
-        """Whether the canvas position of the response holds a token from the start."""
+        """Return True if a canvas position of the response holds a token from the start."""
         return bool(self.template) and self.template[position - self.prompt_length] is not None
 
     @cached_property
@@ -255,23 +254,22 @@ class DecodingSpec:
 
     @property
     def scheduled_per_block(self) -> tuple[int, ...]:
-        """Tokens that each block's steps share out: its masks. SDAR's and LLaDA2's ``block_steps`` are those of a whole
-        block, also where the prompt has a part of it."""
+        """Tokens that the steps of each block share: its masks. For SDAR and LLaDA2, ``block_steps`` are the steps of a
+        whole block, even if a part of it is in the prompt."""
         if self.block_steps is None or not self.is_block_causal:
             return self.masks_per_block
         return (self.block_length,) * self.num_blocks
 
     @cached_property
     def by_window(self) -> dict[Span, Any]:
-        """What a cache method has computed for a window, by its span: plans are made in every step."""
+        """Cache of a cache method's results by window; every step makes a plan."""
         return {}
 
     def most_steps(self, blocks: Blocks) -> int:
-        """Forward passes within which running blocks are finished, or joined by another one, whatever the model
-        predicts.
+        """Upper bound on the forward passes until running blocks are finished, or joined by another block.
 
-        Before the schedule's last step a pass may fill no position: a time grid asks for none, chance gives none. From
-        there on every second pass fills one at least. ES-dLLM may drop the row of the only candidate in one pass, not
-        in two.
+        Before the last step of the schedule a pass may fill no position: a time grid may ask for none, and chance may
+        give none. After it, every second pass fills at least one. ES-dLLM may drop the row of the only candidate in one
+        pass, not in two.
         """
         return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size

@@ -230,7 +230,7 @@ class RequestQueue(SchedulerInterface):
         return unfinished + len(self._errors)
 
     def has_request(self, request_id: str) -> bool:
-        """Whether it waits or runs here; asked by vLLM 0.33."""
+        """Return True if a request waits or runs here; vLLM 0.33 asks."""
         return request_id in self.states
 
     def has_finished_requests(self) -> bool:

@@ -16,7 +16,7 @@ from dllm_engine.scheduler.unmasking import (
 
 
 class RefreshState(Enum):
-    """What a step does with a request's cache."""
+    """Refresh state of a request's cache in one step."""
 
     FULL = "full"
     """Compute the whole canvas; the cache is untouched."""
@@ -33,28 +33,28 @@ class Scope(Enum):
     PROMPT = "prompt"
     RESPONSE = "response"
     ACTIVE = "active"
-    """What the plan's rows and the layer pass select; no part as a whole."""
+    """The rows that the plan and the layer pass select."""
 
 
 class RowRule(Enum):
-    """Which rows of ``StepPlan.span`` are fed to the model. All but ``ALL`` depend on tokens; the runner resolves
-    them."""
+    """Rule that selects the rows of ``StepPlan.span`` to feed to the model. The runner resolves every rule except
+    ``ALL``, because they depend on tokens."""
 
     ALL = "all"
     MASKED_BEFORE = "masked_before"
-    """The rows that predict what was masked when the previous step began: what is masked still, and what that step
-    unmasked, once more as a token."""
+    """Rows that predict the positions that were masked when the previous step began, including those that it
+    unmasked."""
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
-    """And the canvas's last row, which predicts nothing with shifted logits."""
+    """As ``MASKED_BEFORE``, and the last row of the canvas, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
     """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
     to the end of ``span``."""
     CHOSEN = "chosen"
-    """The rows that the layer pass of the previous step chose, by what it saw and what that step unmasked."""
+    """Rows chosen by the layer pass of the previous step (``LayerPass.next_rows``)."""
 
 
 class RetainedCopy(Enum):
-    """What a step does with a copy of retained tokens beside the whole canvas (ES-dLLM with eviction)."""
+    """Use of a copy of retained tokens, kept beside the whole canvas (ES-dLLM with eviction)."""
 
     NONE = "none"
     WRITE = "write"
@@ -65,34 +65,36 @@ class RetainedCopy(Enum):
 
 @dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
 class UnmaskQuota:
-    """How many of the masked positions in ``candidates`` a step unmasks."""
+    """Number of masked positions that a step unmasks."""
 
     candidates: Span
     count: int
     ratio: float
-    """``count`` as a share of the masked candidates, for policies that draw each position by itself (``origin``)."""
+    """``count`` as a share of the masked candidates, for policies that draw each position independently
+    (``origin``)."""
     parallel: ParallelRule | None = None
-    """Unmask as many candidates as this allows instead of ``count``."""
+    """Rule of parallel unmasking, which replaces ``count``."""
     least: int = 0
-    """Unmask so many at least, where ``parallel`` allows fewer."""
+    """Minimum number for ``parallel``."""
     first_needed: bool = False
-    """Whether the first position must be filled in this step, because no later one can predict it."""
+    """True if the first position must be filled in this step, because no later step can predict it."""
     guaranteed: Span | None = None
-    """Where at least one candidate is filled, if there is any: the most confident one where the rule allows none."""
+    """Span in which at least one candidate is filled: the most confident one if the rule allows none. None: no such
+    span."""
     enough: int = 1
-    """Where ``parallel`` allows fewer than so many, unmask only the most confident one."""
+    """If ``parallel`` allows fewer positions than this, only the most confident one is unmasked."""
     observed: float | None = None
-    """Report the farthest candidate of at least this confidence; None: do not."""
+    """Report the farthest candidate of at least this confidence; None: report none."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Positions of which every layer retains some."""
+    """A set of positions, of which every layer retains ``count``."""
 
     spans: tuple[Span, ...]
-    """Of the canvas, ascending."""
+    """Canvas positions, ascending."""
     count: int
-    """How many of them."""
+    """Number of positions that a layer retains."""
 
     @property
     def num_positions(self) -> int:
@@ -100,7 +102,7 @@ class Retention:
 
     @classmethod
     def whole(cls, *spans: Span) -> "Retention":
-        """All of them."""
+        """Retain all positions of ``spans``."""
         return cls(spans, sum(span.size for span in spans))
 
 
@@ -114,9 +116,9 @@ class StepPlan:
     span: Span
     """Canvas positions that ``rows`` selects from."""
     max_rows: int
-    """Upper bound on the rows computed at once; what the token budget is charged."""
+    """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
-    """Of the running blocks."""
+    """Canvas positions of the running blocks."""
     quota: UnmaskQuota
     forward: int
     """Number of this denoising step over the whole response, from 0; also the counter of its random numbers."""
@@ -125,40 +127,40 @@ class StepPlan:
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     predicts: Span | None = None
-    """Masked positions that are predicted, from the quota's candidates on; None: these alone. What goes beyond them is
-    not filled, but the layer pass observes it."""
+    """Masked positions that are predicted; None: the candidates of the quota. Positions behind the candidates are not
+    filled; the layer pass observes them."""
     adds: tuple[Retention, ...] = ()
-    """What an UPDATE step adds to pages, behind the tokens that it reads there. Methods that keep the whole canvas by
-    position have no use for it."""
+    """Tokens that an UPDATE step adds to pages, behind the tokens that it reads. Empty for methods that keep the whole
+    canvas by position."""
     num_updated: int | None = None
-    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV). One of no rows still renews what
-    the rows are compared by; None: no adaptive update."""
+    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
+    update of 0 rows still renews the values that rows are compared by."""
     prefills: bool = False
-    """Whether it only adds to pages, as a part of a long step, and is no denoising step."""
+    """True for a part of a long prompt, which only adds to pages and is no denoising step."""
     skips: bool = False
-    """Whether layers drop rows (ES-dLLM)."""
+    """True if layers drop rows (ES-dLLM)."""
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
     """Tokens outside the window that the copy holds per layer; the window follows them."""
 
     @property
     def predicted(self) -> Span:
-        """Masked positions that are predicted, as far as rows that predict them are computed."""
+        """Masked positions whose rows are computed."""
         return self.quota.candidates if self.predicts is None else self.predicts
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Whether a step fills a number of positions that is known before it runs."""
+    """Return True if the number of positions that a step fills is known before it runs."""
     return plan.quota.parallel is None and not UNMASKING_POLICIES[spec.unmasking].draws_each_position
 
 
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Whether a step can fill a position at all."""
+    """Return True if a step can fill a position."""
     return plan.quota.count > 0 or not fills_fixed_count(plan, spec)
 
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Whether a step fills a position whatever the model predicts."""
+    """Return True if a step fills at least one position, whatever the model predicts."""
     if plan.skips:
         # The row of the only position that may be filled may have been dropped; the next step keeps it.
         return False
@@ -169,12 +171,12 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 
 def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
-    """Tokens to unmask at this step, by the family's schedule (LLaDA's uniform, Dream's time grid), or as many in every
-    step as the request asks for.
+    """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time grid), or ``tokens_per_step``.
 
     ``window_alone``: later steps feed no row before the window. With shifted logits such a step cannot predict the
-    window's first position. So Dream's first step of a block fills that one alone, outside the time grid (Fast-dLLM,
-    Sparse-dLLM; without a cache wherever there are several blocks); of several running blocks it fills that one too.
+    first position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
+    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks). With several running blocks it is filled as
+    well.
     """
     window, step = spec.span_of(progress.running), progress.step
     least = spec.tokens_per_step or 0
@@ -221,8 +223,8 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """``span`` without what a step leaves out as if the canvas did not have it: in the fast passes of SlowFast
-    sampling, after the first, what lies behind the span that they fill."""
+    """The part of ``span`` that a step computes. Fast passes of SlowFast sampling, except the first, leave out the
+    positions behind the span that they fill."""
     state = progress.span
     return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
 
@@ -238,8 +240,8 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """A step that computes all rows of ``span``, as far as the canvas is not ``cut`` unless it adds to pages;
-    ``window_alone`` as in ``unmask_quota``. After it, pages hold what it reads and what it adds."""
+    """Plan of a step that computes all rows of ``span``. The span is ``cut`` unless the step adds to pages.
+    ``window_alone`` as in ``unmask_quota``."""
     span = span if adds else cut(progress, span)
     return StepPlan(
         state=state,

@@ -15,8 +15,8 @@ def steps_known_ahead(
     plan: Callable[[DecodingSpec, Progress], StepPlan],
     num_steps: int,
 ) -> list[dict[str, StepPlan]]:
-    """The plans of a step and of those after it that do the same work on other tokens: steps of a block that unmask a
-    fixed number each, of no matter which positions.
+    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block, each of which
+    unmasks a fixed number of tokens.
 
     Args:
         plans, progress: of the requests of the step, before it.
@@ -25,7 +25,7 @@ def steps_known_ahead(
         num_steps: the most steps wanted.
 
     Returns:
-        One step at least, ``plans``; all but the last leave every block unfinished.
+        At least one step, ``plans``. All steps except the last leave every block unfinished.
     """
     run = [plans]
     if not all(_is_known_ahead(first, specs[request_id]) for request_id, first in plans.items()):
@@ -47,14 +47,15 @@ def steps_known_ahead(
 
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Whether a step fills a number of positions that the host knows before, and nobody asks which of them."""
+    """Return True if the number of positions that a step fills is known before it runs, and the host needs no other
+    result of it."""
     whole_window = plan.quota.candidates == plan.window
     asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
     return whole_window and fills_fixed_count(plan, spec) and not asks and spec.constraint is None
 
 
 def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
-    """Whether steps differ in nothing but how many positions they fill, if any, and with which random numbers."""
+    """Return True if two steps differ only in the number of positions that they fill and in their random numbers."""
     if plan.span != other.span:  # most of those that differ, and quickly told
         return False
     quota = replace(plan.quota, count=other.quota.count, ratio=other.quota.ratio)

@@ -1,6 +1,6 @@
-"""How many tokens a denoising step unmasks, and in which order: schedules, policies, rules of parallel unmasking.
+"""Number and order of the tokens that a denoising step unmasks: schedules, policies and rules of parallel unmasking.
 
-All of it without tensors. What policies and rules compute of a model's predictions is in ``model_executor/unmasking/``.
+This module has no tensors. ``model_executor/unmasking/`` computes the values that policies and rules use.
 """
 
 import math
@@ -13,10 +13,10 @@ from typing import Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
-"""What a position's confidence is: the predicted token's probability, the negative entropy, the difference between the
-probabilities of the two likeliest tokens, a random number, or how far left it is."""
+"""Value of a position's confidence: the probability of the predicted token, the negative entropy, the difference
+between the probabilities of the two likeliest tokens, a random number, or the distance from the right end."""
 WEIGHTED_MEASURES = ("probability", "margin")
-"""Those that a prior can weight: they are not negative, and mean something."""
+"""Measures that a prior can weight: values that are not negative."""
 
 
 @dataclass(frozen=True)
@@ -26,32 +26,32 @@ class UnmaskingPolicy:
     name: str
     measures: Measure
     tempered: bool = False
-    """Whether probabilities are those after temperature, top-p and top-k (Dream) or of the plain softmax (LLaDA)."""
+    """True: probabilities after temperature, top-p and top-k (Dream). False: plain softmax (LLaDA)."""
     draws_each_position: bool = False
     """Unmask each position with the step's ratio as probability, not a fixed count of the most confident."""
 
 
 @dataclass(frozen=True)
 class ParallelUnmasking:
-    """Chooses how many positions a step fills by their confidences and one value of the request."""
+    """Rule that sets the number of positions of a step from their confidences and one value of the request."""
 
     name: str
     measures: Measure
-    """What the confidences must be."""
+    """Measure of confidence that the rule needs."""
     else_counted: bool = False
-    """Whether policies that measure something else keep to their fixed count, instead of being refused."""
+    """True if policies with another measure keep their fixed count; False if they are refused."""
     untempered: bool = False
-    """Whether it goes by the plain softmax, in every family."""
+    """True if the rule uses the plain softmax in every family."""
     may_pass_none: bool = False
-    """Whether it lets no position pass where none is confident enough."""
+    """True if the rule may let no position pass."""
     least_by_schedule: bool = True
-    """Whether ``steps_per_block`` says how many positions a step fills at least."""
+    """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     tuned: tuple[float, ...] = ()
-    """Values that `dllm tune` tries, the most careful first. Empty where requests do not name the rule, or name it with
+    """Values that `dllm tune` tries, the most careful first. Empty if requests cannot name the rule, or name it with
     several numbers."""
 
     def suits(self, policy: UnmaskingPolicy) -> bool:
-        """Whether a policy measures what the rule goes by."""
+        """Return True if a policy has the measure that the rule needs."""
         return policy.measures == self.measures and not (self.untempered and policy.tempered)
 
 
@@ -168,51 +168,50 @@ class SlowFast(BaseModel):
 
 
 class SeenOfBlock(NamedTuple):
-    """What a pass of SlowFast sampling tells of its block, in canvas positions."""
+    """Observation of one pass of SlowFast sampling, in canvas positions."""
 
     first_masked: int
-    """The leftmost position that is masked after the pass; the block's end where none is."""
+    """Leftmost masked position after the pass; the end of the block if none is masked."""
     farthest: int
-    """The rightmost position that the pass predicted with ``span_threshold``; −1 where it observed none."""
+    """Rightmost position predicted with ``span_threshold``; −1 if none was observed."""
 
 
 @dataclass(frozen=True)
 class SpanState:
-    """Where SlowFast sampling stands in its block, in canvas positions: slow passes look for the end of a span, fast
-    passes fill it, and the next span begins there."""
+    """State of SlowFast sampling in a block, in canvas positions. Slow passes look for the end of a span, fast passes
+    fill it, and the next span begins there."""
 
     options: SlowFast
     dream: bool
-    """By Dream's code, which takes the sample variance of estimates and rounds their mean."""
+    """True: Dream's code, which uses the sample variance of the estimates and rounds their mean."""
     block_start: int
     start: int
-    """Of the span; everything in the block before it is decided."""
+    """Start of the span; every position of the block before it is decided."""
     end: int = -1
-    """Of the span, by the estimates so far."""
+    """End of the span, according to the estimates so far."""
     settled: bool = False
-    """Whether they were stable."""
+    """True if the estimates were stable."""
     estimates: tuple[int, ...] = ()
-    """Of the end, the latest ones, one per slow pass until it is settled."""
+    """Latest estimates of the end: one per slow pass, until it is settled."""
     num_slow: int = 0
     num_fast: int = 0
-    """Passes of the span so far."""
+    """Slow and fast passes over the span so far."""
 
     @property
     def is_slow(self) -> bool:
-        """Whether the next pass is a slow one."""
+        """True if the next pass is a slow one."""
         return self.num_slow < self.options.span_steps
 
     @property
     def passing(self) -> tuple[float, int]:
-        """The confidence that lets the next pass fill a position, and how many must have it."""
+        """Confidence that lets the next pass fill a position, and the minimum number of such positions."""
         options = self.options
         if self.is_slow:
             return options.slow_threshold, options.slow_minimum
         return options.fast_threshold, options.fast_minimum
 
     def after(self, seen: SeenOfBlock) -> "SpanState":
-        """The state after a pass. When the end is settled, slow passes go on to their number nevertheless, as in the
-        authors' code."""
+        """State after a pass. Slow passes go on to their number after the end is settled, as in the authors' code."""
         if not self.is_slow:
             state = replace(self, num_fast=self.num_fast + 1)
         else:

@@ -29,7 +29,7 @@ class Message(TypedDict):
 
 
 class BatchRequest(BaseModel):
-    """What an input line asks for. Other keys are ignored."""
+    """Request of an input line. Other keys are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -48,7 +48,7 @@ class BatchRequest(BaseModel):
         return self.messages or [Message(role="user", content=self.prompt or "")]
 
     def prompt_tokens(self, tokenizer: Any) -> list[int]:
-        """By the tokenizer's chat template; a prompt as it is where there is none."""
+        """Prompt by the tokenizer's chat template; without a template, the prompt as it is."""
         if self.messages is None and not getattr(tokenizer, "chat_template", None):
             return list(tokenizer.encode(self.prompt))
         return list(tokenizer.apply_chat_template(self.as_messages(), add_generation_prompt=True, return_dict=False))
@@ -72,7 +72,7 @@ class InputLine:
 
 @dataclass(frozen=True)
 class Finished:
-    """What an output already holds."""
+    """Finished lines of an output file."""
 
     indices: frozenset[int] = frozenset()
     num_errors: int = 0

@@ -1,4 +1,4 @@
-"""``dllm plan``: what fits a GPU or a machine without one, from the model's config alone."""
+"""``dllm plan``: what fits a GPU, from the model's config alone."""
 
 import argparse
 import json
@@ -15,14 +15,7 @@ from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.text import format_table, readable_size
 
 if TYPE_CHECKING:
-    from dllm_engine.memory.needs import MemoryNeeds
     from dllm_engine.memory.plan import RequestDemand, Sizing
-
-
-PAGES_GROW = """\
-  Pages come as blocks come: with the {demand.admission_pages:,} of its prompt and first block a request is admitted,
-  up to {demand.admitted:,} at once. {demand.requests:,} of them fit at full length; beyond that the newest ones are \
-preempted."""
 
 
 def byte_size(text: str) -> int:
@@ -47,14 +40,11 @@ def share(text: str) -> float:
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "plan",
-        help="how many requests fit a GPU or a CPU's memory, by arithmetic",
-        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU, and on a "
-        "CPU of all ranks.",
+        help="how many requests fit a GPU, by arithmetic",
+        description="From the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU.",
     )
     add_model(parser)
-    parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu", help="what computes (default: %(default)s)")
-    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", help="of one GPU, such as 80GiB")
-    parser.add_argument("--memory", type=byte_size, metavar="SIZE", help="for --device cpu (default: this machine's)")
+    parser.add_argument("--gpu-memory", type=byte_size, metavar="SIZE", required=True, help="of one GPU, such as 80GiB")
     parser.add_argument("--prompt", type=positive_int, default=1024, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--response", type=positive_int, default=256, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument(
@@ -86,12 +76,6 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="share of the GPU that vLLM may use (default: %(default)s)",
     )
     group.add_argument(
-        "--kv-cache-memory-bytes",
-        type=byte_size,
-        metavar="SIZE",
-        help="for --device cpu: for pages of each rank (default: 1GiB)",
-    )
-    group.add_argument(
         "--overhead",
         type=byte_size,
         default=1 << 30,
@@ -104,100 +88,47 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    options = EngineOptions.parse(engine_options(args))
-    from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES, Deployment
-    from dllm_engine.memory.machine import machine_memory
-    from dllm_engine.memory.needs import plan_on_cpu
-    from dllm_engine.memory.plan import plan, plan_others
+    from dllm_engine.memory.plan import Deployment, plan
 
-    on_cpu = args.device == "cpu"
-    for name in ("gpu_memory",) if on_cpu else ("memory", "kv_cache_memory_bytes"):
-        if getattr(args, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} does not go with --device {args.device}")
-    if not on_cpu and args.gpu_memory is None:
-        raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
     # Its other fields are arguments of the same names.
-    ours = ("options", "memory", "page_pool")
-    asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if field.name not in ours}
-    needs = None
-    if on_cpu:
-        pool = args.kv_cache_memory_bytes or CPU_PAGE_POOL_BYTES
-        memory = args.memory or machine_memory().total
-        deployment = Deployment(**asked, memory=memory, page_pool=pool, options=options)
-        sizing, needs = plan_on_cpu(deployment)
-    else:
-        deployment = Deployment(**asked, memory=args.gpu_memory, options=options)
-        sizing = plan(deployment)
-    others, command = plan_others(deployment), serve_command(sizing, args)
-    if args.json:
-        further = {} if needs is None else {"needs": asdict(needs) | {"total": needs.total}}
-        whole = asdict(sizing) | further | {"others": [asdict(other) for other in others], "serve": command}
-        print(json.dumps(whole, indent=2))
-    else:
-        print(as_text(sizing, needs, others, args, command))
+    asked = {field.name: getattr(args, field.name) for field in fields(Deployment) if hasattr(args, field.name)}
+    options = EngineOptions.parse(engine_options(args))
+    sizing = plan(Deployment(**asked, memory=args.gpu_memory, options=options))
+    command = serve_command(sizing, args)
+    print(json.dumps(asdict(sizing) | {"serve": command}, indent=2) if args.json else as_text(sizing, args, command))
     return 0
 
 
-def where_memory_goes(s: "Sizing", needs: "MemoryNeeds | None", args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Of each GPU; with ``needs``, of a machine without one."""
-    weights = "upper bound" if any("quantized" in note for note in s.notes) else "exact"
-    activations = f"estimate, for {s.max_num_batched_tokens:,} rows"
-    pages = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)"
-    if (n := needs) is not None:
-        head = "ALL RANKS"
-        parts = [
-            ("weights", n.weights, weights),
-            ("packed head", n.tied or None, "beside the tied embeddings"),
-            ("packed copies", n.packed, "while loading only"),
-            ("activations", n.activations, activations),
-            ("overhead", n.overhead, "assumed (--overhead)"),
-            ("page pool", n.pages or None, pages),
-            ("peak", n.total, "packed copies, or activations and pages"),
-            ("left", s.memory - n.total, "for the system and other programs"),
-        ]
-    else:
-        head = "PER GPU"
-        taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
-        parts = [
-            ("weights", s.weight_bytes, weights),
-            ("guide's weights", s.guide_weight_bytes if args.guide_model is not None else None, "exact"),
-            ("activations", s.activation_bytes, activations),
-            ("overhead", s.overhead, "assumed (--overhead)"),
-            ("left unused", s.memory - taken, f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
-            ("page pool", s.pool_bytes, pages),
-        ]
-    shown = [(name, readable_size(size), note) for name, size, note in parts if size is not None]
-    return [(head, "SIZE", ""), *shown]
-
-
-def as_text(
-    sizing: "Sizing",
-    needs: "MemoryNeeds | None",
-    others: list["RequestDemand"],
-    args: argparse.Namespace,
-    command: list[str],
-) -> str:
+def as_text(s: "Sizing", args: argparse.Namespace, command: list[str]) -> str:
     """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
-    s = sizing
     weights = "" if args.quantization is None else f" with {args.quantization} weights"
     tokens = f"prompt {args.prompt} + response {args.response} = {s.canvas} tokens"
-    where = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)} of" if needs is None else "a CPU with"
-    head = f"{s.model} in {s.dtype}{weights} on {where} {readable_size(s.memory)}: {tokens}"
+    gpus = f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}"
+    head = f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.memory)}: {tokens}"
+    taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
+    parts = [
+        ("weights", s.weight_bytes, "upper bound" if any("quantized" in note for note in s.notes) else "exact"),
+        *([("guide's weights", s.guide_weight_bytes, "exact")] if args.guide_model is not None else []),
+        ("activations", s.activation_bytes, f"estimate, for {s.max_num_batched_tokens:,} rows"),
+        ("overhead", s.overhead, "assumed (--overhead)"),
+        ("left unused", s.memory - taken, f"--gpu-memory-utilization {args.gpu_memory_utilization:g}"),
+        (
+            "page pool",
+            s.pool_bytes,
+            f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.page_size} tokens of one layer)",
+        ),
+    ]
+    memory = [("PER GPU", "SIZE", ""), *((name, readable_size(size), note) for name, size, note in parts)]
     rows: list[tuple[str, ...]] = [
         ("CACHE METHOD", "TOKENS RETAINED", "PAGES/REQUEST", "MEMORY/REQUEST", "ROWS/STEP", "REQUESTS AT ONCE", "LIMIT")
     ]
-    rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *others)]
-    lines = [head, "", format_table(where_memory_goes(s, needs, args)), "", format_table(rows), ""]
-    lines += [f"Note: {note}." for note in s.notes]
-    grows = s.demand.admission_pages < s.demand.pages
-    pages = "the most that a request holds" if grows else "those reserved for a request at admission"
-    lines += [
-        f"* as asked for; the others with their papers' options. Pages are {pages};",
-        "  rows are the positions computed per step, as a mean over the response at a token per step.",
-        *(PAGES_GROW.format(demand=s.demand).splitlines() if grows else []),
-        *([f"  Of the pages, {s.guide_pages:,} are the guide's."] if args.guide_model is not None else []),
-        "",
-        f"To serve it so: {shlex.join(command)}",
+    rows += [_method_row(demand, s.canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
+    lines = [
+        *(head, "", format_table(memory), "", format_table(rows), ""),
+        *(f"Note: {note}." for note in s.notes),
+        "* as asked for; the others with their papers' options. Pages are the most that a request holds; rows are",
+        "  the positions computed per step, as a mean over the response at a token per step.",
+        *("", f"To serve it so: {shlex.join(command)}"),
     ]
     return "\n".join(lines)
 
@@ -226,11 +157,8 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         "max_model_len": s.max_model_len,
         "max_num_seqs": s.max_num_seqs,
         "max_num_batched_tokens": s.max_num_batched_tokens,
+        "gpu_memory_utilization": args.gpu_memory_utilization,
     }
-    if args.device == "cpu":
-        options["kv_cache_memory_bytes"] = s.pool_bytes
-    else:
-        options["gpu_memory_utilization"] = args.gpu_memory_utilization
     if s.tensor_parallel_size > 1:
         options["tensor_parallel_size"] = s.tensor_parallel_size
     if args.dtype != "auto":

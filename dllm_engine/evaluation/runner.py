@@ -234,7 +234,7 @@ class MemoryMeter:
 
     def __init__(self, llm: "LLM") -> None:
         from dllm_engine.evaluation.machine import restart_peak
-        from dllm_engine.memory.deployment import models_of
+        from dllm_engine.memory.plan import models_of
         from dllm_engine.memory.weights import weights_of_models
 
         runner = runner_of(llm)

@@ -1,1 +1,1 @@
-"""What an engine needs of memory, what there is, and what fits."""
+"""Memory of weights, activations and pages, and the requests that fit."""

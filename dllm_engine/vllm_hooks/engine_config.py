@@ -8,9 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
-from dllm_engine.memory.deployment import CPU_PAGE_POOL_BYTES
-from dllm_engine.memory.machine import machine_memory
-from dllm_engine.memory.start_up import check_main_memory
+from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_main_memory
 from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
@@ -108,7 +106,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
-            check_main_memory(vllm_config, machine_memory())
+            check_main_memory(vllm_config)
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE

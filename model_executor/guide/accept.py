@@ -9,7 +9,7 @@ from dllm_engine.scheduler.request import Guidance
 
 
 def agreeing_prefix(ranks: Sequence[int], top_k: int) -> int:
-    """How many drafts, from the first on, the guide ranks among its ``top_k`` best."""
+    """Length of the longest prefix of drafts that the guide ranks among its ``top_k`` best."""
     return next((count for count, rank in enumerate(ranks) if rank >= top_k), len(ranks))
 
 

@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Draft:
-    """What the diffusion model proposes for the leftmost masked positions of a block."""
+    """Proposal of the diffusion model for the leftmost masked positions of a block."""
 
     request_id: str
     canvas: Canvas
@@ -54,14 +54,14 @@ class Draft:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the guide makes of a draft; lists of ``num_drafted``, in the diffusion model's tokens."""
+    """Judgement of a draft by the guide; lists of ``num_drafted``, in the diffusion model's tokens."""
 
     drafted: list[int]
     ranks: list[int]
-    """How many tokens the guide prefers to the drafted one, of equals the lower id; of several tokens that it reads the
-    drafted one as, the most."""
+    """Tokens that the guide prefers to the drafted one (among equals, those with lower ids). If the guide reads the
+    drafted token as several tokens, the largest of their numbers."""
     tokens: list[int]
-    """Its own."""
+    """The guide's own tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Question:
     drafted: list[int]
     reading: Reading
     judged: list[int]
-    """Which of the guide's tokens have to be judged, ascending."""
+    """Guide tokens to judge, ascending."""
 
 
 class CausalPass(LayerPass):
@@ -248,7 +248,7 @@ class Guide:
 
 
 def _or_failure(request_id: str, work: Callable[..., _Result], *arguments: Any) -> _Result | RequestFailure:
-    """What ``work`` returns, or the failure of the request for which it raises an error."""
+    """Result of ``work``, or the failure of the request for which it raises an error."""
     try:
         return work(*arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What is known of an engine's guide model before it is loaded: its sizes, and whether it has the same tokens."""
+"""Sizes and vocabulary of a guide model, read before it is loaded."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -24,7 +24,8 @@ def guide_config(guide: str) -> Any:
 
 
 def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
-    """Whether token ids mean the same to a guide and a model of this vocabulary, and the guide knows most of them."""
+    """Return True if token ids mean the same to a guide and a model of this vocabulary, and the guide knows most of
+    them."""
     theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
     agrees = all(vocabulary.get(token, number) == number for token, number in theirs.items())
     return agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(vocabulary)

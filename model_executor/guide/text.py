@@ -1,7 +1,7 @@
-"""What a guide reads of a canvas, and what its answer means in the diffusion model's tokens.
+"""Text between a canvas and a guide: the guide's input, and its answer in the diffusion model's tokens.
 
-A guide with the same tokenizer reads the canvas's tokens as they are. One with another tokenizer reads the same text in
-its own tokens; both tokenizers must spell bytes, so that it is known which tokens of the two share a character.
+A guide with the same tokenizer reads the canvas's tokens as they are. A guide with another tokenizer reads the same
+text in its own tokens. Both tokenizers must spell bytes, so that it is known which tokens share a character.
 """
 
 import functools
@@ -129,7 +129,7 @@ class ShownText:
         return Span(start, stop)
 
     def place(self, byte: int) -> int | None:
-        """Where a byte is shown; None for one that shares its replacement with the byte before it."""
+        """Place of a byte in the shown text; None if it shares its replacement with the byte before it."""
         place = self._places[byte]
         return None if byte and self._places[byte - 1] == place else place
 

@@ -1,1 +1,1 @@
-"""What the layer passes of cache methods are made of."""
+"""Parts of the cache methods' layer passes."""

@@ -29,17 +29,18 @@ from dllm_engine.scheduler.step_plan import Scope
 
 
 class CanvasTables(Protocol):
-    """Where the keys and values of canvas positions lie in pages."""
+    """Places of canvas positions' keys and values in pages."""
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all); −1 where nothing is kept of a row."""
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        """What requests attend to in a layer."""
+        """Keys and values that requests attend to in a layer."""
 
 
 class ComputedRows(RowBounds):
-    """The rows that a layer recomputes: the same number in every layer of a kind, so all of this is known before."""
+    """Rows that a layer recomputes. Their number is the same in every layer of a kind, so it is known before the
+    pass."""
 
     def __init__(self, sizes: list[int], alone: list[bool], device: torch.device) -> None:
         """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
@@ -48,9 +49,9 @@ class ComputedRows(RowBounds):
         paged_sizes = [0 if a else size for size, a in zip(sizes, alone, strict=True)]
         self.alone_rows, self.paged_rows = (
             torch.cat(
-                [torch.arange(at, at + size, device=device) for at, size in zip(self.bounds, of_kind, strict=False)]
+                [torch.arange(at, at + size, device=device) for at, size in zip(self.bounds, kind_sizes, strict=False)]
             )
-            for of_kind in (alone_sizes, paged_sizes)
+            for kind_sizes in (alone_sizes, paged_sizes)
         )
         self.alone, self.paged = RowBounds(alone_sizes, device), RowBounds(paged_sizes, device)
 
@@ -134,8 +135,8 @@ class AdaptivePass(LayerPass):
         recomputed ones ``[group, chosen]``."""
         self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
         if self.verified is not None and similarity == "random":
-            of_requests = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
-            seeds, forwards = on_device(of_requests, device)[:, self.requests[self.verified]]
+            request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
+            seeds, forwards = on_device(request_numbers, device)[:, self.requests[self.verified]]
             self.counters = seeds, forwards, batch.positions[self.verified]
             """Of the random numbers of each verified row: the same at any batch, and on every rank."""
         self.some_rows = ComputedRows(sizes, attend_alone(sizes), device)
@@ -176,8 +177,8 @@ class AdaptivePass(LayerPass):
         if rows.numel():
             # Where everything is refreshed there is nothing to gather.
             x = hidden[rows] if self.any_kept else hidden
-            of_rows = phases[rows] if self.any_kept else phases
-            q, k, v = self._project(layer, x, of_rows, fresh_values)
+            row_phases = phases[rows] if self.any_kept else phases
+            q, k, v = self._project(layer, x, row_phases, fresh_values)
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))

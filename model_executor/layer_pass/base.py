@@ -29,14 +29,14 @@ class LayerPass:
     """Then, how many of each request's rows did."""
 
     answers: Sequence[np.ndarray] = ()
-    """The numbers of ``asked``."""
+    """Values of ``asked`` on the host."""
 
     observes = False
-    """Whether ``observe`` is to be called."""
+    """True if ``observe`` must be called."""
 
     @property
     def repeats(self) -> bool:
-        """Whether running the pass once more does the same work on the tokens as they are then."""
+        """True if running the pass once more does the same work on the current tokens."""
         return False
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
@@ -60,16 +60,16 @@ class LayerPass:
         raise NotImplementedError
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
-        """Take in what was predicted at masked positions of a request, before any of them is unmasked."""
+        """Observe the predictions at masked positions of a request, before any of them is unmasked."""
 
     def asked(self) -> list[torch.Tensor]:
-        """What the host needs to know of the pass. It comes with what the pass filled, as ``answers``, so that the
-        device is waited for once."""
+        """Tensors that the host reads after the pass, as ``answers``. They are copied together with the filled tokens,
+        so that the host waits once."""
         return []
 
     def next_rows(self, index: int) -> np.ndarray | None:
-        """Canvas positions that the next step of a request computes, ascending, where its plan leaves that to the pass
-        (``RowRule.CHOSEN``). Asked once the canvas holds what the step unmasked. The same on every rank."""
+        """Canvas positions that the next step of a request computes, ascending, if its plan leaves the choice to the
+        pass (``RowRule.CHOSEN``). Called after the step's tokens are in the canvas. The same on every rank."""
         return None
 
     def rows_computed(self, index: int, num_rows: int) -> int:
@@ -110,8 +110,8 @@ def attend_split(
     tokens = tables.paged_tokens(layer)
     if n == q.shape[0]:
         return attend_pages(tokens, q, k, v, rows.paged, attend_fresh=attend_fresh)
-    of_pages = attend_pages(tokens, q[:n], k[:n], v[:n], rows.paged, attend_fresh=attend_fresh)
-    return torch.cat((of_pages, attend_alone(q[n:], k[n:], v[n:], rows.alone)))
+    paged_out = attend_pages(tokens, q[:n], k[:n], v[:n], rows.paged, attend_fresh=attend_fresh)
+    return torch.cat((paged_out, attend_alone(q[n:], k[n:], v[n:], rows.alone)))
 
 
 def attend_pages(

@@ -3,7 +3,8 @@
 import torch
 
 from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_alone
-from dllm_engine.model_executor.step_batch import RowBounds
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 
 
 class DensePass(LayerPass):
@@ -19,3 +20,8 @@ class DensePass(LayerPass):
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend_alone(q, k, v, self.row_bounds)
+
+
+def dense_pass(batch: StepBatch, pages: PageMemory | None) -> DensePass:
+    """The pass of ``cache_method="none"``."""
+    return DensePass(batch.row_bounds())

@@ -19,11 +19,11 @@ from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
 
 class PagedPass(LayerPass):
-    """Attends to what pages retain and to the fresh rows. Uses tensors on the device only; the host reads none of
+    """Attends to retained tokens in pages and to the fresh rows. All tensors stay on the device; the host reads none of
     them."""
 
     reads = True
-    """Whether any request attends to pages."""
+    """True if a request attends to pages."""
 
     def __init__(
         self, tokens: KVTables, rows: SplitRows, slots: torch.Tensor | None = None, *, attend_fresh: bool = True
@@ -64,12 +64,12 @@ class OverwritePass(PagedPass):
 
 @dataclass(frozen=True)
 class UpdateGroup:
-    """UPDATE requests of a batch that are alike in shape, so that one call serves them."""
+    """UPDATE requests of equal shape, served by one call."""
 
     members: Sequence[int]
-    """Their numbers in the batch."""
+    """Numbers of the requests in the batch."""
     plan: StepPlan
-    """Of the first; the others' compute and add the same."""
+    """Plan of the first member; the others compute and add the same."""
     rows: torch.Tensor
     """int64 ``[group, positions]``: the batch rows of the positions that ``plan.adds`` names."""
 
@@ -105,8 +105,8 @@ class RetentionPass(PagedPass):
             plans = [batch.plans[i] for i in self.updating]
             numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
-            of_tokens = np.stack((np.array(self.updating)[numbers], places))
-            requests, tokens_added = on_device(of_tokens, self.device).unbind()
+            token_places = np.stack((np.array(self.updating)[numbers], places))
+            requests, tokens_added = on_device(token_places, self.device).unbind()
             self.slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
             """Per layer, the slots of each token that is retained."""
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])

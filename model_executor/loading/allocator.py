@@ -1,4 +1,4 @@
-"""What glibc does with freed memory: returns it to the system while weights are loaded, and keeps it for steps."""
+"""Use of freed memory by glibc: it goes back to the system while weights are loaded, and is kept for steps."""
 
 import ctypes
 import os

@@ -43,6 +43,3 @@ class BlockPass(PagedPass):
         if plan.state is RefreshState.REUSE:
             return {}
         return {"retained_positions": [[*range(plan.retained)] for _ in range(self.tokens.tables.shape[0])]}
-
-
-layer_pass = BlockPass

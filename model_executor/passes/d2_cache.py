@@ -40,9 +40,9 @@ class Rollout:
 
     def add_layer(self, probabilities: torch.Tensor) -> None:
         """``probabilities`` ``[num_rows, canvas_length]``: averaged over heads; overwritten."""
-        of_computed = probabilities[:, self.positions]
+        computed_columns = probabilities[:, self.positions]
         probabilities[:, self.positions] = 0
-        self.rows = self.rows.addmm(of_computed, self.rows).add_(probabilities).mul_(0.5)
+        self.rows = self.rows.addmm(computed_columns, self.rows).add_(probabilities).mul_(0.5)
 
     def importance(self) -> torch.Tensor:
         """Column sums of R, float32 ``[canvas_length]``."""
@@ -61,11 +61,11 @@ class RolloutPass(LayerPass):
         self.tables = TokenTables(batch, pages, lengths)
         self.bounds = batch.row_bounds()
         self.requests, self.tokens = on_device(np.stack(ranges([0] * len(lengths), lengths)), device).unbind()
-        """Of every position of every canvas, canvas by canvas."""
+        """Request and token of every position of every canvas, canvas by canvas."""
         self.lengths = lengths
         self.rollouts = [Rollout(batch.positions[batch.rows(i)], length) for i, length in enumerate(lengths)]
         self.known_before = [canvas.known[canvas.spec.prompt_length :] >= 0 for canvas in batch.canvases]
-        """Which tokens of each response are known when the pass begins."""
+        """Tokens of each response that are known when the pass begins, bool."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
             if canvas.cache_state is None:
                 canvas.cache_state = torch.zeros(length, device=device)
@@ -80,14 +80,16 @@ class RolloutPass(LayerPass):
         per_page = self.pages.keys.shape[1]
         keys = self.pages.keys[slots // per_page, slots % per_page].split(self.lengths)
         rows = [self.bounds.rows(i) for i in range(len(self.lengths))]
-        sums = [summed_probabilities(q[r], of_request, lse[r]) for r, of_request in zip(rows, keys, strict=True)]
+        sums = [
+            summed_probabilities(q[r], request_values, lse[r]) for r, request_values in zip(rows, keys, strict=True)
+        ]
         ranks = get_tensor_model_parallel_world_size()
         if ranks > 1:
             # Every rank has its own heads; all must choose the same rows.
             flat = tensor_model_parallel_all_reduce(torch.cat([x.flatten() for x in sums]))
             sums = [x.view_as(y) for x, y in zip(flat.split([x.numel() for x in sums]), sums, strict=True)]
-        for rollout, of_request in zip(self.rollouts, sums, strict=True):
-            rollout.add_layer(of_request.div_(q.shape[1] * ranks))
+        for rollout, request_values in zip(self.rollouts, sums, strict=True):
+            rollout.add_layer(request_values.div_(q.shape[1] * ranks))
         return out
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
@@ -98,7 +100,7 @@ class RolloutPass(LayerPass):
             canvas.cache_state[positions] = confidence.float()
 
     def asked(self) -> list[torch.Tensor]:
-        """Of each request, importance and confidence of every position."""
+        """Importance and confidence of every position, per request."""
         pairs = zip(self.rollouts, self.batch.canvases, strict=True)
         return [torch.stack((rollout.importance(), canvas.cache_state)) for rollout, canvas in pairs]
 
@@ -113,11 +115,11 @@ class RolloutPass(LayerPass):
 
 @dataclass(frozen=True)
 class _Block:
-    """Where masked positions are chosen from, in positions of the response."""
+    """Range that masked positions are chosen from, in positions of the response."""
 
     first: int
     unit: int
-    """The range ends at a multiple of it."""
+    """The end of the range is a multiple of this."""
     preferred: np.ndarray
     """Positions that come before all others."""
 
@@ -188,7 +190,8 @@ def _block(spec: DecodingSpec, window: Span, known_before: np.ndarray, first_mas
 
 
 def _most_important(importance: np.ndarray, candidates: np.ndarray, share: float) -> np.ndarray:
-    """Of ``candidates`` ``[canvas_length]`` bool, the positions that make up ``share`` of their importance, or one."""
+    """Positions among ``candidates`` ``[canvas_length]`` bool that make up ``share`` of their importance; at least
+    one."""
     positions = np.flatnonzero(candidates)
     ordered = positions[np.argsort(-importance[positions], kind="stable")]
     shares = importance[ordered].cumsum()

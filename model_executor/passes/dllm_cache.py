@@ -13,7 +13,7 @@ from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 
 
-def layer_pass(batch: StepBatch, pages: PageMemory) -> AdaptivePass:
+def dllm_cache_pass(batch: StepBatch, pages: PageMemory) -> AdaptivePass:
     """K/V of the whole canvas by position, features of the rows from the last that the response needs."""
     options = batch.canvases[0].spec.cache
     assert isinstance(options, DLLMCacheOptions)

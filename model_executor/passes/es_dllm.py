@@ -29,18 +29,18 @@ from dllm_engine.scheduler.request import FIRST_BLOCK
 from dllm_engine.scheduler.step_plan import RetainedCopy
 
 POOL_KERNEL_SIZE = 3
-"""Of the eviction, as in Sparse-dLLM."""
+"""Width of the max-pooling before eviction, as in Sparse-dLLM."""
 NUM_CONFIDENT, CONFIDENT_BONUS = 2, 2.0
-"""So many of the most confident rows are all but certain to stay."""
+"""Number of the most confident rows that get a bonus, and the bonus. They almost always stay."""
 LEFTMOST_BONUS = 5.0
-"""Of the row that predicts the window's leftmost masked position: whatever else is skipped, a step gets on."""
+"""Bonus of the row that predicts the leftmost masked position of the window, so that every step makes progress."""
 UNMASKED_BONUS = 3.0
-"""Of the rows that predicted what the last step unmasked."""
+"""Bonus of the rows that predicted the tokens of the last step."""
 SMALLEST_NORM = 1e-6
 
 
 class Cut:
-    """Where the rows that stay lie among those of the stage before; known but for which rows of a request they are."""
+    """Places of the remaining rows among the rows of the stage before."""
 
     def __init__(self, before: RowBounds, after: SplitRows, skips: list[bool], device: torch.device) -> None:
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -229,28 +229,28 @@ class EarlySkipPass(LayerPass):
         return pages[slots // pages.shape[1], slots % pages.shape[1]]
 
     def _cut(self, layer: int, cut: Cut, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
-        """The rows that stay, as indices into the layer's; None where all do. What they are remembered by becomes
-        ``fresh`` ``[rows of the layer, width]``."""
+        """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
+        width]`` becomes their remembered values."""
         kept = None
         if cut.groups:
             kept = torch.empty(cut.after.bounds[-1], dtype=torch.int64, device=rows.device)
             if cut.whole is not None:
                 kept[cut.whole_places] = cut.whole
-            members = torch.cat([of_group.flatten() for of_group, _ in cut.groups])
+            members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             changes = self._changes(layer, rows[members], fresh[members])
-            sizes = [of_group.numel() for of_group, _ in cut.groups]
-            for (of_group, places), change in zip(cut.groups, changes.split(sizes), strict=True):
-                chosen = self._most_important(rows[of_group], change.view(of_group.shape), places.shape[1])
-                kept[places] = of_group.gather(1, chosen)
+            sizes = [group_rows.numel() for group_rows, _ in cut.groups]
+            for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True):
+                chosen = self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
+                kept[places] = group_rows.gather(1, chosen)
             self.kept_rows.append(rows[kept])
             self.stage = cut.after
         if self.options.keeps_features:
-            remembered, of_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features, self._feature_slots(layer, of_rows))
+            remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
+            write_features(remembered, self.features, self._feature_slots(layer, remembered_rows))
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
-        """How much ``fresh`` differs from what rows are remembered by, relative to the size of that; ``[rows]``."""
+        """Difference of ``fresh`` from the remembered values of the rows, relative to their size; ``[rows]``."""
         indicator = self.options.indicator
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
@@ -269,10 +269,10 @@ class EarlySkipPass(LayerPass):
         return difference / (square.sqrt() + SMALLEST_NORM)
 
     def _most_important(self, rows: torch.Tensor, changes: torch.Tensor, count: int) -> torch.Tensor:
-        """Which ``count`` of the rows ``[group, rows]`` stay, in no order.
+        """Choose the ``count`` rows of ``[group, rows]`` that stay, in no order.
 
-        Towards a window's end most confidences are 0 and the most confident rows a tie. What ``topk`` leaves unordered
-        stays so, as in the authors' code: the order settles the next layer's ties.
+        Near the end of a window most confidences are 0, and the most confident rows tie. The result of ``topk`` stays
+        unsorted, as in the authors' code: its order decides the ties of the next layer.
         """
         alpha, confidences = self.options.alpha, self.confidences[rows]
         changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
@@ -316,6 +316,6 @@ class EarlySkipPass(LayerPass):
         if index in self.retained:
             entries["retained_positions"] = [positions.tolist() for positions in self.retained[index]]
         if self.skips[index]:
-            of_request = [rows[stage.rows(index)] for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)]
-            entries["selected_positions"] = [sorted(self.batch.positions[rows].tolist()) for rows in of_request]
+            stage_rows = [rows[stage.rows(index)] for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)]
+            entries["selected_positions"] = [sorted(self.batch.positions[rows].tolist()) for rows in stage_rows]
         return entries

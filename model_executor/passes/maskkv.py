@@ -40,7 +40,7 @@ from dllm_engine.scheduler.step_plan import Scope
 
 @dataclass
 class RetainedPrompt:
-    """What each layer of a request retained of the prompt, on this rank."""
+    """Prompt tokens that each layer of a request retained, on this rank."""
 
     kept: torch.Tensor
     """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
@@ -104,10 +104,10 @@ class HeadTables(BatchTables):
         slots = (start + self.kept[layer])[requests] + response[:, None]
         slots[response < 0] = -1
         for i, first_row in self.prompts:
-            of_layers = self.batch.canvases[i].cache_state.numbers
+            layer_numbers = self.batch.canvases[i].cache_state.numbers
             # A request that votes in this pass has not yet, where other requests' rows are verified.
-            if layer < len(of_layers):
-                numbers = of_layers[layer]
+            if layer < len(layer_numbers):
+                numbers = layer_numbers[layer]
                 slots[first_row : first_row + len(numbers)] = torch.where(numbers >= 0, start[i] + numbers, -1)
         if rows is not None:
             requests, slots = requests[rows], slots[rows]
@@ -134,8 +134,8 @@ class MaskKVPass(AdaptivePass):
         self.options = options
         self.head_tables = HeadTables(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        of_ranks = pages.total_kv_heads // pages.num_kv_heads
-        self.tokens_of_ranks = torch.zeros(len(self.voting), of_ranks, dtype=torch.int64, device=batch.positions.device)
+        num_ranks = pages.total_kv_heads // pages.num_kv_heads
+        self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.positions.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
         self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
@@ -173,16 +173,16 @@ class MaskKVPass(AdaptivePass):
         batch, device = self.batch, hidden.device
         rows = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2], device=device) for i in self.measuring])
         bounds = RowBounds([batch.num_rows(i) for i in self.measuring], device)
-        of_layers = layer_importance(layers, hidden[rows], phases[rows], bounds)[name]
+        importance = layer_importance(layers, hidden[rows], phases[rows], bounds)[name]
         # Sums over ranks may differ in their last bits, and budgets must not.
-        of_requests = get_tp_group().broadcast(of_layers.T.contiguous()).tolist()
-        return dict(zip(self.measuring, of_requests, strict=True))
+        by_request = get_tp_group().broadcast(importance.T.contiguous()).tolist()
+        return dict(zip(self.measuring, by_request, strict=True))
 
     def rows_computed(self, index: int, num_rows: int) -> int:
         return super().rows_computed(index, num_rows) + num_rows * (index in self.measuring)
 
     def asked(self) -> list[torch.Tensor]:
-        return [self.tokens_of_ranks.amax(dim=1)] if self.voting else []
+        return [self.rank_tokens.amax(dim=1)] if self.voting else []
 
     def kv_slots(self, index: int) -> int | None:
         if index not in self.voting:
@@ -199,8 +199,8 @@ class MaskKVPass(AdaptivePass):
         return entries
 
     def _retained_by_all(self, index: int) -> torch.Tensor:
-        """What all ranks retained of a request's prompt, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every
-        rank must ask."""
+        """Retained prompt tokens on all ranks, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every rank must
+        call it."""
         canvas, own_heads = self.batch.canvases[index], self.pages.num_kv_heads
         # Ranks on CPUs exchange floating-point numbers only.
         retained = (torch.stack([numbers.T for numbers in canvas.cache_state.numbers]) >= 0).float()
@@ -236,21 +236,21 @@ class MaskKVPass(AdaptivePass):
         first_head = scored.first_kv_head
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
-        of_all_heads = scores
+        all_scores = scores
         if world > 1:
-            of_all_heads = scores.new_zeros(total_heads, spec.prompt_length)
-            of_all_heads[first_head : first_head + heads] = scores
-            of_all_heads = tensor_model_parallel_all_reduce(of_all_heads) / max(1, world // total_heads)
+            all_scores = scores.new_zeros(total_heads, spec.prompt_length)
+            all_scores[first_head : first_head + heads] = scores
+            all_scores = tensor_model_parallel_all_reduce(all_scores) / max(1, world // total_heads)
         if average_budget(options, spec.prompt_length) >= spec.prompt_length:
-            kept_of_all = torch.full((total_heads,), spec.prompt_length, device=q.device)
+            all_kept = torch.full((total_heads,), spec.prompt_length, device=q.device)
         else:
             budget = self.budgets[index][layer]
-            kept_of_all = head_budgets(options.head_budget, of_all_heads, budget, base_share=options.alpha)
-        kept = kept_of_all[first_head : first_head + heads]
+            all_kept = head_budgets(options.head_budget, all_scores, budget, base_share=options.alpha)
+        kept = all_kept[first_head : first_head + heads]
         recent = tokens >= spec.prompt_length - scorer.num_recent(kept)[:, None]
         pooled = max_pooled(scores.masked_fill(recent, 0), scorer.pool_kernel_size)
         ranking = pooled.masked_fill(recent, torch.inf).sort(dim=1, descending=True, stable=True).indices
         within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
         self.head_tables.retain(layer, index, chosen, kept)
-        self.tokens_of_ranks[self.voting.index(index)] += kept_of_all.view(-1, heads).sum(dim=1)
+        self.rank_tokens[self.voting.index(index)] += all_kept.view(-1, heads).sum(dim=1)

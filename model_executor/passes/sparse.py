@@ -31,8 +31,8 @@ class SparsePass(RetentionPass):
         """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
         all of them are retained."""
         self.num_scored = [
-            max((columns.stop for columns in of_group if columns is not None), default=0)
-            for group, of_group in zip(self.groups, self.columns, strict=True)
+            max((columns.stop for columns in group_columns if columns is not None), default=0)
+            for group, group_columns in zip(self.groups, self.columns, strict=True)
             for _ in group.members
         ]
         """Of each request of ``updating``."""
@@ -49,11 +49,11 @@ class SparsePass(RetentionPass):
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
         retained, first = [], 0
-        for group, of_group in zip(self.groups, self.columns, strict=True):
+        for group, group_columns in zip(self.groups, self.columns, strict=True):
             members = slice(first, first + len(group.members))
             parts = [group.rows[:, :0]]  # a plan may add nothing
             named = group.rows.split([retention.num_positions for retention in group.plan.adds], dim=1)
-            for rows, retention, columns in zip(named, group.plan.adds, of_group, strict=True):
+            for rows, retention, columns in zip(named, group.plan.adds, group_columns, strict=True):
                 if columns is not None:
                     chosen = select_retained(scores[members, columns], retention.count, self.options.pool_kernel_size)
                     rows = rows.gather(1, chosen)
@@ -71,7 +71,7 @@ class SparsePass(RetentionPass):
             return mean_query_scores(q, k, self.spans, most)
         scorer = SCORERS[options.scorer]
         scores = torch.zeros(len(self.updating), most, device=self.device)
-        for of_request, i, count in zip(scores, self.updating, self.num_scored, strict=True):
+        for request_scores, i, count in zip(scores, self.updating, self.num_scored, strict=True):
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             own = q[rows], k[rows], v[rows]
             lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
@@ -79,7 +79,7 @@ class SparsePass(RetentionPass):
                 canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
             )
             candidates = on_device(_outside_window(plan)[:count], self.device)
-            of_request[:count] = scorer.score(scored, candidates).sum(dim=0)
+            request_scores[:count] = scorer.score(scored, candidates).sum(dim=0)
         return scores
 
 
@@ -89,8 +89,8 @@ def _outside_window(plan: StepPlan) -> np.ndarray:
 
 
 def _scored(plan: StepPlan, retention: Retention) -> slice | None:
-    """Where positions lie among those that a step computes outside its window; None where all are retained. Between
-    them there is nothing but the window."""
+    """Columns of the scores that belong to ``retention``: its positions among those that a step computes outside its
+    window. None if all of them are retained."""
     if retention.count == retention.num_positions:
         return None
     first = int(np.searchsorted(_outside_window(plan), retention.spans[0].start))

@@ -1,4 +1,4 @@
-"""How many prompt tokens each KV head of a layer retains. A new one is a function and its name in ``HEAD_BUDGETS``."""
+"""Prompt tokens that each KV head of a layer retains. A new budget is a function and its name in ``HEAD_BUDGETS``."""
 
 from collections.abc import Callable
 

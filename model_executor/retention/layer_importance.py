@@ -1,4 +1,4 @@
-"""How much each layer changes its tokens, which layer budgets go by."""
+"""Importance of layers for layer budgets: the change that each layer makes to its tokens."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,8 @@ from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 
 _ROWS_AT_ONCE = 1024
-"""Whose hidden states are held in float32: no more memory than vLLM has measured that a pass takes."""
+"""Rows whose hidden states are compared in float32 at once. They take no more memory than vLLM has measured for a
+pass."""
 
 
 def layer_importance(

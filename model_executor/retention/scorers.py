@@ -1,6 +1,6 @@
-"""Which tokens matter to which KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
+"""Scores of tokens for each KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
 
-Scores are of this rank's heads and never negative, so that a head's sum is how much it cares for the tokens as a whole.
+Scores cover this rank's heads and are never negative, so that their sum is a head's interest in all tokens.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class ScoredLayer:
     masked: np.ndarray
     """``[n]`` bool, on the host."""
     window: slice
-    """Of the running blocks."""
+    """Canvas positions of the running blocks."""
     prompt_length: int
     seed: int
     layer: int
@@ -77,7 +77,7 @@ class ScoredLayer:
 
 
 class Scorer(NamedTuple):
-    """How tokens are scored."""
+    """A score of tokens, and its needs."""
 
     score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
     """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas positions ``tokens``."""

@@ -1,1 +1,1 @@
-"""Which masked positions a step fills: statistics of the predictions, rules, and the choice."""
+"""Choice of the positions that a step fills: statistics of the predictions, and rules."""

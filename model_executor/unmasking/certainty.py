@@ -25,7 +25,7 @@ def certainty_density(known: np.ndarray, sigma: float) -> np.ndarray:
 
 @lru_cache(maxsize=64)
 def _weights(size: int, sigma: float) -> np.ndarray:
-    """Of distances up to as far as a response of ``size`` reaches; of odd length."""
+    """Weights of all distances within a response of ``size``; an odd number of them."""
     distances = np.arange(-3 * size, 3 * size)
     gaussian = np.exp(-(distances**2) / (2 * sigma**2))
     reach = min(2 * size - 1, math.ceil(_REACH * sigma))

@@ -24,7 +24,7 @@ class ConstrainedRows:
     writes, int64 ``[num_rows]``; −1 for a row that the constraint leaves open."""
 
     def within(self, chunk: slice) -> slice:
-        """Those among the rows of ``chunk``, counted from its first."""
+        """Rows within ``chunk``, counted from its first row."""
         return slice(max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0))
 
 

@@ -1,4 +1,4 @@
-"""How many positions a step fills: the rules of parallel unmasking, a fixed count, and a draw per position.
+"""Number of positions that a step fills: the rules of parallel unmasking, a fixed count, and a draw per position.
 
 A new rule of parallel unmasking is a function here, its name in ``PARALLEL_RULES``, and its row in
 ``scheduler/unmasking.py``.

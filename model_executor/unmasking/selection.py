@@ -16,18 +16,18 @@ def select(
     least: torch.Tensor | None = None,
     enough: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Which candidates ``rule`` chooses in each request; of equally confident ones the first.
+    """Choose candidates of each request by ``rule``; among equally confident ones the first.
 
     Args:
-        confidence: ``[num_candidates]``; −∞ for what must not be chosen.
-        requests, offsets: int64 ``[num_candidates]``; whose it is, and a number below ``width`` that no other candidate
-            of the request has and that ascends with its position.
+        confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
+        requests, offsets: int64 ``[num_candidates]``; number of the request, and a number below ``width`` that is
+            unique within the request and ascends with the position.
         values: of each request, ``[num_requests]``.
-        guaranteed: int64 ``[num_requests]``; one of the candidates with ``offsets`` below it is chosen at least, the
-            most confident. None: leave it to the rule.
-        least: int64 ``[num_requests]``; so many are chosen at least, the most confident. None: leave it to the rule.
-        enough: int64 ``[num_requests]``; where the rule chooses fewer, only the most confident is. None: leave it to
-            the rule.
+        guaranteed: int64 ``[num_requests]``; at least the most confident candidate with ``offsets`` below it is chosen.
+            None: no guarantee.
+        least: int64 ``[num_requests]``; minimum number of chosen candidates, the most confident. None: no minimum.
+        enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most confident candidate is chosen. None:
+            no such number.
 
     Returns:
         bool ``[num_candidates]``.

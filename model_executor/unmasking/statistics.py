@@ -1,4 +1,4 @@
-"""What a step knows of its predictions: the tokens, and how sure the model is of them."""
+"""Predictions of a step: tokens, and the model's confidence in them."""
 
 from dataclasses import dataclass
 
@@ -33,7 +33,7 @@ class TokenLogprobs:
         )
 
     def split(self, sizes: list[int]) -> list["TokenLogprobs"]:
-        """Of so many rows each."""
+        """Split into parts of ``sizes`` rows."""
         return [TokenLogprobs(*parts) for parts in zip(*(x.split(sizes) for x in vars(self).values()), strict=True)]
 
 
@@ -65,7 +65,7 @@ class TokenStatistics:
         return required(self.noise if measure == "noise" else by_measure[measure])
 
     def split(self, sizes: list[int]) -> list["TokenStatistics"]:
-        """Of so many rows each."""
+        """Split into parts of ``sizes`` rows."""
         columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
         return [TokenStatistics(*parts) for parts in zip(*columns, strict=True)]
 

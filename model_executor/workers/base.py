@@ -1,4 +1,4 @@
-"""What our workers have in common, whatever the device."""
+"""Common part of our workers for all devices."""
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
@@ -12,7 +12,7 @@ class DiffusionWorker:
         return ["LBNHC"]
 
     def records_steps(self) -> bool:
-        """Whether steps run from recordings, for ``dllm check``."""
+        """Return True if steps run from recordings, for ``dllm check``."""
         return self.model_runner.denoiser.graphs is not None
 
     def execute_dummy_batch(self) -> None:

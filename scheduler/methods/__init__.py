@@ -1,5 +1,5 @@
-"""Cache methods without their tensors. A new one is a file here, one in ``model_executor/passes/``, and an entry in the
-registry of each folder."""
+"""Cache methods. A new one is a file here and an entry in ``CACHE_METHODS``; a layer pass of its own is a file in
+``model_executor/passes/``."""
 
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod
@@ -31,7 +31,7 @@ CACHE_METHODS: dict[str, CacheMethod] = {
 }
 """By the name that ``cache_method`` takes."""
 DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"}
-"""What ``cache_method="auto"`` means; both are exact."""
+"""The method of ``cache_method="auto"`` by kind of attention; both are exact."""
 
 
 def methods_for(attention: Attention) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a cache method is to the scheduler: options, a plan for each step, and the pages that it holds."""
+"""Cache methods as the scheduler sees them: options, a plan for each step, and the pages that a request holds."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,10 @@ def hold_nothing(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) ->
 
 @dataclass(frozen=True)
 class CacheMethod:
-    """A cache method without its tensors, which are in the file of its name in ``model_executor/passes/``."""
+    """A cache method: pure decisions, and the name of the layer pass that carries them out.
+
+    The pass is named, not imported, so that neither the scheduler nor a command imports a model's layers.
+    """
 
     plan: Plan
     """The next step of a request."""
@@ -43,56 +46,59 @@ class CacheMethod:
     """Pages that a request holds once a step of the given running blocks has written them. Known before anything runs,
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
-    """What ``cache_options`` are validated with."""
+    """The model that validates ``cache_options``."""
+    layer_pass: str = "layer_pass.paged:RetentionPass"
+    """``module:name`` below ``dllm_engine.model_executor``: ``name(batch, pages)`` makes the layer pass of a step."""
     attention: tuple[Attention, ...] = ("full",)
     """Kinds of attention that the method is for. Methods for full attention approximate keys and values that may change
     with every token."""
     trims_suffix: bool = False
-    """Whether its steps can leave out masked blocks far behind the window (``suffix_blocks``)."""
+    """True if steps can leave out masked blocks far behind the window (``suffix_blocks``)."""
     shortened: Callable[[StepPlan, DecodingSpec, int], StepPlan | None] | None = None
-    """A part of a step that computes at most so many rows, where it can be fed in parts; None where none is so small.
-    None: steps are whole."""
+    """``shortened(plan, spec, max_rows)``: a part of the step with at most ``max_rows`` rows, or None if no part is so
+    small. None: steps are computed as a whole."""
     keeps_for_good: bool = False
-    """Whether what pages hold of a token depends on its block and what lies before it alone, and never changes: nothing
-    is refreshed, requests with the same beginning can share pages, and a request that has lost its pages can fill new
-    ones from its tokens. So it reserves pages as blocks come."""
+    """True if the keys and values of a token depend only on its block and the tokens before it, and never change. Then
+    nothing is refreshed, requests with the same beginning share pages, a request that has lost its pages can fill new
+    ones, and pages are reserved block by block."""
     records: Callable[[DecodingSpec, StepPlan], bool] | None = None
-    """Whether a step of a request does the same work as others on different numbers, so that ``cuda_graphs`` records
-    it. None: no step does."""
+    """``records(spec, plan)``: True if the step does the same work as others on different numbers, so that
+    ``cuda_graphs`` can record it. None: no step does."""
     pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
-    """What a pass over so many rows, of canvases of at most such a length, holds for the method beside what all do."""
+    """``pass_bytes(rows, max_model_len)``: bytes that a forward pass holds for this method alone."""
     runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
-    """How often a step's rows run through the layers, one run after the other; the row budget holds one run."""
+    """``runs(spec, plan)``: number of times that the rows of a step run through the layers, one after the other."""
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
-    """When requests decode by ES-dLLM's sampler: equally many tokens per step in every model family, by the plain
-    probability where a request is greedy."""
+    """Requests that use ES-dLLM's sampler: equally many tokens per step in every model family, ordered by plain
+    probability if greedy."""
     paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Cache options that papers have for a model, where one default does not serve all: by its family, and by a part of
-    its name in small letters, the first that it holds. A name with none of the parts gets the last of them."""
+    """Cache options of the papers: by family, then by a part of the model's name in lower case. The first part that the
+    name contains counts; a name with none of them gets the last."""
     check: Callable[[Any, int, bool], None] = lambda options, num_layers, guided: None
-    """Raise ``ValueError`` where the options do not suit a model of so many layers, or an engine with a guide."""
+    """``check(options, num_layers, guided)``: raise ``ValueError`` if the options do not suit the model or an engine
+    with a guide."""
     refusal: Callable[[DecodingSpec], str | None] = lambda spec: None
-    """Why the engine's cache options do not suit a request; None where they do."""
+    """Reason why the engine's cache options do not suit a request; None: they do."""
     tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    """What `dllm tune` tries: values of the cache options that trade speed for accuracy most."""
+    """Values that `dllm tune` tries for the cache options that trade speed for accuracy most."""
     largest: Callable[[Any], CacheOptions] = lambda options: options
-    """The options under which a request whose prompt length is open holds the most pages."""
+    """Options with which a request of unknown prompt length holds the most pages."""
 
     def settings_for(self, model: str, family: ModelFamily) -> tuple[bool, Mapping[str, Any]]:
-        """Whether a model's name says which of the family's ``paper_settings`` are its own, and those that it gets."""
+        """True if a model's name selects ``paper_settings``, and the settings that the model gets."""
         by_part, name = self.paper_settings.get(family.name, {"": {}}), PurePath(model).name.lower()
         told = next((part for part in by_part if part in name), None)
         return told is not None, by_part[[*by_part][-1] if told is None else told]
 
     def fitted(self, plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan:
-        """A step, or the part of it that computes at most so many rows, if it has such a part."""
+        """The step, or a part of it with at most ``max_rows`` rows if it has one."""
         if plan.max_rows <= max_rows or self.shortened is None:
             return plan
         return self.shortened(plan, spec, max_rows) or plan
 
     def steps(self, spec: DecodingSpec) -> Iterator[tuple[StepPlan, Progress]]:
-        """The plan of each step and how far the request is then, where steps unmask the schedule's count. The progress
-        is one object, which goes on."""
+        """Plans of all steps, each with the progress before it, if steps unmask the schedule's count. The progress is
+        one object that advances."""
         progress = Progress.begin(spec)
         while progress.num_unmasked < spec.num_masks:
             plan = self.plan(spec, progress)
@@ -101,7 +107,7 @@ class CacheMethod:
 
     @property
     def recordable(self) -> bool:
-        """Whether ``cuda_graphs`` can record some of its steps."""
+        """True if ``cuda_graphs`` can record some of its steps."""
         return self.records is not None
 
     @property
@@ -109,11 +115,11 @@ class CacheMethod:
         return self.pages is not hold_nothing
 
     def held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-        """Pages that a request holds with these blocks running, with those of the guide."""
+        """Pages that a request holds while ``running`` run, including those of the guide."""
         return self.pages(spec, running, geometry) | guide_pages(spec, geometry)
 
     def num_held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
-        """How many these are."""
+        """Number of pages that a request holds while ``running`` run."""
         return sum(map(sum, self.held(spec, running, geometry).values()))
 
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
@@ -123,18 +129,18 @@ class CacheMethod:
         return max(self.num_held(spec, running, geometry) for running in spec.extreme_windows)
 
     def admission_demand(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
-        """Pages reserved for a request that is admitted with these blocks running: all that it can ever need, or where
-        it can go on without them, those that keep the running blocks as well."""
+        """Pages reserved at admission with ``running`` blocks: the most that the request can need. Methods that keep
+        tokens for good reserve the pages that also keep the running blocks."""
         if not self.keeps_for_good:
             return self.page_demand(spec, geometry)
         following = min(running.stop, spec.num_blocks - 1)
         return self.num_held(spec, Blocks(following, following + 1), geometry)
 
     def longest_demand(self, options: CacheOptions, geometry: PoolGeometry, max_model_len: int) -> int:
-        """The most pages that a request of ``max_model_len`` can need, whatever its prompt, response and block length.
+        """The most pages that any request of ``max_model_len`` can need.
 
         Demand grows with the canvas, and evenly from prompt to response and with the window, so the extremes bound it.
-        Raises ``ValueError`` where the pool's pages do not suit the method.
+        Raises ``ValueError`` if the pages do not suit the method.
         """
 
         def demand(gen_length: int, block_length: int) -> int:
@@ -155,7 +161,7 @@ class CacheMethod:
 
 
 def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
-    """Pages that the guide takes for a request, all its life. It is never asked what follows the last token."""
+    """Pages of the guide for a request, reserved for its whole life. The guide never predicts beyond the last token."""
     return geometry.guide_pages(spec.canvas_length - 1) if spec.guidance is not None else {}
 
 
@@ -163,7 +169,7 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 
 def reuses(spec: DecodingSpec, plan: StepPlan) -> bool:
-    """REUSE steps, which compute all rows of their span and write nothing but these."""
+    """Return True for REUSE steps, which compute all rows of their span and write nothing else."""
     return plan.state is RefreshState.REUSE
 
 

@@ -15,8 +15,8 @@ class D2CacheOptions(CacheOptions):
     """Options of ``d2_cache`` (d2Cache, arXiv 2509.23094)."""
 
     rollout_p: float = Field(default=0.1, ge=0, le=1)
-    """Of the positions that a step would not compute otherwise, it computes those that attention rollout finds most
-    important, up to this share of their total importance, and at least one."""
+    """Share of importance: a step also computes the positions that attention rollout finds most important, up to this
+    share of the total importance of the positions that it would not compute otherwise, and at least one."""
     masked_rows: int = Field(default=32, ge=1)
     """Masked positions that a step predicts: the most confident ones near known tokens."""
     sigma: float = Field(default=10.0, ge=0.01, le=1e6)
@@ -25,7 +25,7 @@ class D2CacheOptions(CacheOptions):
     gap_fill: int = Field(default=0, ge=0)
     """Also compute the rows between two computed rows that are at most so many positions apart."""
     confidence: Literal["first", "latest"] = "first"
-    """Which confidence of a masked position counts: that of the first pass, or of the latest pass that predicted it."""
+    """Confidence of a masked position that counts: of the first pass, or of the latest pass that predicted it."""
     range_unit: Literal["masks", "block"] = "masks"
     """Masked positions are searched until ``masked_rows`` are found, and on to the next multiple of this: the number of
     masks in the block, or the length of the block."""
@@ -73,4 +73,6 @@ def pass_bytes(rows: int, longest: int) -> int:
     return 16 * rows * longest
 
 
-D2_CACHE = CacheMethod(plan, hold_canvas, D2CacheOptions, check=check, pass_bytes=pass_bytes)
+D2_CACHE = CacheMethod(
+    plan, hold_canvas, D2CacheOptions, "passes.d2_cache:RolloutPass", check=check, pass_bytes=pass_bytes
+)

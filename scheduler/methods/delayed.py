@@ -49,8 +49,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:
-    """Where the prompt and each finished block end, the forward pass in which it begins to wait, and the one that keeps
-    it; passes count from 1. LLaDA lets a block wait when the one before it is kept, Dream at once."""
+    """Per prompt and finished block: its end, the forward pass in which it begins to wait, and the pass that keeps it,
+    counted from 1. In LLaDA a block waits once the block before it is kept, in Dream at once."""
     kept_before = max(1, delay)
     schedule = [(spec.prompt_length, 0, kept_before)]
     for block, completed_at in enumerate(progress.completed_at):

@@ -22,15 +22,15 @@ class DLLMCacheOptions(CacheOptions):
     response_refresh_interval: int = Field(default=7, ge=1)
     """Forward passes, or tokens, from one computation of the response to the next (Kr)."""
     interval_unit: Literal["tokens", "passes"] = "tokens"
-    """What intervals count if a pass may unmask several tokens (parallel unmasking, a guide): unmasked tokens, or
+    """Unit of the intervals if a pass may unmask several tokens (parallel unmasking, a guide): unmasked tokens, or
     forward passes."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that each layer recomputes in the other passes (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
-    """How these rows are chosen: those whose new value (or key) differs most from the cached one. ``random``: at random
-    in each layer and pass, as a baseline; then only the chosen rows are renewed (Figure 5)."""
+    """Choice of these rows: those whose new value (or key) differs most from the cached one. ``random``: at random in
+    each layer and pass, as a baseline; then only the chosen rows are renewed (Figure 5)."""
     similarity_metric: Literal["cosine", "l2"] = "cosine"
-    """How new and cached values are compared: by their angle, or by their L2 distance (appendix A.5, which finds it far
+    """Comparison of new and cached values: by their angle, or by their L2 distance (appendix A.5, which finds it far
     worse)."""
     exclude_prompt_states: bool = True
     """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
@@ -72,11 +72,11 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
-    """Whether an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
+    """Return True if an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
 
-    The methods count passes that each unmask a fixed number of tokens, and what goes stale in between is what those
-    tokens change. Where a pass unmasks as many as it may, intervals count the tokens instead, unless ``interval_unit``
-    says otherwise; of one token per pass both make the same.
+    The paper counts passes, each of which unmasks a fixed number of tokens; the cache becomes stale with the tokens
+    that change. If a pass may unmask any number of tokens, intervals count tokens instead, unless ``interval_unit``
+    says otherwise. At one token per pass both are the same.
     """
     if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
@@ -121,4 +121,11 @@ PAPER_SETTINGS = {
     for family, intervals in _INTERVALS.items()
 }
 TUNED = {"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)}
-DLLM_CACHE = CacheMethod(plan, hold_canvas_and_features, DLLMCacheOptions, paper_settings=PAPER_SETTINGS, tuned=TUNED)
+DLLM_CACHE = CacheMethod(
+    plan,
+    hold_canvas_and_features,
+    DLLMCacheOptions,
+    "passes.dllm_cache:dllm_cache_pass",
+    paper_settings=PAPER_SETTINGS,
+    tuned=TUNED,
+)

@@ -18,8 +18,8 @@ class ESDLLMOptions(CacheOptions):
     took a step per token."""
 
     indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
-    """What a row is compared by, to tell how much it has changed. ``none``: no row is skipped, and each block begins
-    with the whole canvas (the paper's DualCache baseline)."""
+    """Value that tells how much a row has changed. ``none``: no row is skipped, and each block begins with the whole
+    canvas (the paper's DualCache baseline)."""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """Weight of a row's last confidence in its importance; its change has the weight 1 − ``alpha``."""
     keep_schedule: tuple[tuple[float, float], ...] = ((1.0, 0.0), (0.5, 0.125), (0.25, 0.25))
@@ -52,7 +52,7 @@ class ESDLLMOptions(CacheOptions):
 
     @property
     def keeps_features(self) -> bool:
-        """Whether rows are remembered in pages of their own; keys and values are in pages already."""
+        """True if rows are remembered in pages of their own; keys and values are in pages already."""
         return self.indicator in ("hidden_state", "query") and self.alpha < 1
 
     @property
@@ -106,11 +106,11 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _due(options: ESDLLMOptions, spec: DecodingSpec, progress: Progress) -> tuple[bool, bool]:
-    """Whether the window, and whether the prompt is to be computed as a whole.
+    """Return two booleans: the window, and the prompt, is computed as a whole in this step.
 
-    One block at a time goes by a clock that begins a block at the number of response tokens before it, as if every
-    block took a step per token (the authors' code). Several blocks have no such clock: there, intervals count the
-    tokens unmasked, and a window is computed as a whole when a block has joined.
+    One block at a time follows a clock that begins a block at the number of response tokens before it, as if every
+    block took a step per token (the authors' code). Several blocks have no such clock: intervals then count unmasked
+    tokens, and a window is computed as a whole when a block has joined.
     """
     if spec.block_add_threshold is None:
         clock = progress.running.first * spec.block_length + progress.step
@@ -149,4 +149,12 @@ def check(options: ESDLLMOptions, num_layers: int, guided: bool) -> None:
 
 
 TUNED = {"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)}
-ES_DLLM = CacheMethod(plan, hold_canvas_and_copy, ESDLLMOptions, uniform_sampler="always", check=check, tuned=TUNED)
+ES_DLLM = CacheMethod(
+    plan,
+    hold_canvas_and_copy,
+    ESDLLMOptions,
+    "passes.es_dllm:EarlySkipPass",
+    uniform_sampler="always",
+    check=check,
+    tuned=TUNED,
+)

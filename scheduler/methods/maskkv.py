@@ -36,15 +36,15 @@ class MaskKVOptions(DLLMCacheOptions):
     retention_ratio: float = Field(default=1.0, ge=0, le=1)
     """The largest share of the prompt that is retained, on average."""
     scorer: MaskKVScorerName = "mask_voting"
-    """How the importance of a prompt token for a head is scored. ``mask_voting_first`` to ``_last``: a quarter of the
-    masks votes (Table 11)."""
+    """Score of a prompt token's importance to a head. With ``mask_voting_first`` to ``_last``, a quarter of the masks
+    votes (Table 11)."""
     layer_budget: LayerBudgetName = "boundary"
-    """How the budget is split between layers. ``boundary`` and ``squeeze`` go by the importance of layers, which each
+    """Split of the budget between layers. ``boundary`` and ``squeeze`` depend on the importance of layers, which each
     request measures in its first forward pass; that pass then runs twice."""
     beta: float = Field(default=0.4, ge=0, le=1)
     """Share of the average budget that every layer gets, for ``layer_budget="boundary"``."""
     head_budget: HeadBudgetName = "prompt_preference"
-    """How a layer's budget is split between its heads."""
+    """Split of a layer's budget between its heads."""
     alpha: float = Field(default=0.1, ge=0, le=1)
     """Share of a layer's budget that every head gets, for ``head_budget="prompt_preference"``."""
 
@@ -70,7 +70,7 @@ def importance_name(options: MaskKVOptions) -> ImportanceName | None:
 
 
 def measures_layers(spec: DecodingSpec) -> bool:
-    """Whether a request's budgets go by what its first forward pass measures."""
+    """Return True if the budgets of a request depend on its first forward pass."""
     options = MaskKVOptions.of(spec)
     evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
     return evicts and importance_name(options) is not None
@@ -107,4 +107,6 @@ def largest(options: MaskKVOptions) -> CacheOptions:
 
 
 TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
-MASKKV = CacheMethod(plan, hold_budget_and_features, MaskKVOptions, runs=runs, largest=largest, tuned=TUNED)
+MASKKV = CacheMethod(
+    plan, hold_budget_and_features, MaskKVOptions, "passes.maskkv:MaskKVPass", runs=runs, largest=largest, tuned=TUNED
+)

@@ -14,4 +14,10 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 # ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
-NONE = CacheMethod(plan, attention=("full", "block_causal"), trims_suffix=True, uniform_sampler="with_delay_eos")
+NONE = CacheMethod(
+    plan,
+    attention=("full", "block_causal"),
+    layer_pass="layer_pass.dense:dense_pass",
+    trims_suffix=True,
+    uniform_sampler="with_delay_eos",
+)

@@ -20,8 +20,8 @@ class SparseOptions(RefreshOptions):
     """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the paper's."""
 
     refresh: Literal["all", "response"] = "all"
-    """What is computed when the window moves: ``all`` of the canvas, or the ``response``. ``response`` still computes
-    the whole canvas once every ``prompt_refresh_interval`` blocks."""
+    """Part of the canvas that is computed when the window moves: ``all``, or the ``response``. ``response`` still
+    computes the whole canvas once every ``prompt_refresh_interval`` blocks."""
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the window) that a layer retains."""
     pool_kernel_size: WindowWidth = 3
@@ -29,7 +29,7 @@ class SparseOptions(RefreshOptions):
     update_delay: int = Field(default=1, ge=0)
     """FULL steps of a window before the UPDATE step, which selects what is retained."""
     scorer: ScorerName = "mean_query"
-    """How the importance of a token is scored. Scores are averaged over the heads of a layer."""
+    """Score of a token's importance, averaged over the heads of a layer."""
     observation_window: int = Field(default=32, ge=1)
     """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
@@ -69,6 +69,7 @@ SPARSE = CacheMethod(
     plan,
     hold_retained(retain),
     SparseOptions,
+    "passes.sparse:SparsePass",
     trims_suffix=True,
     records=reuses,
     tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},

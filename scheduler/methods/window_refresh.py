@@ -15,22 +15,23 @@ from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Sp
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 Retain = Callable[[DecodingSpec, Span], tuple[list[Retention], list[Retention]]]
-"""What is retained for a window, of the two parts that ``split`` makes."""
+"""Retained positions of a window, in the two parts that ``split`` makes."""
 
 
 class RefreshOptions(CacheOptions):
     """Options of methods that refresh what they retain when the window moves."""
 
     refresh: Literal["all", "response", "near"] = "all"
-    """What is computed when the window moves: ``all`` of the canvas, the ``response``, or what is ``near``.
-    ``response`` and ``near`` still compute the whole canvas once every ``prompt_refresh_interval`` blocks."""
+    """Part of the canvas that is computed when the window moves: ``all``, the ``response``, or the positions ``near``
+    the window. ``response`` and ``near`` still compute the whole canvas once every ``prompt_refresh_interval``
+    blocks."""
     prompt_refresh_interval: int = Field(default=4, ge=1)
     """Blocks from one computation of the whole canvas to the next, if ``refresh`` is not ``all``."""
 
 
 def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int, retain: Retain) -> StepPlan:
-    """Since a block joined: ``update_step`` steps that compute what is refreshed, one UPDATE that computes it once more
-    and retains, then the window alone."""
+    """Plan of a step since a block joined: ``update_step`` steps that compute what is refreshed, one UPDATE that
+    computes it once more and retains tokens, then steps over the window alone."""
     window = spec.span_of(progress.running)
     if window not in spec.by_window:
         parts = retain(spec, window)
@@ -49,8 +50,8 @@ def refresh_then_reuse(spec: DecodingSpec, progress: Progress, update_step: int,
 
 
 def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
-    """Whether the whole canvas is refreshed for the running blocks. It need not be if they and those before them lie
-    in one interval, and those had their UPDATE."""
+    """Return True if the whole canvas is refreshed for the running blocks. It is not if these blocks and the blocks
+    before them lie in one interval and those had their UPDATE."""
     options = RefreshOptions.of(spec)
     if options.refresh == "all" or progress.steps_before <= update_step:
         return True
@@ -59,7 +60,7 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
 
 
 def refreshed(spec: DecodingSpec, window: Span) -> Span:
-    """What a refresh computes for a window, where the whole canvas is not due."""
+    """Span that a refresh computes for a window if the whole canvas is not due."""
     visible = spec.visible(window)
     if RefreshOptions.of(spec).refresh == "all":
         return visible

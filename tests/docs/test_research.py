@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor.passes import PASSES
 from dllm_engine.model_executor.retention.scorers import SCORERS
 from dllm_engine.model_executor.unmasking import rules
 from dllm_engine.scheduler import unmasking
@@ -33,7 +32,6 @@ def figures(llm, **params):
 
 def test_the_cache_method_runs_and_keeps_what_it_says(page, engines, tiny_llada, monkeypatch):
     monkeypatch.setitem(CACHE_METHODS, "local", page["LOCAL"])
-    monkeypatch.setitem(PASSES, "local", page["layer_pass"])
     short, long = figures(engines(tiny_llada, cache_method="local", cache_options={"radius": 10}))
     assert short.diffusion.refresh_states == ["update", *["reuse"] * 7] * 2
     kept = [step[0] for step in long.diffusion.retained_positions]

@@ -12,9 +12,9 @@ from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.loading import files
 from dllm_engine.model_executor.loading.files import mapped_tensors, read_ahead, with_progress
 from dllm_engine.model_executor.loading.parameters import is_finite
-from scripts.make_checkpoint import make
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of, start_engine, tokens_of
+from tests.support.released_layout import make
 
 SLACK = 64 << 20
 """Bytes of an engine beside its weights."""

@@ -1,11 +1,5 @@
-"""Writes a checkpoint of a released model's shape, with random bfloat16 weights in the released layout.
+"""Checkpoints of a released model's shape, with random bfloat16 weights in the released layout."""
 
-Values change neither memory nor time. LLaDA-8B takes 16 GB of disk.
-
-    python scripts/make_checkpoint.py FOLDER [--shape llada-8b] [--layers N] [--shards 6]
-"""
-
-import argparse
 import json
 import math
 from pathlib import Path
@@ -14,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from dllm_engine.checkpoints import NAMED_SHAPES, load_config, named_shape
+from dllm_engine.checkpoints import load_config, named_shape
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.checkpoint import INDEX, MODEL_CLASSES, shapes_in_layer
 
@@ -62,17 +56,3 @@ def released_tensors(config: PretrainedConfig) -> dict[str, list[int]]:
             tensors[places[f"layers.{layer}.{parameter}", part]] = size
     tensors[f"{outside['final_norm']}.weight"] = [shape.hidden_size]
     return tensors if shape.tied_embeddings else tensors | {f"{outside['lm_head']}.weight": table}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--shape", default="llada-8b", help=f"{', '.join(NAMED_SHAPES)}, or one with /N")
-    parser.add_argument("--layers", type=int, help="default: the model's")
-    parser.add_argument("--shards", type=int, default=6)
-    options = parser.parse_args()
-    make(options.folder, options.shape, options.layers, options.shards)
-
-
-if __name__ == "__main__":
-    main()
