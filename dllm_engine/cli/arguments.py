@@ -130,6 +130,13 @@ def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], n
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
 
 
+def add_value(
+    group: "argparse._ActionsContainer", names: str, read: Any, metavar: str, meaning: str, **more: Any
+) -> None:
+    """An option with a value; ``names`` has spaces between."""
+    group.add_argument(*names.split(), type=read, metavar=metavar, help=meaning, **more)
+
+
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, named_shape
-from dllm_engine.cli.arguments import GUIDED, ONE, add_options, positive_int, positive_ints
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, load
+from dllm_engine.cli.arguments import GUIDED, ONE, RULES, add_options, add_value, positive_int, positive_ints
+from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations
 from dllm_engine.evaluation.bench import COLUMNS, SCHEMA, Workload, comparison, measure, random_engine
 from dllm_engine.evaluation.comparison import table
@@ -20,13 +20,8 @@ from dllm_engine.text import json_rows
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-DEFAULTS: dict[str, Any] = {"batch": [1, 8], "prompt": [128, 512], "gen_length": 64, "unmasking_rules": ONE}
-QUICK: dict[str, Any] = {
-    "batch": [1, 4],
-    "prompt": [64],
-    "gen_length": 32,
-    "unmasking_rules": f"{ONE},threshold=0.9",
-}
+DEFAULTS: dict[str, Any] = {"batch": [1, 8], "prompt": [128, 512], "gen_length": 64}
+QUICK: dict[str, Any] = {"batch": [1, 4], "prompt": [64], "gen_length": 32}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,29 +35,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         conflict_handler="resolve",
     )
     parser.add_argument("--quick", action="store_true", help="a first look: short prompts and responses, small batches")
-    parser.add_argument(
-        "--compare", nargs=2, type=Path, metavar="FILE", help="measure nothing; print ratios of two result files"
-    )
-    parser.add_argument(
-        "--batch", "--batch-size", type=positive_ints, metavar="N,…", help="requests at once (default: 1,8)"
-    )
-    parser.add_argument(
-        "--prompt", "--input-len", type=positive_ints, metavar="N,…", help="prompt tokens (default: 128,512)"
-    )
-    parser.add_argument(
-        "--repeats", type=positive_int, metavar="N", default=3, help="measured rounds (default: %(default)s)"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON")
+    add_value(parser, "--compare", Path, "FILE", "measure nothing; print ratios of two result files", nargs=2)
+    add_value(parser, "--batch --batch-size", positive_ints, "N,…", "requests at once (default: 1,8)")
+    add_value(parser, "--prompt --input-len", positive_ints, "N,…", "prompt tokens (default: 128,512)")
+    add_value(parser, "--repeats", positive_int, "N", "measured rounds (default: %(default)s)", default=3)
+    add_value(parser, "--output", Path, "FILE", "write everything as JSON")
     add_decoding_arguments(parser)
-    parser.add_argument(
-        "--response",
-        "--output-len",
-        "--gen-length",
-        dest="gen_length",
-        type=positive_int,
-        metavar="N",
-        help="response tokens (default: 64)",
-    )
+    lengths = "--response --output-len --gen-length"
+    add_value(parser, lengths, positive_int, "N", "response tokens (default: 64)", dest="gen_length")
     add_comparison_arguments(parser, "--unmasking")
     add_engine_arguments(parser, with_cache=False)
     add_options(parser.add_argument_group("guide"), EngineOptions, GUIDE_SETTINGS)
@@ -77,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (QUICK if args.quick else DEFAULTS).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.guide_model is not None and args.unmasking_rules == ONE:
-        args.unmasking_rules = f"{ONE},{GUIDED}"
+    if args.unmasking_rules is None and not given(args, RULES):
+        second = [GUIDED] if args.guide_model is not None else ["threshold=0.9"] if args.quick else []
+        args.unmasking_rules = ",".join([ONE, *second])
     check_folder_of(args.output)
     _check(args)
     workload = Workload(args.batch, args.prompt, args.repeats, args.seed)

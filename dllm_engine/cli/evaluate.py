@@ -19,6 +19,7 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
+    add_value,
     method_text,
     parse_guided_rule,
     parse_method,
@@ -67,74 +68,38 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "the same --output, it goes on where it stopped.",
     )
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--tasks",
-        default=DEMO_TASKS,
-        metavar="NAME,…",
-        help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row; `{NEEDLE}` for a "
-        f"heat map by length of the prompt and depth of what is asked for; `{HOLES}` for filling in), or .jsonl files "
-        'with lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
-    )
-    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
-    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
-    asked.add_argument(
-        "--paper-table",
-        metavar="PAPER/TABLE",
-        help="the rows of a paper's table, such as sparse-dllm/table-1; docs/papers.md lists them",
-    )
-    parser.add_argument(
-        "--count",
-        type=positive_int,
-        metavar="N",
-        help=f"examples per task, of `{NEEDLE}` per length and depth (default: {DEMO_COUNT} of the demo model's, of "
-        "others all)",
-    )
-    parser.add_argument(
-        "--batch",
-        "--batch-size",
-        type=positive_int,
-        metavar="N",
-        help="requests at once, on which speed and memory depend (default: the engine's max_num_seqs)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.json",
-        help="write rows and answers as they are made, with a .csv and a .png of the same name beside it",
-    )
+    names = f"{', '.join(TASKS)}, `{DEMO_TASKS}` for all in a row, `{NEEDLE}` in a haystack, `{HOLES}` to fill in"
+    lines = '.jsonl files with lines {"prompt": "…", "answer": "…"}'
+    tasks = f"tasks of the demo model ({names}), or {lines} (default: {DEMO_TASKS})"
+    add_value(asked, "--tasks", str, "NAME,…", tasks, default=DEMO_TASKS)
+    add_value(asked, "--lm-eval", str, "TASK,…", "tasks or groups of lm_eval by name, or YAML files")
+    add_value(asked, "--paper-task", str, "BENCHMARK,…", "gsm8k, …, with the lengths and shots of a paper")
+    add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
+    count = f"examples per task, of `{NEEDLE}` per cell (default: {DEMO_COUNT} of the demo model's, of others all)"
+    add_value(parser, "--count", positive_int, "N", count)
+    batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
+    add_value(parser, "--batch --batch-size", positive_int, "N", batch)
+    output = "write rows and answers as they are made, with a .csv and a .png of the same name beside it"
+    add_value(parser, "--output", Path, "FILE.json", output)
     add_comparison_arguments(parser)
     harness = add_task_arguments(parser)
-    harness.add_argument(
-        "--mc-num",
-        type=positive_int,
-        default=NUM_SAMPLES,
-        metavar="N",
-        help="masks per continuation in likelihoods (default: %(default)s)",
-    )
+    masks = "masks per continuation in likelihoods (default: %(default)s)"
+    add_value(harness, "--mc-num", positive_int, "N", masks, default=NUM_SAMPLES)
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
-    # It also draws the examples.
+    # The seed also draws the examples.
     parser.set_defaults(run=run, seed=0, cache_method="none")
     _add_lm_eval_parser(commands)
 
 
-def add_comparison_arguments(parser: argparse.ArgumentParser, *names: str) -> None:
-    """The arguments of ``combinations``; ``names``: more names of ``--unmasking-rules``."""
-    compared = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
-    compared.add_argument(
-        "--methods",
-        metavar="NAME,…",
-        help="cache methods, with their papers' settings or sparse:retention_ratio=0.25+pool_kernel_size=1; a row for "
-        "each value of sparse:retention_ratio=0.25:0.5; or `all`",
-    )
-    compared.add_argument(
-        "--unmasking-rules",
-        *names,
-        dest="unmasking_rules",
-        metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, a policy such as `low_confidence`, NAME=VALUE with one of "
-        f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
-    )
+def add_comparison_arguments(parser: argparse.ArgumentParser, more_names: str = "") -> None:
+    """The arguments of ``combinations``; ``more_names`` of ``--unmasking-rules``."""
+    group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
+    methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all`"
+    add_value(group, "--methods", str, "NAME,…", methods)
+    rules = f"`{ONE}` for one token per step, a policy such as `low_confidence`, NAME=VALUE with one of "
+    rules += f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}"
+    add_value(group, f"--unmasking-rules {more_names}", str, "RULE,…", rules, dest="unmasking_rules")
 
 
 def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -151,34 +116,19 @@ def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     """When an answer is right, and how tasks of lm_eval are asked."""
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
-    )
+    match = "when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+    match += "answer, or its last number is the answer's (default: %(default)s)"
+    parser.add_argument("--match", choices=MATCHES, default="exact", help=match)
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
-    harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
-    harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
-    harness.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
-    harness.add_argument(
-        "--metric", metavar="METRIC,FILTER", help="of several the one to show (default: the first; --output has all)"
-    )
-    harness.add_argument(
-        "--no-chat-template",
-        dest="chat_template",
-        action="store_false",
-        help="give prompts as plain text, even where the tokenizer has a chat template",
-    )
-    harness.add_argument(
-        "--max-prompt-tokens", type=positive_int, metavar="N", help="cut longer prompts in their middle"
-    )
-    harness.add_argument(
-        "--confirm-run-unsafe-code",
-        action="store_true",
-        help="run the programs that the model writes, which tasks such as humaneval score",
-    )
+    add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
+    add_value(harness, "--paper", str, "NAME", f"whose settings: {', '.join(PAPERS)} (default: the first)")
+    add_value(harness, "--num-fewshot", int, "N", "examples in the prompt (default: the task's)")
+    add_value(harness, "--metric", str, "METRIC,FILTER", "the one to show (default: the first; --output has all)")
+    add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
+    plain = "give prompts as plain text, even where the tokenizer has a chat template"
+    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=plain)
+    unsafe = "run the programs that the model writes, which tasks such as humaneval score"
+    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
     return harness
 
 

@@ -5,8 +5,7 @@ import itertools
 import random
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,15 @@ from typing import Any
 from tqdm import tqdm
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import MORE_OF_RULE, as_words, parse_rule, positive_int, positive_ints, split_names
+from dllm_engine.cli.arguments import (
+    MORE_OF_RULE,
+    add_value,
+    as_words,
+    parse_rule,
+    positive_int,
+    positive_ints,
+    split_names,
+)
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_task_arguments, harness_tasks
@@ -35,8 +42,6 @@ BUDGET, DEMO_BUDGET = 60.0, 9.0
 """Minutes."""
 MIN_AT_ONCE = 16
 """Requests at once while examples are answered, whatever the batch sizes: accuracy does not depend on them."""
-
-
 ORDER_SEED = 0
 """Examples are asked in a random order, the same in every run, so that the first ones are like all."""
 
@@ -51,55 +56,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser)
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--tasks",
-        type=Path,
-        metavar="FILE",
-        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
-        "model: its tasks)",
-    )
-    asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
-    asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
+    tasks = 'JSONL with lines {"prompt": "…", "answer": "…"} (default for a demo model: its tasks)'
+    add_value(asked, "--tasks", Path, "FILE", tasks)
+    add_value(asked, "--lm-eval", str, "TASK", "a task or group of lm_eval by name, or a YAML file")
+    add_value(asked, "--paper-task", str, "BENCHMARK", "gsm8k, …, with the lengths and shots of a paper")
     add_task_arguments(parser)
-    parser.add_argument(
-        "--loss",
-        type=float,
-        default=1.0,
-        metavar="POINTS",
-        help="the most accuracy to lose, in percentage points (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch",
-        "--batch-size",
-        type=positive_ints,
-        default=[1, 16],
-        metavar="N,…",
-        help="requests at once; each gets a setting of its own (default: 1,16)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="MINUTES",
-        help=f"the search plans for this time and ends in it (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})",
-    )
-    parser.add_argument("--count", type=positive_int, metavar="N", help="the most examples (default: all)")
-    parser.add_argument(
-        "--gen-length", type=positive_int, metavar="N", help="response tokens (default: the task's or checkpoint's)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("tune.json"),
-        metavar="FILE",
-        help="all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)",
-    )
+    loss = "the most accuracy to lose, in percentage points (default: %(default)s)"
+    add_value(parser, "--loss", float, "POINTS", loss, default=1.0)
+    batch = "requests at once; each gets a setting of its own (default: 1,16)"
+    add_value(parser, "--batch --batch-size", positive_ints, "N,…", batch, default=[1, 16])
+    budget = f"the search ends in this time (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})"
+    add_value(parser, "--budget", float, "MINUTES", budget)
+    add_value(parser, "--count", positive_int, "N", "the most examples (default: all)")
+    add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the task's or checkpoint's)")
+    output = "all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)"
+    add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
-    narrowed.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
-    narrowed.add_argument(
-        "--unmasking-rules",
-        metavar="RULE,…",
-        help=f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)",
-    )
+    add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
+    rules = f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)"
+    add_value(narrowed, "--unmasking-rules", str, "RULE,…", rules)
     add_engine_arguments(parser, with_model=False, with_cache=False)
     parser.set_defaults(run=run, seed=0)
 
@@ -116,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     task, runner = _task(args), Runner(load)
     search = _search(args, task, runner)
     try:
-        with _bar(60 * args.budget) as search.tell:
+        with tqdm(total=60 * args.budget, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False) as bar:
+            search.tell = partial(_tell, bar)
             is_through = search.run()
         if not is_through:
             print("The budget ended the search early; the same command goes on where it stopped.", file=sys.stderr)
@@ -209,16 +185,10 @@ def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
     return Search(ask, file, space, **how)
 
 
-@contextmanager
-def _bar(seconds: float) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar over the budget, as a function of what is measured now and the seconds left at most."""
-    with tqdm(total=seconds, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False) as bar:
-
-        def tell(what: str, left: float) -> None:
-            bar.n = min(seconds, seconds - left)
-            bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
-
-        yield tell
+def _tell(bar: Any, what: str, left: float) -> None:
+    """Show what is measured now and the seconds left at most."""
+    bar.n = min(bar.total, bar.total - left)
+    bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
 
 
 def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | None) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -27,8 +27,6 @@ BLOCK_LENGTHS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
 """Multiples of the default block length."""
 SHORTEST_BLOCK = 4
 COMMAND, SCHEMA = "tune", 3
-_DEVIATIONS = NormalDist().inv_cdf(0.95)
-"""Each bound of an interval is sure to 95 %."""
 
 
 @dataclass(frozen=True)
@@ -114,42 +112,32 @@ class Space:
         return [other for change in changes if (other := replace(setting, **change)) != setting]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """The accuracy that a setting loses per example, in fractions; negative where it is better.
-
-    The interval is that of a mean of differences between pairs, with two examples added, one lost and one won. For
-    answers that are right or wrong it is the adjusted Wald interval of Bonett and Price (2012, Journal of Educational
-    and Behavioral Statistics 37), which holds for few examples and for none that differ.
-    """
+class Loss(NamedTuple):
+    """The accuracy that a setting loses per example, in fractions; negative where it is better."""
 
     observed: float
     """Mean difference."""
-    centre: float
-    """The same with the two examples."""
-    error: float
-    """Standard error of the centre."""
+    lowest: float
+    """Lower bound of the 90 % interval."""
+    highest: float
+    probability: float
+    """Probability of a loss within the limit. A gain over plain decoding counts as luck: otherwise settings with few
+    examples would seem the safest."""
 
     @classmethod
-    def between(cls, plain: Sequence[float], scores: Sequence[float]) -> "Loss":
-        """The loss on the first examples, as many as have a score in both."""
+    def between(cls, plain: Sequence[float], scores: Sequence[float], limit: float) -> "Loss":
+        """The loss on the first examples, as many as have a score in both.
+
+        The interval is that of a mean of differences between pairs, with two examples added, one lost and one won. For
+        answers that are right or wrong it is the adjusted Wald interval of Bonett and Price (2012, Journal of
+        Educational and Behavioral Statistics 37), which holds for few examples and for none that differ.
+        """
         differences = [a - b for a, b in zip(plain, scores, strict=False)]
         count, total = len(differences) + 2, sum(differences)
-        spread = (sum(value**2 for value in differences) + 2) / count - (total / count) ** 2
-        return cls(total / max(len(differences), 1), total / count, math.sqrt(spread / count))
-
-    @property
-    def lowest(self) -> float:
-        return self.centre - _DEVIATIONS * self.error
-
-    @property
-    def highest(self) -> float:
-        return self.centre + _DEVIATIONS * self.error
-
-    def probability_within(self, limit: float) -> float:
-        """Probability of a loss of at most ``limit``. A gain over plain decoding counts as luck: otherwise settings
-        with few examples would seem the safest."""
-        return NormalDist(max(self.centre, 0.0), self.error).cdf(limit) if self.error else float(self.centre <= limit)
+        centre = total / count
+        error = math.sqrt(((sum(value**2 for value in differences) + 2) / count - centre**2) / count)
+        bound, probability = NormalDist().inv_cdf(0.95) * error, NormalDist(max(centre, 0.0), error).cdf(limit)
+        return cls(total / max(len(differences), 1), centre - bound, centre + bound, probability)
 
 
 @dataclass
@@ -206,8 +194,9 @@ class TrialFile(ResultFile):
 
     def loss(self, trial: Trial, examples: int | None = None) -> Loss:
         """The loss against plain decoding, on the first ``examples`` of both."""
-        is_plain = trial.setting == PLAIN
-        return Loss(0.0, 0.0, 0.0) if is_plain else Loss.between(self.plain.scores, trial.scores[:examples])
+        if trial.setting == PLAIN:
+            return Loss(0.0, 0.0, 0.0, 1.0)
+        return Loss.between(self.plain.scores, trial.scores[:examples], self.limit)
 
     def is_out(self, trial: Trial, examples: int | None = None) -> bool:
         """True if the setting cannot be run, or the interval of its loss is beyond the limit."""
@@ -220,7 +209,7 @@ class TrialFile(ResultFile):
         prefer settings whose errors have not shown yet.
         """
         able = [t for t in trials or self.trials.values() if batch in t.speeds and not self.is_out(t, examples)]
-        worth = {id(t): t.speeds[batch] * self.loss(t, examples).probability_within(self.limit) for t in able}
+        worth = {id(t): t.speeds[batch] * self.loss(t, examples).probability for t in able}
         return sorted(able, key=lambda trial: -worth[id(trial)])
 
     def chosen(self, batch: int) -> Trial:

@@ -92,8 +92,10 @@ def test_a_guide_is_measured_beside_one_token_a_step(measured):
 
 
 def test_arguments_go_before_the_preset_and_the_defaults(measured):
-    _, quick = measured("--quick", "--batch", "2", "--methods", "none")
+    combinations, quick = measured("--quick", "--batch", "2", "--methods", "none")
     assert (quick.batches, quick.prompts) == ([2], [64])
+    assert [combination.unmasking for combination in combinations] == ["one", "threshold=0.9"]
+    assert [c.unmasking for c in measured("--methods", "none", "--threshold", "0.5")[0]] == ["threshold=0.5"]
     combinations, workload = measured()
     assert (workload.batches, workload.prompts, workload.repeats) == ([1, 8], [128, 512], 3)
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
