@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.unmasking_rules is None and not given(args, RULES):
-        second = [GUIDED] if args.guide_model is not None else ["threshold=0.9"] if args.quick else []
-        args.unmasking_rules = ",".join([ONE, *second])
+        more = [GUIDED] if args.guide_model is not None else ["threshold=0.9"] if args.quick else []
+        args.unmasking_rules = ",".join([ONE, *more])
     check_folder_of(args.output)
     _check(args)
     workload = Workload(args.batch, args.prompt, args.repeats, args.seed)
