@@ -62,7 +62,7 @@ def start_engine(options: argparse.Namespace, max_model_len: int, max_num_seqs: 
     defaults = {
         "max_num_batched_tokens": max_num_seqs * max_model_len,
         "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.4,  # the pool's size is given; weights must fit, and as much be free beside others
+        "gpu_memory_utilization": 0.05,  # the pool's size is given; this only says how much must be free
     }
     return random_engine(
         named_shape(options.model) if options.model else llada_config(options, max_model_len),

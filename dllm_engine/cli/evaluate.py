@@ -213,7 +213,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, An
 
 
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
-    """What ``--lm-eval`` or ``--paper-task`` asks for; raises ``ValueError`` for an unknown benchmark."""
+    """The tasks of ``--lm-eval`` or ``--paper-task``; raises ``ValueError`` for an unknown benchmark."""
     check_lm_eval()
     settings = HarnessSettings(**{f.name: getattr(args, f.name) for f in fields(HarnessSettings) if f.name in args})
     if args.lm_eval is not None:

@@ -67,7 +67,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Result:
-    """How well a task was done."""
+    """The score of a task."""
 
     metric: str
     score: float
@@ -110,7 +110,7 @@ class Task(ABC):
 
     @property
     def subject(self) -> dict[str, Any]:
-        """What identifies the examples, for a result file."""
+        """Name and digest of the examples and settings, for a result file."""
         return {"tasks": self.name, "tasks_digest": hashlib.sha256(repr(self).encode()).hexdigest()[:16]}
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:

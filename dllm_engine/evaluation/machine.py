@@ -1,7 +1,9 @@
 """The machine that figures are made on, and the memory that this process holds of it."""
 
+import ctypes
 import datetime
 import gc
+import os
 import platform
 import re
 from importlib.metadata import version
@@ -14,7 +16,6 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-from dllm_engine.model_executor.loading.allocator import return_freed_memory
 from dllm_engine.version import __version__
 
 
@@ -62,7 +63,8 @@ def restart_peak() -> int:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    return_freed_memory()
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names:
+        ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident()
 

@@ -31,7 +31,7 @@ COMMAND, SCHEMA = "tune", 3
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model is run. The defaults are plain decoding: no cache, a token per pass, one block at a time."""
+    """A way to run a model. The defaults are plain decoding: no cache, a token per pass, one block at a time."""
 
     cache_method: str = "none"
     cache_options: Options = field(default_factory=dict)
