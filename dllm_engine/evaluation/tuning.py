@@ -136,7 +136,7 @@ class Search:
                 scores, cost = self._ask(trial, range(start, min(start + self._chunk, examples)), self._at_once)
                 trial.scores += scores
                 trial.cost.add(cost)
-                if not start and self._at_once in self.batches:
+                if scores and not start and self._at_once in self.batches:
                     trial.speeds[self._at_once] = cost.tokens_per_second
                 self.file.save()
             for batch in self.batches:
