@@ -7,7 +7,7 @@
 #  2  one FULL and one REUSE step over their floors: launched, and recorded           launched.json, recorded.json
 #  3  answers of every cache method against those of a CPU                            answers.json
 #  4  cache methods at batch 1, 8 and 64                                              bench-*.json
-#  5  paged attention over its floor, and the fastest tiles for this GPU              attention.json, tiles*.json
+#  5  paged attention over its floor                                                  attention.json
 #  6  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
 #
 # The first three are stopped after ten minutes in all. A command that fails or takes too long ends alone; the last lines
@@ -87,10 +87,7 @@ stage() {
             bench methods --methods none,dual,sparse
             bench dual-launched --methods dual --no-cuda-graphs
             ;;
-        5)
-            run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json"
-            run 450 python3 benchmarks/kernel_time.py --tiles "$folder/tiles.json" --output "$folder/tiles-times.json"
-            ;;
+        5) run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json" ;;
         6)
             run 600 dllm check "$model" --only heads --output "$folder/heads.json"
             run 3600 bash -c 'set -o pipefail; python3 -m pytest -q --continue-on-collection-errors 2>&1 | tee "$1"' pytest "$folder/tests.txt"

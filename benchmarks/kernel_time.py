@@ -7,33 +7,19 @@ measured in the same run, taking turns with the calls.
     python benchmarks/kernel_time.py [--device cuda] [--dtype bfloat16] [--output FILE.json]
 
 On a CPU one thread computes; on CUDA it is the time between events around a recorded graph.
-
-With ``--tiles`` it looks for the fastest tiles of the kernel on this GPU instead, and writes the table that the kernel
-reads. Tiles whose result is wrong, or that do not fit the GPU, are left out.
-
-    python benchmarks/kernel_time.py --tiles tiles.json [--output FILE.json]
 """
 
-import argparse
-import json
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from program import Rows, argument_parser, report, write
+from program import argument_parser, report
 from timing import MachineRates, seconds_of
 
-from dllm_engine.check.checks import compare
-from dllm_engine.check.paged_case import paged_case
+from dllm_engine.check.cases import Draw, Sizes, paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.kernels.triton.tiles import TABLE_FILE, Tiles, capability_of, tiles_by_rule
-from dllm_engine.text import json_rows, one_line
 
 PAGE_SIZE = 32
 HEAD_DIM = 128
@@ -53,11 +39,6 @@ class Case:
     """Heads of different lengths, ``retained`` on average, as MaskKV keeps them; else token by token."""
     attend_fresh: bool = True
 
-    @property
-    def pairs(self) -> int:
-        """(row, query head) pairs of a KV head, by which tiles are chosen."""
-        return self.rows * self.heads // self.kv_heads
-
 
 CASES = (
     Case("block of 32, 1k retained", 1, 32, 1024),
@@ -70,16 +51,18 @@ CASES = (
 )
 
 
-def arguments(case: Case, device: str, dtype: torch.dtype, held: torch.dtype | None = None) -> dict[str, Any]:
-    """Of ``paged_attention``; the pages of a request lie anywhere in the pool. ``held``: as ``paged_case`` has it."""
+def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Of ``paged_attention``; the pages of a request lie anywhere in the pool."""
     lengths = [case.retained] * case.kv_heads
     if case.packed:
         draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)
         lengths = torch.randint(*around, (case.kv_heads,), generator=draw).tolist()
-    requests = [case.rows] * case.requests, [lengths] * case.requests
-    made = paged_case(*requests, case.heads, HEAD_DIM, PAGE_SIZE, case.packed, dtype, device=device, held=held)
-    tokens = made.tokens._replace(max_head_len=max(lengths))
-    return made._asdict() | {"tokens": tokens, "attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
+    sizes = Sizes(case.heads, case.kv_heads, HEAD_DIM, hidden_size=0, vocab_size=0, page_size=PAGE_SIZE)
+    draw, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
+    q, k, v, cu_seqlens, tokens = paged_case(draw, rows, [lengths] * case.requests, case.packed)
+    tokens = tokens._replace(max_head_len=max(lengths))
+    call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}
+    return call | {"attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
 
 
 def costs(call: dict[str, Any]) -> tuple[int, int]:
@@ -133,104 +116,15 @@ def recorded(calls: Sequence[dict[str, Any]]) -> Callable[[], float]:
     return seconds
 
 
-def find_tiles(options: argparse.Namespace) -> None:
-    """Look for the fastest tiles for each number of pairs of ``CASES``.
-
-    The table and the figures are written after each of them, because what follows may fail.
-    """
-    dtype = getattr(torch, options.dtype)
-    of_this_gpu: dict[str, list[int]] = {}
-    table = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
-    table.setdefault(capability_of(torch.device("cuda")), {})[str(HEAD_DIM)] = of_this_gpu
-    figures: Rows = []
-    for pairs in sorted({case.pairs for case in CASES}):
-        rows = compare_tiles([case for case in CASES if case.pairs == pairs], dtype, options.rounds)
-        figures += rows
-        of_this_gpu[str(pairs)] = min(rows, key=lambda row: row.get("over_rule", math.inf))["tiles"]
-        options.tiles.write_text(json_rows(table, depth=3) + "\n", encoding="utf-8")
-        write(options, figures=figures)
-    report(options, figures=figures)
-    print(f"\nTo let the kernel use them: cp {options.tiles} kernels/triton/{TABLE_FILE.name}")
-
-
-def compare_tiles(cases: Sequence[Case], dtype: torch.dtype, rounds: int) -> Rows:
-    """A row for each choice of tiles for cases of as many pairs; timed in turns.
-
-    Raises ``ValueError`` if the rule's tiles are left out: the kernel would be wrong without a table.
-    """
-    from dllm_engine.kernels.triton import paged_attention as of_gpu
-
-    calls = {case: calls_beyond_cache(case, dtype) for case in cases}
-    expected = {case: expected_result(case, dtype) for case in cases}
-    choices = candidates(cases[0].pairs, dtype)
-    rows: Rows = []
-    timers: dict[Tiles, list[Callable[[], float]]] = {}
-    for tiles in choices:
-        row = {"pairs": cases[0].pairs, "tiles": list(tiles)}
-        rows.append(row)
-        try:
-            with mock.patch.object(of_gpu, "choose_tiles", lambda *of_call, tiles=tiles: tiles):
-                row["error"] = max(error_of(calls[case][0], expected[case]) for case in cases)
-                timers[tiles] = [recorded(calls[case]) for case in cases]
-        except Exception as raised:
-            if tiles == choices[0]:
-                raise
-            row["left_out"] = f"{type(raised).__name__}: {one_line(raised)}"
-    times: dict[Tiles, list[list[float]]] = {tiles: [[] for _ in cases] for tiles in timers}
-    for number in range(rounds + 2):
-        for tiles, of_cases in timers.items():
-            for made, measure in zip(times[tiles], of_cases, strict=True):
-                seconds = measure()
-                if number >= 2:  # the first calls warm up
-                    made.append(seconds)
-    medians = {tiles: [statistics.median(made) for made in of_cases] for tiles, of_cases in times.items()}
-    for row in rows:
-        if of_tiles := medians.get(Tiles(*row["tiles"])):
-            ratios = [seconds / of_rule for seconds, of_rule in zip(of_tiles, medians[choices[0]], strict=True)]
-            row |= {"over_rule": statistics.geometric_mean(ratios), "ms": [1e3 * seconds for seconds in of_tiles]}
-    return rows
-
-
-def candidates(pairs: int, dtype: torch.dtype) -> list[Tiles]:
-    """Tiles worth a try; first those of the rule."""
-    rule = tiles_by_rule(pairs, HEAD_DIM, dtype)
-    tried = [
-        Tiles(block_q, block_k, num_warps, num_stages)
-        for block_q in {rule.block_q, max(16, rule.block_q // 2)}
-        for num_warps in ((4, 8) if block_q >= 64 else (4,))
-        for block_k, num_stages in product((32, 64), (2, 3, 4))
-    ]
-    return list(dict.fromkeys([rule, *tried]))
-
-
-def expected_result(case: Case, dtype: torch.dtype) -> torch.Tensor:
-    """The plain version's, from the same numbers, in float32."""
-    return paged_attention(**arguments(case, "cpu", dtype, held=torch.float32))
-
-
-def error_of(call: dict[str, Any], expected: torch.Tensor) -> float:
-    """Of a call's result; raises ``ValueError`` where rounding does not explain it."""
-    error, bound = compare([paged_attention(**call)], [expected])
-    if not error <= bound:
-        raise ValueError(f"the error is {error:.1e}, beyond {bound:.1e}")
-    return error
-
-
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tiles", type=Path, metavar="FILE", help="write the fastest tiles for this GPU to it")
     options = parser.parse_args()
     device = options.device
     options.dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
     dtype = getattr(torch, options.dtype)
-    if options.tiles:
-        if device == "cpu" or dtype.itemsize != 2:
-            parser.error(f"--tiles needs a GPU and float16 or bfloat16, here {device} and {options.dtype}")
-        find_tiles(options)
-        return
     if device == "cpu":
         torch.set_num_threads(1)
     timers = {case: timer(case, device, dtype) for case in CASES}

@@ -35,6 +35,13 @@ def add_model_arguments(
     parser.add_argument("--heads", type=int, default=heads)
     parser.add_argument("--vocab-size", type=int, default=vocab_size)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        default=0.6,
+        metavar="SHARE",
+        help="of a GPU that must be free when an engine starts; earlier engines of a run keep theirs (default: 0.6)",
+    )
 
 
 def llada_config(options: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
@@ -62,7 +69,7 @@ def start_engine(options: argparse.Namespace, max_model_len: int, max_num_seqs: 
     defaults = {
         "max_num_batched_tokens": max_num_seqs * max_model_len,
         "kv_cache_memory_bytes": 1 << 30,
-        "gpu_memory_utilization": 0.05,  # the pool's size is given; this only says how much must be free
+        "gpu_memory_utilization": options.gpu_memory_utilization,
     }
     return random_engine(
         named_shape(options.model) if options.model else llada_config(options, max_model_len),

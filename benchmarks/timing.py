@@ -7,12 +7,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from dllm_engine.evaluation.machine import synchronize
-
 T = TypeVar("T")
 RATE_REPEATS = 7
 _BYTES_COPIED = {"cpu": 1 << 27, "cuda": 1 << 31}
 _SIDE = {"cpu": 1024, "cuda": 8192}
+
+
+def synchronize() -> None:
+    """Wait for a GPU to finish its work; a CPU has none outstanding."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

@@ -1,17 +1,24 @@
 """What a request must satisfy before it enters the engine. What fails is answered with 400 and loses nothing."""
 
-from typing import Any
+import inspect
+import math
+from collections.abc import Sequence
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import ModelFamily
-from dllm_engine.options import EngineOptions
+from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.unmasking import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
@@ -22,14 +29,48 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "frequency_penalty": (0.0, "penalties are"),
     "repetition_penalty": (1.0, "penalties are"),
     "min_p": (0.0, "min_p sampling is"),
-    "min_tokens": (0, "a minimum length is"),
-    "logit_bias": (None, "logit bias is"),
     "allowed_token_ids": (None, "restricting the tokens is"),
     "bad_words": ([], "forbidding words is"),
     "repetition_detection": (None, "repetition detection is"),
     "thinking_token_budget": (None, "a thinking budget is"),
     "trace_decode_token_ids": (None, "trace replay is"),
 }
+_INSTEAD = {
+    "prompt_logprobs": "leave it unset, and echo where logprobs is set; POST /v1/likelihoods gives those of an answer "
+    "to a prompt, in Python LLM.masked_logprobs"
+}
+
+
+_HINTS = get_type_hints(SamplingParams)
+_TYPES: dict[str, tuple[Any, ...]] = {
+    name: get_args(_HINTS[name]) if get_origin(_HINTS[name]) in (Union, UnionType) else (_HINTS[name],)
+    for name in SamplingParams.__struct_fields__
+}
+"""What each field may be."""
+
+
+def check_types(params: SamplingParams) -> None:
+    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, and for numbers that cannot be sent
+    to engine processes.
+
+    vLLM's server checks the types of most fields; in Python nobody does.
+    """
+    for name, kinds in _TYPES.items():
+        value = getattr(params, name)
+        if isinstance(value, int):
+            _check_size(name, value)
+        classes = tuple(kind for kind in kinds if inspect.isclass(kind) and kind.__module__ != "builtins")
+        if value is None and NoneType in kinds:
+            continue
+        try:
+            if not classes:
+                msgspec.convert(value, Union[kinds])  # noqa: UP007
+            elif not isinstance(value, classes):
+                raise msgspec.ValidationError(f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`")
+        except (msgspec.ValidationError, AttributeError) as error:
+            raise InvalidRequestError(f"{name}={shortened(value)}: {error}") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidRequestError(f"{name}={value} must be a finite number")
 
 
 def check_request(
@@ -44,44 +85,65 @@ def check_request(
 
     Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
     """
-    for name, (unused, what) in _UNSUPPORTED.items():
-        value = getattr(params, name)
-        if value is not None and value != unused:
-            shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
-            raise InvalidRequestError(f"{shown}: {what} not supported for diffusion models; leave it unset")
+    for name in _UNSUPPORTED:
+        if reason := unsupported(name, getattr(params, name)):
+            raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
     check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
-    _check_integers(params, hf_config.vocab_size)
+    check_token_numbers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
             f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
             f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
         )
-    if not prompt_token_ids:
-        raise InvalidRequestError("the prompt is empty; give at least one token")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= hf_config.vocab_size:
-        position = next(i for i, token in enumerate(prompt_token_ids) if not 0 <= token < hf_config.vocab_size)
-        raise InvalidRequestError(
-            f"the prompt contains token id {prompt_token_ids[position]} at position {position}, outside the "
-            f"vocabulary of {hf_config.vocab_size}"
-        )
-    if hf_config.mask_token_id in prompt_token_ids:
-        raise InvalidRequestError(
-            f"the prompt contains the mask token (id {hf_config.mask_token_id}) at position "
-            f"{prompt_token_ids.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be "
-            f"prompted"
-        )
-    spec = resolve_decoding(params, len(prompt_token_ids), family, engine)
-    ends = end_token_ids(params, hf_config)
-    _check_given(spec.template, ends, hf_config)
-    _check_constraint(spec, ends)
+    check_tokens(prompt_token_ids, hf_config)
+    prompt_length = len(prompt_token_ids)
+    if params.max_tokens is not None and prompt_length + params.max_tokens > max_model_len:
+        # Before anything is made for each token of the response.
+        raise _too_long(prompt_length, params.max_tokens, prompt_length + params.max_tokens, max_model_len)
+    spec = with_tokens(resolve_decoding(params, prompt_length, family, engine), params, hf_config)
+    _check_given(spec.template, spec.end_tokens, hf_config)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
-        raise InvalidRequestError(
-            f"prompt ({spec.prompt_length} tokens) and gen_length={spec.gen_length} (max_tokens) need a canvas of "
-            f"{spec.canvas_length}, max_model_len is {max_model_len}; {shorten} or raise max_model_len"
-        )
+        raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
+    _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
     return spec
+
+
+def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
+    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no tokens or one that no text has."""
+    if not tokens:
+        raise InvalidRequestError(f"{name} is empty; give at least one token")
+    if min(tokens) < 0 or max(tokens) >= hf_config.vocab_size:
+        position = next(i for i, token in enumerate(tokens) if not 0 <= token < hf_config.vocab_size)
+        raise InvalidRequestError(
+            f"{name} contains token id {tokens[position]} at position {position}, outside the vocabulary of "
+            f"{hf_config.vocab_size}"
+        )
+    if hf_config.mask_token_id in tokens:
+        raise InvalidRequestError(
+            f"{name} contains the mask token (id {hf_config.mask_token_id}) at position "
+            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted. To "
+            f"write about this token, spell its text in another way, for example with a space in it"
+        )
+
+
+def unsupported(name: str, value: Any) -> str | None:
+    """Why a field of ``SamplingParams`` cannot have this value; None if it can."""
+    unused, what = _UNSUPPORTED.get(name, (value, ""))
+    if value is None or value == unused or value in ([], {}):
+        return None
+    shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+    return f"{shown}: {what} not supported for diffusion models"
+
+
+def _too_long(
+    prompt_length: int, gen_length: int, canvas_length: int, max_model_len: int, shorten: str = "shorten one"
+) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"prompt ({prompt_length} tokens) and gen_length={gen_length} (max_tokens) need a canvas of {canvas_length}, "
+        f"max_model_len is {max_model_len}; {shorten} or raise max_model_len"
+    )
 
 
 def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
@@ -99,13 +161,26 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
-def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
+def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
     if spec.constraint is None:
         return
-    constraint = constraint_of(spec.constraint, ends)
-    if constraint.completable(spec.response_template)[0][0]:
+    ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
+    # What the text may be behind a block depends on all that is given there, and without an end token on the length.
+    is_whole = bool(spec.template) or not ends or spec.block_add_threshold is not None
+    positions = spec.gen_length if is_whole else min(spec.block_length, spec.gen_length)
+    if (size := constraint.search_size) * positions > max_search:
+        shorten = "gen_length (max_tokens)" if is_whole else f"block_length={spec.block_length}"
+        raise InvalidRequestError(
+            f"structured_outputs: a step searches {positions} positions of an automaton of size {size}, together "
+            f"{size * positions}; max_automaton_search is {max_search}: lower {shorten}, simplify the expression or "
+            "schema, or raise max_automaton_search"
+        )
+    if constraint.completable(spec.response_template, spec.first_end - spec.prompt_length)[0][0]:
         return
-    if spec.template:
+    with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"
+    if min_tokens and constraint.completable(spec.response_template)[0][0]:
+        reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
+    elif spec.template:
         reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
     elif not ends:
         reason = f"no text that structured_outputs accepts has exactly {spec.gen_length} tokens, and none may end it"
@@ -114,38 +189,37 @@ def _check_constraint(spec: DecodingSpec, ends: frozenset[int]) -> None:
             f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
             f"accepts has {constraint.fewest_tokens()} tokens"
         )
-    raise InvalidRequestError(reason)
-
-
-def _check_integers(params: SamplingParams, vocab_size: int) -> None:
-    for name in ("n", "seed", "max_tokens", "logprobs", "stream_interval"):
-        check_integer(name, getattr(params, name))
-    for token in params.stop_token_ids or ():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
-            )
+    raise InvalidRequestError(reason + with_reasoning)
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent.
-
-    vLLM's server checks the types of most fields; in Python nobody does.
-    """
+    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent."""
     if value is None:
         return
-    if not isinstance(value, int):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidRequestError(f"{name}={value!r} must be an integer")
+    _check_size(name, value)
+
+
+def _check_size(name: str, value: int) -> None:
     if not -(1 << 63) <= value < 1 << 63:
-        raise InvalidRequestError(f"{name}={value} is out of range: an integer has at most 64 bits")
+        raise InvalidRequestError(f"{name} is out of range: an integer of {value.bit_length()} bits; it may have 64")
 
 
-def settled_params(params: SamplingParams, prompt_length: int, tokenizer: Any, vllm_config: Any) -> SamplingParams:
-    """The parameters with a length, and with an automaton for what the text must match."""
-    params = constrained(params, tokenizer, vllm_config)
-    if params.max_tokens is None:
+def settled_params(
+    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> SamplingParams:
+    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
+    request where they travel: vLLM resets its own fields on the way to the engine."""
+    params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
+    if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
+        filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
-        params.max_tokens = open_gen_length(params, prompt_length, vllm_config.model_config)
+        params.extra_args = filters | (params.extra_args or {})
+    if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
+        params, bound = params.clone(), params.max_tokens
+        length = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
+        params.max_tokens = length if bound is None else min(bound, length)
     return params
 
 

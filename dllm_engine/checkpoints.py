@@ -10,24 +10,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.demo import model_path
-from dllm_engine.model_executor.models import config_keys
+from dllm_engine.model_executor.models import family_keys
+from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, CheckpointKeys
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
 
-def _released(keys: type[config_keys.CheckpointKeys], **sizes: Any) -> dict[str, Any]:
+def _released(keys: type[CheckpointKeys], **sizes: Any) -> dict[str, Any]:
     """What a released checkpoint states: the defaults of its family's keys, but for ``sizes``."""
     family = {"model_type": keys.family.model_type, "architectures": [keys.family.architecture]}
     return keys(torch_dtype="bfloat16", **sizes).model_dump(exclude_none=True) | family
 
 
-_LLADA_8B = _released(config_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_size=126_464)
-_LLADA_MOE_7B = _released(config_keys.LLaDAMoEKeys, qk_layernorm=True)
-_DREAM_7B = _released(config_keys.DreamKeys, num_key_value_heads=4)
-_SDAR_8B = _released(config_keys.SDARKeys, num_key_value_heads=8)
-_SDAR_30B = _released(config_keys.SDARMoeKeys, head_dim=128)
+_LLADA_8B = _released(family_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_size=126_464)
+_LLADA_MOE_7B = _released(family_keys.LLaDAMoEKeys, qk_layernorm=True)
+_DREAM_7B = _released(family_keys.DreamKeys, num_key_value_heads=4)
+_SDAR_8B = _released(family_keys.SDARKeys, num_key_value_heads=8)
+_SDAR_30B = _released(family_keys.SDARMoeKeys, head_dim=128)
 RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
     "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
@@ -39,7 +41,7 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "JetLM/SDAR-8B-Chat": _SDAR_8B,
     "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
     "JetLM/SDAR-30B-A3B-Chat": _SDAR_30B,
-    "inclusionAI/LLaDA2.0-mini": _released(config_keys.LLaDA2Keys, num_key_value_heads=4),
+    "inclusionAI/LLaDA2.0-mini": _released(family_keys.LLaDA2Keys, num_key_value_heads=4),
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 NAMED_SHAPES: dict[str, str] = {
@@ -126,13 +128,14 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     from dllm_engine.model_executor.models.configs import parse_config
 
     if arguments.get("quantization") == "bitsandbytes":
-        raise ValueError(f"quantization='bitsandbytes': {config_keys.NO_BITSANDBYTES}")
+        raise ValueError(f"quantization='bitsandbytes': {NO_BITSANDBYTES}")
     source = arguments.get("hf_config_path") or model_path(model)
-    parse_config(_stated_config(source, arguments) | overrides, source)
+    parse_config(_stated_config(source, arguments), source).update(overrides)
 
 
 def check_folder(model: str) -> None:
-    """Raise ``ValueError`` if ``model`` names a folder that does not exist."""
+    """Raise ``ValueError`` if ``model`` names a folder that does not exist, or whose files are not what they seem."""
+    check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise ValueError(f"model folder {model} does not exist")
 

@@ -1,7 +1,8 @@
 """``LLM``: vLLM's offline class with the options of diffusion engines as keywords."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -15,12 +16,16 @@ from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, did_you_mean, explain, with_meanings
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
-from dllm_engine.quiet import quiet_arguments
+from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.text import did_you_mean
+from dllm_engine.vllm_hooks import patch, table
+
+patch.apply(table.SAMPLING)
 
 
 class LLM(vllm.LLM):
@@ -42,7 +47,7 @@ class LLM(vllm.LLM):
         page_size: int = 32,
         dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",
         refresh_ratio: float | None = 1.0,
-        steps_per_dispatch: int | None = None,
+        steps_per_dispatch: int = 8,
         guide_model: str | None = None,
         guide_tokens_per_token: float = 2.0,
         lora_path: str | None = None,
@@ -50,33 +55,16 @@ class LLM(vllm.LLM):
         batch_invariant: bool = False,
         max_automaton_states: int = 4096,
         max_automaton_seconds: float = 30.0,
+        max_automaton_search: int = 1 << 24,
         request_defaults: dict[str, Any] | None = None,
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
         options = {name: value for name, value in locals().items() if name in EngineOptions.model_fields}
         options |= {"cache_options": cache_options or {}, "request_defaults": request_defaults or {}}
-        known = _argument_names()
-        for name in kwargs.keys() - known:
-            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
-        EngineOptions.parse(options)
-        # vLLM loads plugins later, but the check below needs the model's config class.
-        register()
-        check_start(model, kwargs)
-        additional = kwargs.pop("additional_config", None) or {}
-        if OPTIONS_KEY in additional:
-            raise ValueError(
-                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
-                f"arguments of its own; give them so"
-            )
-        try:
-            super().__init__(
-                model_path(model),
-                additional_config=additional | {OPTIONS_KEY: options},
-                **quiet_arguments(kwargs) | kwargs,
-            )
-        except ValidationError as error:  # vLLM's config classes wrap what is raised inside them
-            raise ValueError(explain(error, "argument")) from None
+        arguments = vllm_arguments({"model": model, **options, **kwargs})
+        with explained(), progress_line("Starting the engine", shown=arguments.get("use_tqdm_on_load", True)):
+            super().__init__(**arguments)
 
     def infill(
         self,
@@ -132,13 +120,9 @@ class LLM(vllm.LLM):
         """Whether the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
-    def check_params(self, params: vllm.SamplingParams) -> None:
-        """Raise ``ValueError`` for parameters that no prompt could be answered with."""
-        self._resolve(params, prompt_length=1)
-
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
         engine = self.llm_engine
-        params = settled_params(params, prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
+        params = settled_params(params, [0] * prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
         options = EngineOptions.from_vllm_config(engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
@@ -174,8 +158,10 @@ class LLM(vllm.LLM):
 
     def _masked_logprobs(self, batch: list[tuple[list[int], list[int]]]) -> list[list[float]]:
         sequences, masked = zip(*batch, strict=True)
-        # Every rank finds the same.
-        return self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))[0]
+        logprobs, _ = self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))
+        if logprobs is None:
+            raise ValueError("masked_logprobs: the engine is paused or its weights are incomplete; let it go on first")
+        return logprobs
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A default length stays open, so that admission takes it or what fits."""
@@ -187,6 +173,41 @@ class LLM(vllm.LLM):
 
 _OWN_OPTIONS = [name for name in inspect.signature(LLM.__init__).parameters if name in EngineOptions.model_fields]
 LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OWN_OPTIONS)
+
+
+def vllm_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``LLM`` as ``vllm.LLM`` takes them; raises ``ValueError`` as ``LLM`` does."""
+    known = _argument_names()
+    for name in arguments.keys() - known:
+        raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+    options = {name: value for name, value in arguments.items() if name in _OWN_OPTIONS}
+    others = {name: value for name, value in arguments.items() if name not in _OWN_OPTIONS}
+    EngineOptions.parse(options)
+    # vLLM loads plugins later, but the check below needs the model's config class.
+    register()
+    model = others.pop("model")
+    check_start(model, others)
+    additional = others.pop("additional_config", None) or {}
+    if OPTIONS_KEY in additional:
+        raise ValueError(
+            f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as arguments of "
+            f"its own; give them so"
+        )
+    return {
+        "model": model_path(model),
+        "additional_config": additional | {OPTIONS_KEY: options},
+        **quiet_arguments(others),
+        **others,
+    }
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors of vLLM's config classes, which wrap what is raised inside them, as ``ValueError`` in one sentence."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ValueError(explain(error, "argument")) from None
 
 
 def _argument_names() -> set[str]:

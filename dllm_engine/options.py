@@ -1,6 +1,5 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
-import difflib
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, method
 from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions
+from dllm_engine.text import choices, did_you_mean
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 OPTIONS_KEY = "dllm"
 """Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
 defaults of its own for requests."""
+
+_MOST_SHOWN = 10
+"""Errors in a message: a list may have one for each entry."""
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
@@ -33,15 +36,19 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
         known: all names, which are listed for an unknown one, the closest first.
     """
     known, lines = list(known), []
-    for detail in error.errors():
+    for detail in error.errors()[:_MOST_SHOWN]:
         name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
         elif not name and detail["type"] == "value_error":  # of several fields together
             lines.append(message)
+        elif not what and detail["type"] in ("literal_error", "none_required"):
+            lines.append(f"{name}={value} is not supported, only {message.removeprefix('Input should be ')}")
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
+    if (count := error.error_count()) > _MOST_SHOWN:
+        lines.append(f"and {count - _MOST_SHOWN} more errors")
     return "; ".join(lines)
 
 
@@ -62,12 +69,6 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
     return section or {}
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the known one that is closest, or nothing."""
-    closest = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {closest[0]!r}?" if closest else ""
-
-
 def shortened(value: object) -> str:
     """A value as an error shows it."""
     text = repr(value)
@@ -76,11 +77,6 @@ def shortened(value: object) -> str:
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
 """Engine options about the guide model."""
-STEPS_PER_DISPATCH = 8
-"""Where steps take some milliseconds, unless asked for otherwise: the scheduler's part of each is then small, and a new
-request waits for a block at most."""
-SMALL_MODEL_BYTES = 64 << 20
-"""Weights that a CPU reads in some milliseconds."""
 AUTO = "auto"
 """As ``cache_method``: what suits the model."""
 PAPER = "paper"
@@ -105,9 +101,9 @@ class EngineOptions(BaseModel):
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """Limits how often a long request refreshes while short ones run: rows of its FULL and UPDATE steps per row that
     requests of at most a quarter of its length compute in the meantime. None: no limit."""
-    steps_per_dispatch: int | None = Field(default=None, ge=1)
+    steps_per_dispatch: int = Field(default=8, ge=1)
     """Denoising steps that workers run before they return to the scheduler, while no request waits and no block is
-    complete. None: 8 on a GPU, and on a CPU for models of less than 64 MiB; else 1."""
+    complete."""
     guide_model: str | None = None
     """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
     ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
@@ -119,16 +115,19 @@ class EngineOptions(BaseModel):
     """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
     requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record steps that compute few rows, and the filling in of their tokens, and replay them: as CUDA graphs, or on a
-    CPU as lists of operators. Needs a cache method with steps that always do the same work. None: on if it has some
-    and vLLM's ``enforce_eager`` is not set."""
+    """Record steps that compute few rows, and the filling in of their tokens, as CUDA graphs and replay them. Needs a
+    GPU and a cache method with steps that always do the same work. None: on if there are both and vLLM's
+    ``enforce_eager`` is not set."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""
     max_automaton_states: int = Field(default=4096, ge=1)
     """The most states that the automaton of a request's ``structured_outputs`` may have."""
-    max_automaton_seconds: float = Field(default=30.0, gt=0)
+    max_automaton_seconds: float = Field(default=30.0, gt=0, le=86400)
     """The longest time that building such an automaton may take."""
+    max_automaton_search: int = Field(default=1 << 24, ge=1)
+    """The most that a step may search of such an automaton: its size × the positions that are searched at once
+    (see Structured output)."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
@@ -165,14 +164,17 @@ class EngineOptions(BaseModel):
         _, settings = self.method.settings_for(model, family)
         return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
 
-    def on_device(self, device_type: str, enforce_eager: bool, weight_bytes: int) -> "EngineOptions":
-        """With what was left open as it suits a device, ``"cuda"`` or ``"cpu"``, and the size of the model."""
-        records = self.cuda_graphs
-        if records is None:
-            records = self.method.recordable and not enforce_eager
-        are_short = device_type == "cuda" or weight_bytes < SMALL_MODEL_BYTES
-        steps = self.steps_per_dispatch or (STEPS_PER_DISPATCH if are_short else 1)
-        return self.model_copy(update={"cuda_graphs": records, "steps_per_dispatch": steps})
+    def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
+        """With ``cuda_graphs`` settled for a device, ``"cuda"`` or ``"cpu"``.
+
+        Raises ``ValueError`` where graphs are asked for and there is no GPU.
+        """
+        if self.cuda_graphs and device_type != "cuda":
+            raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
+        graphs = self.cuda_graphs
+        if graphs is None:
+            graphs = device_type == "cuda" and self.method.recordable and not enforce_eager
+        return self.model_copy(update={"cuda_graphs": graphs})
 
     @field_validator("guide_model")
     @classmethod
@@ -183,7 +185,7 @@ class EngineOptions(BaseModel):
     @classmethod
     def _known_method(cls, value: str) -> str:
         if value not in (AUTO, *CACHE_METHODS):
-            raise ValueError(f"unknown cache method; choose one of {', '.join((AUTO, *CACHE_METHODS))}")
+            raise ValueError(f"unknown cache method{choices(value, (AUTO, *CACHE_METHODS))}")
         return value
 
     @classmethod

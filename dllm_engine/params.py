@@ -50,6 +50,9 @@ class DiffusionParams(SamplingParams):
     early_stop: bool | None = None
     retention_ratio: float | None = None
     delay_eos: bool | None = None
+    confidence_eos_eot_inf: bool | None = None
+    logits_eos_inf: bool | None = None
+    alg_temp: float | None = None
     guided: bool | None = None
     speculation_length: int | None = None
     guide_top_k: int | None = None
@@ -126,16 +129,38 @@ DiffusionParams.__doc__ = with_meanings(
 )
 
 
-def check_place(fields: Iterable[str]) -> None:
-    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads."""
-    for name in fields:
+_OTHER_NAMES = ("gen_length", "template", "cfg_scale")
+OWN_NAMES = frozenset({*RequestOptions.model_fields, *EngineOptions.model_fields, *_OTHER_NAMES})
+"""Names that mean something to this package, or to others like it, in the body of a request."""
+VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
+"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs`` does not take."""
+
+
+def check_place(fields: Iterable[str], *places: str) -> None:
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads.
+
+    Args:
+        fields: names of fields.
+        places: the field that takes request options, after those that contain it.
+    """
+    for name in (OWN_NAMES | VLLM_OPTIONS).intersection(fields):
         if name in RequestOptions.model_fields:
-            raise InvalidRequestError(f'{name} belongs into vllm_xargs: {{"vllm_xargs": {{"{name}": …}}}}')
+            places = places or ("vllm_xargs",)
+            example = "".join(f'{{"{place}": ' for place in (*places, name)) + "…" + "}" * (len(places) + 1)
+            raise InvalidRequestError(f"{name} belongs into {'.'.join(places)}: {example}")
         if name == "gen_length":
             raise InvalidRequestError(
                 "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
             )
-        if name in EngineOptions.model_fields:
-            raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name in VLLM_OPTIONS:
+            raise InvalidRequestError(
+                f"{name} is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
+            )
+        if name == "template":
+            raise InvalidRequestError(
+                "template belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token "
+                "ids set response_template"
+            )
         if name == "cfg_scale":
             raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
+        raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")

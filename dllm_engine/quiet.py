@@ -8,13 +8,15 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 _VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 _ARGUMENTS = ("log_level", "logging_config", "log_config_file")
 _MARK = "DLLM_QUIET"
 """Variable that tells the engine's processes to be quiet; not for users."""
+_CLEAR_LINE = "\r\x1b[K"
 
 
 def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,6 +40,19 @@ def be_quiet() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     # Without Triton, as in a CPU installation, PyTorch warns that it finds no kernels.
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
+
+@contextmanager
+def progress_line(text: str, *, shown: bool = True) -> Iterator[None]:
+    """Say on a terminal what takes so long, while it does; not where vLLM logs it."""
+    shown = shown and os.environ.get(_MARK) == "1" and sys.stderr.isatty()
+    if shown:
+        print(f"{text} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def keep_our_warnings() -> None:

@@ -1,8 +1,9 @@
 """Errors and tables as plain text, and tables as JSON."""
 
+import difflib
 import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import ByteSize, ValidationError
@@ -26,6 +27,24 @@ def one_line(error: Exception) -> str:
     if not text or isinstance(error, _UNEXPECTED):
         return f"{type(error).__name__}: {text} (dllm --traceback … shows where)"
     return text
+
+
+def is_text(text: str) -> bool:
+    """Whether text can be encoded: bytes that are not UTF-8 become halves of characters where Python reads them."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message on an unknown name: the known one that is closest, or nothing."""
+    closest = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {closest[0]!r}?" if closest else ""
+
+
+def choices(name: str, known: Iterable[str]) -> str:
+    """The end of a message on an unknown name: the closest known one, and all of them."""
+    known = list(known)
+    closest = did_you_mean(name, known)
+    return f"{f'{closest} Choose' if closest else '; choose'} one of {', '.join(known)}"
 
 
 def readable_size(number: int) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 from torch.utils.hooks import RemovableHandle
 from vllm.model_executor.layers.linear import LinearBase
@@ -214,13 +215,14 @@ def quantize(
     seen: Tensors | None = None,
     ignore: Sequence[str] = (),
 ) -> Path:
-    """Write the quantized copy of the checkpoint in the folder ``model`` to ``folder``, and return that.
+    """Write the quantized copy of the checkpoint ``model``, a folder or a Hugging Face name, to ``folder``, and return
+    that.
 
     Args:
         seen: of ``seen_inputs``, to calibrate on.
         ignore: names of modules to leave as they are, or regular expressions behind ``re:``, which AWQ does not know.
     """
-    source = Path(model)
+    source = Path(model if Path(model).is_dir() else snapshot_download(model))
     locate = MODEL_CLASSES[family_of(load_config(model)).architecture].locate
     folder.mkdir(parents=True)
     for file in source.iterdir():
@@ -271,7 +273,7 @@ def calibration(model: str, prompts: Sequence[str]) -> Tensors:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder of a checkpoint, or 'demo'")
+    parser.add_argument("model", help="folder or Hugging Face name of a checkpoint, or 'demo'")
     parser.add_argument("folder", type=Path, help="new folder for the copy")
     parser.add_argument("--scheme", choices=SCHEMES, required=True, help="how to store the weights")
     parser.add_argument("--group-size", type=int, default=32, help="weights per scale in 4 bits (default: %(default)s)")

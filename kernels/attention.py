@@ -6,7 +6,6 @@ sequence, nothing across sequences. With fewer KV heads than query heads each se
 
 import torch
 
-from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa
 
 _attend: DenseAttention = attend_with_sdpa
@@ -18,7 +17,6 @@ def use_dense_backend(attend: DenseAttention) -> None:
     _attend = attend
 
 
-@operator("bidirectional_attention")
 def bidirectional_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
@@ -37,18 +35,6 @@ def bidirectional_attention(
     Raises:
         ValueError: shapes that do not belong together.
     """
-    if not q.shape[0]:
-        return torch.empty_like(q)
-    return _attend(q, k, v, bounds, cu_seqlens)
-
-
-@bidirectional_attention.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(q)
-
-
-@bidirectional_attention.register_check
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor) -> None:
     if q.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
     if q.shape[1] % k.shape[1]:
@@ -57,3 +43,6 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_s
         raise ValueError(f"bounds={bounds} does not divide {q.shape[0]} rows")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.shape != (len(bounds),):
         raise ValueError(f"cu_seqlens {cu_seqlens.dtype} {list(cu_seqlens.shape)} is not int32 [{len(bounds)}]")
+    if not q.shape[0]:
+        return torch.empty_like(q)
+    return _attend(q, k, v, bounds, cu_seqlens)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from dllm_engine.kernels._operator import operator
 
 
-@operator("mean_query_scores", triton="eviction")
+@operator("eviction:mean_query_scores")
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
     """How much the blocks of some requests attend to each of their candidates, before any scale or softmax.
 
@@ -43,11 +43,6 @@ def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, lon
         keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
         of_request[:count] = keys.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
     return scores
-
-
-@mean_query_scores.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
-    return k.new_empty(spans.shape[0], longest, dtype=torch.float32)
 
 
 @mean_query_scores.register_check

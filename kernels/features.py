@@ -49,7 +49,7 @@ def feature_rows(memory: torch.Tensor, width: int, num_kv_heads: int = 1) -> tor
     return memory.as_strided((num_pages, rows_per_page, width), (page_elements, width, 1))
 
 
-@operator("add_features", mutates=("hidden",), triton="features")
+@operator("features:add_features")
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Add to each row of ``hidden`` the row of features in its slot, without converting to float32.
 
@@ -72,7 +72,7 @@ def _(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         raise ValueError(f"a row of hidden is not contiguous: {hidden.stride()} in strides")
 
 
-@operator("write_features", mutates=("rows",), triton="features")
+@operator("features:write_features")
 def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i]`` to row slot ``slots[i]``.
 
@@ -95,7 +95,7 @@ def _(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     _check_values("values", values, rows, slots)
 
 
-@operator("read_features", triton="features")
+@operator("features:read_features")
 def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The rows of features in ``slots``.
 
@@ -115,11 +115,6 @@ def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     out = rows.new_zeros(slots.shape[0], rows.shape[2])
     out[kept] = rows[_places(rows, slots[kept])]
     return out
-
-
-@read_features.register_fake
-def _(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return rows.new_empty(slots.shape[0], rows.shape[2])
 
 
 @read_features.register_check

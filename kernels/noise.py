@@ -59,7 +59,12 @@ def gumbel(
     seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
     """Standard Gumbel noise, float64: at lower precision its tail is cut off and sampling is biased to the mode."""
-    return -torch.log(-torch.log(uniform(seeds, forwards, positions, token_ids)))
+    return gumbel_of(uniform(seeds, forwards, positions, token_ids))
+
+
+def gumbel_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Standard Gumbel noise from uniform numbers."""
+    return -torch.log(-torch.log(numbers))
 
 
 def noisy_logits(
@@ -79,7 +84,7 @@ def noisy_logits(
         yield rows, noise.add_(logits[rows].float() / temperature)
 
 
-@operator("gumbel_max", triton="noise")
+@operator("noise:gumbel_max")
 def gumbel_max(
     logits: torch.Tensor,
     seeds: torch.Tensor,
@@ -114,19 +119,6 @@ def gumbel_max(
     return best, column
 
 
-@gumbel_max.register_fake
-def _(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    forwards: torch.Tensor,
-    positions: torch.Tensor,
-    first_token: int,
-    temperature: float,
-    forbidden_token: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
-
-
 @gumbel_max.register_check
 def _(
     logits: torch.Tensor,
@@ -149,7 +141,7 @@ def _(
         raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")
 
 
-@operator("filtered_logits", triton="filters")
+@operator("filters:filtered_logits")
 def filtered_logits(
     logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
 ) -> torch.Tensor:
@@ -199,11 +191,6 @@ def _filtered(logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: i
         others[:, forbidden_token] = -torch.inf
     best = others.argmax(dim=-1, keepdim=True)
     return logits.scatter(-1, best, unfiltered.gather(-1, best))
-
-
-@filtered_logits.register_fake
-def _(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> torch.Tensor:
-    return torch.empty_like(logits, dtype=torch.float32)
 
 
 @filtered_logits.register_check

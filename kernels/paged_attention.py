@@ -13,16 +13,9 @@ import itertools
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.cpu.paged_attention import (
-    gather_ragged,
-    gather_whole_pages,
-    limited_attention,
-    numbers_of_keys,
-    parts_of,
-    softmax_attention,
-)
 from dllm_engine.kernels.paged_tokens import PagedTokens
 
 
@@ -39,8 +32,6 @@ def paged_attention(
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each request's rows to its tokens in pages.
-
-    On a CPU, requests with token-major pages and equal numbers of rows and tokens share a call of PyTorch's attention.
 
     Args:
         q: ``[num_rows, num_heads, head_dim]``.
@@ -103,7 +94,7 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     )
 
 
-@operator("paged_attention", mutates=("out", "lse"), triton="paged_attention")
+@operator("paged_attention:paged_attention")
 def _paged_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -118,28 +109,88 @@ def _paged_attention(
     max_seqlen: int | None,
 ) -> None:
     """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens``."""
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
-    tokens = PagedTokens(k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len)
-    for part in parts_of(cu_seqlens, limits, q.shape[0], tokens, attend_fresh):
-        of_members = part.of_members
-        part_out, part_lse = of_members(out), None if lse is None else of_members(lse)
-        keys, values = of_members(k).transpose(1, 2), of_members(v).transpose(1, 2)
-        visible = numbers = None
-        if not attend_fresh:
-            keys, values = keys[:, :, :0], values[:, :, :0]
-        if part.retained is None:
-            keys, values, visible = gather_ragged(keys, values, tokens, part.members)
-            numbers = numbers_of_keys(part.length * attend_fresh, keys.shape[2], head_len[part.members])
-        elif part.retained:
-            keys, values = gather_whole_pages(keys, values, tokens, part.members, part.retained)
-        if part.limits is None:
-            softmax_attention(part_out, part_lse, of_members(q), keys, values, visible)
-        else:
-            limited_attention(part_out, part_lse, of_members(q), keys, values, visible, numbers, part.limits)
-        if isinstance(part.rows, list):  # else they are views
-            out[part.rows] = part_out.flatten(0, 1)
-            if lse is not None and part_lse is not None:
-                lse[part.rows] = part_lse.flatten(0, 1)
+    bounds, num_kv_heads = cu_seqlens.tolist(), paged[-1].shape[1]
+    if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
+    for request, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if first == last:
+            continue
+        keys, values, numbers = _retained(request, *paged)
+        if attend_fresh:
+            own = paged[-1][request, :, None] + torch.arange(last - first)  # behind the tokens in pages
+            keys, values = (torch.cat((x, y[first:last].transpose(0, 1)), 1) for x, y in ((keys, k), (values, v)))
+            numbers = torch.cat((numbers, own), 1)
+        for start in range(first, last, _ROWS_AT_ONCE):
+            rows = slice(start, min(start + _ROWS_AT_ONCE, last))
+            limit = None if limits is None else limits[rows]
+            # Query heads that share a KV head are further rows of it.
+            queries = q[rows].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+            attended, denominators = _attend(queries, keys, values, numbers, limit, with_lse=lse is not None)
+            out[rows] = attended.permute(2, 0, 1, 3).flatten(1, 2)
+            if lse is not None:
+                lse[rows] = denominators.permute(2, 0, 1).flatten(1)
+
+
+_ROWS_AT_ONCE = 128
+"""Rows of a request whose masks or scores a CPU holds at once."""
+_NO_KEY = torch.iinfo(torch.int32).max
+
+
+def _retained(
+    request: int,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_start: torch.Tensor,
+    token_stride: torch.Tensor,
+    head_len: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head, head_dim]``, and their numbers in
+    the request, ``[num_kv_heads, longest head]``. Where a head is shorter, they are zeros, and the number is that of no
+    key."""
+    slots_per_page, table, lengths = k_pages.shape[1], page_tables[request], head_len[request, :, None]
+    numbers = torch.arange(int(lengths.max())).expand(len(lengths), -1)
+    exists = numbers < lengths
+    slots = torch.where(exists, head_start[request, :, None] + numbers * token_stride[request], 0)
+    if slots.numel() and int(slots.max()) >= table.numel() * slots_per_page:
+        raise ValueError(
+            f"request {request} retains tokens up to slot {int(slots.max()) + 1} of page tables of "
+            f"{table.numel() * slots_per_page} slots"
+        )
+    pages = torch.where(exists, table[slots // slots_per_page], 0)
+    # Slots without a token may hold NaN.
+    keys, values = (x[pages, slots % slots_per_page].masked_fill_(~exists[..., None], 0) for x in (k_pages, v_pages))
+    return keys, values, numbers.masked_fill(~exists, _NO_KEY)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    numbers: torch.Tensor,
+    limits: torch.Tensor | None,
+    *,
+    with_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of queries ``[num_kv_heads, sharing, num_rows, head_dim]`` to keys whose ``numbers`` are below the
+    rows' ``limits``; and the logarithms of the denominators, float32 ``[num_kv_heads, sharing, num_rows]``, if asked
+    for."""
+    bounds = torch.full((q.shape[2],), _NO_KEY) if limits is None else limits
+    visible = numbers[:, None] < bounds[:, None]
+    mask = None if visible.all() else visible.repeat(1, q.shape[1], 1)
+    rows = q.flatten(1, 2)
+    if with_lse:
+        scores = rows.float() @ k.float().transpose(1, 2) * q.shape[3] ** -0.5
+        if mask is not None:
+            scores.masked_fill_(~mask, -torch.inf)
+        lse = scores.logsumexp(dim=-1, keepdim=True)
+        weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)).exp_()
+        return (weights @ v.float()).to(q.dtype).view_as(q), lse.view(q.shape[:3])
+    if not k.shape[1]:
+        return torch.zeros_like(q), q
+    # Gives zeros where nothing is visible.
+    attended = F.scaled_dot_product_attention(rows[None], k[None], v[None], None if mask is None else mask[None])
+    return attended.view_as(q), q
 
 
 def _check(

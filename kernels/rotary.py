@@ -12,18 +12,19 @@ In bfloat16, phases would be off by whole radians at positions in the thousands,
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.vllm_operators import vllm_kernel
 
 
-def rotary_table(num_positions: int, rotary_dim: int, base: float, device: torch.device) -> torch.Tensor:
-    """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines."""
-    exponents = torch.arange(0, rotary_dim, 2, device=device, dtype=torch.float32) / rotary_dim
-    positions = torch.arange(num_positions, device=device, dtype=torch.float32)
-    angles = positions[:, None] * (1.0 / base**exponents)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines, times ``scale``.
+
+    ``inverse_frequencies``: base^(−2j/d) above, or what RoPE scaling makes of them, float32 ``[rotary_dim / 2]``.
+    """
+    positions = torch.arange(num_positions, device=inverse_frequencies.device, dtype=torch.float32)
+    angles = positions[:, None] * inverse_frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
-@operator("rotate_", mutates=("x",), triton="rotary", composite=True)
+@operator("rotary:rotate_")
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 
@@ -35,21 +36,11 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
     Raises:
         ValueError: tensors that do not belong together.
     """
-    # vLLM's compiled rotation takes one pass, but computes in the rows' own type. vLLM may not have loaded it.
-    num_rows, num_heads, head_dim = x.shape
     rotary_dim = cos_sin.shape[1]
-    together = x.stride(1) == head_dim or num_heads == 1
-    fits = x.dtype == torch.float32 and together and not x.is_cuda
-    if fits and (rotary_embedding := vllm_kernel("rotary_embedding", x.device)):
-        heads = x.view(num_rows, num_heads * head_dim)
-        rotary_embedding(positions, heads, None, head_dim, cos_sin, True)
-        return
     cos, sin = cos_sin[positions, None].chunk(2, dim=-1)
     first, second = x[..., :rotary_dim].to(torch.float32).chunk(2, dim=-1)
-    # Two passes for each half; the plain formula takes three, and as many temporaries.
-    rotated = torch.mul(first, cos).addcmul_(second, sin, value=-1)
-    x[..., rotary_dim // 2 : rotary_dim] = torch.mul(second, cos).addcmul_(first, sin)
-    x[..., : rotary_dim // 2] = rotated
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    x[..., :rotary_dim] = rotated
 
 
 @rotate_.register_check

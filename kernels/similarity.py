@@ -21,7 +21,7 @@ _ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@operator("similarity_sums", triton="similarity")
+@operator("similarity:similarity_sums")
 def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The three sums that ``SIMILARITIES`` need of each row, over the heads of this rank.
 
@@ -37,28 +37,13 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     Raises:
         ValueError: shapes or types that do not belong together.
     """
-    num_pages, slots_per_page, head_dim = pages.shape
-    kept = slots >= 0
-    complete = bool(kept.all())
-    # One list of all slots, including those in the memory between pages: gathering by one index is faster than by two.
-    apart = pages.stride(0) // head_dim
-    every_slot = pages.as_strided(((num_pages - 1) * apart + slots_per_page, head_dim), (head_dim, 1))
-    index = slots // slots_per_page * apart + slots % slots_per_page
-    if not complete:
-        index = index.masked_fill(~kept, 0)
-    retained = every_slot.index_select(0, index.flatten()).view(fresh.shape)
-    if not complete:
-        # A product with 0 would not do: slots without a value may hold NaN.
-        absent = ~kept[..., None]
-        fresh, retained = fresh.masked_fill(absent, 0), retained.masked_fill_(absent, 0)
-    a, b = fresh.flatten(1).float(), retained.flatten(1).float()
+    kept = (slots >= 0)[..., None]
+    slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
+    retained = pages[slots // slots_per_page, slots % slots_per_page]
+    # A product with 0 would not do: slots without a value may hold NaN.
+    a, b = (x.where(kept, 0).flatten(1).float() for x in (fresh, retained))
     # All three in the same order of additions, so that rows that have not changed get equal sums.
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
-
-
-@similarity_sums.register_fake
-def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return fresh.new_empty(3, fresh.shape[0], dtype=torch.float32)
 
 
 @similarity_sums.register_check

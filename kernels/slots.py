@@ -5,7 +5,7 @@ import torch
 from dllm_engine.kernels._operator import operator
 
 
-@operator("write_slots", mutates=("pages",), triton="slots", composite=True)
+@operator("slots:write_slots")
 def write_slots(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i, h]`` to physical slot ``slots[i, h]``.
 

@@ -29,7 +29,7 @@ _NUMBERS_FOR_NUMPY = 1 << 13
 """With fewer, calling NumPy takes longer than searching them."""
 
 
-@operator("token_statistics", triton="token_statistics")
+@operator("token_statistics:token_statistics")
 def token_statistics(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +90,6 @@ def _of_chunk(
     return token, token_logit, log_total[:, 0], negative_entropy, top2
 
 
-@token_statistics.register_fake
 def empty_results(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

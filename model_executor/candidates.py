@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.kernels.noise import gumbel_of
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import BarredTokens
 from dllm_engine.model_executor.transfer import on_device, on_host
+from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota, may_fill
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, Measure
 
@@ -182,13 +183,12 @@ class BatchCandidates:
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
-    def barred(self) -> list[BarredTokens]:
-        """End tokens of requests with given tokens, where something given follows."""
-        specs = ((i, self.batch.canvases[i].spec) for i in self.members)
+    def biased(self) -> list[BiasedRows]:
+        """What requests add to the logits of their candidates."""
         return [
-            BarredTokens((self.requests == i) & (self.positions < spec.last_given), sorted(spec.end_tokens))
-            for i, spec in specs
-            if spec.template and spec.end_tokens
+            BiasedRows((self.requests == i) & (self.positions < bias.stop), *bias.columns)
+            for i in self.members
+            for bias in self.batch.canvases[i].spec.token_biases
         ]
 
     @cached_property
@@ -253,11 +253,16 @@ class BatchCandidates:
         if self.predicted_alone is not None:
             barred = barred | self.predicted_alone
         requests = range(len(self.batch.plans))
+        alg_temps = [canvas.spec.alg_temp for canvas in self.batch.canvases]
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
         for (measure, rule), of_requests in self.choices(plans).items():
             confidence = statistics.confidence(measure, self.offsets)
             if self.certainty is not None:
                 confidence = confidence * self.certainty
+            if any(alg_temps[i] for i in of_requests):
+                # The largest of them are draws without replacement from the softmax of confidences over temperatures.
+                temperatures = on_device(alg_temps, confidence.device, torch.float64)[self.requests]
+                confidence = confidence + temperatures * gumbel_of(required(statistics.noise))
             confidence = confidence.masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in requests]

@@ -42,8 +42,10 @@ class CanvasStore:
         canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
         canvas.masked.copy_(on_device(canvas.known < 0, device))
         if spec.constraint is not None:
-            constraint = constraint_of(spec.constraint, spec.end_tokens)
-            canvas.constrained = ConstrainedResponse(constraint, spec.prompt_length, spec.response_template)
+            constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
+            canvas.constrained = ConstrainedResponse(
+                constraint, spec.prompt_length, spec.response_template, spec.first_end
+            )
         if spec.num_logprobs_kept is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
         if spec.return_order:

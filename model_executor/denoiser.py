@@ -17,11 +17,11 @@ from dllm_engine.model_executor.candidates import (
     outcomes_of,
 )
 from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.cuda_graphs import StepGraphs
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
@@ -87,6 +87,8 @@ class Denoiser:
     ) -> list[Filled]:
         """One forward pass, and what it fills of the candidates by ``plans``, in the order of the batch."""
         hidden = self.forward(batch, layer_pass)
+        if self.graphs is not None and len(groups) > 1:
+            hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
@@ -117,8 +119,8 @@ class Denoiser:
         specs = [group.batch.canvases[index].spec for index in group.members]
         settings = group.batch.canvases[group.members[0]].settings
         measures = {UNMASKING_POLICIES[spec.unmasking].measures for spec in specs}
-        counters = None
-        if "noise" in measures or settings.temperature > 0:
+        counters, draws_positions = None, "noise" in measures or any(spec.alg_temp for spec in specs)
+        if draws_positions or settings.temperature > 0:
 
             def per_candidate(values: list[int]) -> torch.Tensor:
                 return on_device(values, self.device)[group.requests]
@@ -136,10 +138,10 @@ class Denoiser:
             with_entropy="entropy" in measures,
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
-            barred=group.barred,
+            biased=group.biased,
             constrained=_constrained_rows(group, plans),
         )
-        if "noise" in measures and counters is not None:
+        if draws_positions and counters is not None:
             statistics.noise = uniform(
                 counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
             )

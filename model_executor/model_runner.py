@@ -6,7 +6,6 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
 import torch
-from transformers import AutoConfig
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
@@ -22,16 +21,16 @@ from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.cuda_graphs import Record, StepGraphs
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
+from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.recording.recorder import Recorder
-from dllm_engine.model_executor.recording.step_graphs import StepGraphs
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -89,7 +88,7 @@ class DiffusionModelRunner:
             self.model_memory_usage = torch.cuda.memory_allocated() - before
         self.guide: Guide | None = None
         if self.options.guide_model is not None:
-            config = AutoConfig.from_pretrained(self.options.guide_model)
+            config = guide_config(self.options.guide_model)
             self.guide = Guide(config, self._guide_reader(), self.vllm_config, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
@@ -167,15 +166,15 @@ class DiffusionModelRunner:
         if self.guide is not None:
             self.guide.attach(self.pages)
 
-    def record_with(self, recorder: Recorder) -> StepGraphs:
-        """Run from now on what can be recorded from recordings that ``recorder`` makes."""
+    def use_graphs(self, record: Record) -> StepGraphs:
+        """Run what can be recorded from graphs that ``record`` makes, from now on."""
         assert self.pages is not None
         longest_table = -(-self.model_config.max_model_len // self.options.page_size)
         max_requests = self.vllm_config.scheduler_config.max_num_seqs
         records = self.options.method.records
         assert records is not None
         self.denoiser.graphs = StepGraphs(
-            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, recorder
+            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, record
         )
         return self.denoiser.graphs
 

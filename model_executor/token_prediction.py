@@ -16,7 +16,9 @@ from dllm_engine.kernels.noise import filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
+from dllm_engine.model_executor.unmasking.biased import BiasedRows, with_biases
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, best_of_class, class_maxima
+from dllm_engine.model_executor.unmasking.logprobs import log_total_of, logits_of, token_logprobs
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
@@ -29,7 +31,7 @@ FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
 TILE_ROWS, LEAST_ROWS = 128, 512
 """A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
-A chunk of constrained rows is one tile: it holds four times as much for each logit."""
+A chunk of constrained or biased rows is one tile: it holds up to four times as much for each logit."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,17 @@ class SamplingSettings:
     top_k: int
     tempered: bool
     """Whether the statistics are of the distribution after temperature, top-p and top-k."""
+    least_confident: frozenset[int] = frozenset()
+    """Tokens that may be predicted, and that the statistics leave out."""
 
     @classmethod
     def of(cls, spec: DecodingSpec) -> "SamplingSettings":
         """Those of a request. Settings that make no difference are equal, so that such requests share the head."""
         greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
         tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
-        if spec.temperature == 0 and not tempered:
-            # The most likely token survives every filter.
-            return GREEDY
-        return cls(spec.temperature, spec.top_p, spec.top_k, tempered)
+        # The most likely token survives every filter.
+        filters = (1.0, 0) if spec.temperature == 0 and not tempered else (spec.top_p, spec.top_k)
+        return cls(spec.temperature, *filters, tempered, spec.least_confident)
 
     @property
     def filters(self) -> bool:
@@ -58,14 +61,6 @@ class SamplingSettings:
 
 
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
-
-
-class BarredTokens(NamedTuple):
-    """Tokens that some rows may not predict."""
-
-    rows: torch.Tensor
-    """bool ``[num_rows]``"""
-    tokens: list[int]
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,16 @@ class Chunks(Generic[_Made]):
         return zip(self._chunks, self._kept or map(self._make, self._chunks), strict=True)
 
 
+class _Scored(NamedTuple):
+    """A chunk of rows."""
+
+    plain: VocabularyShard
+    shard: VocabularyShard
+    """The same object where no request adds anything to the logits."""
+    scores: VocabularyShard | None
+    """None where no row is constrained."""
+
+
 class TokenPredictor:
     """Predicts tokens for rows of hidden states; the same on every rank."""
 
@@ -123,33 +128,38 @@ class TokenPredictor:
         with_entropy: bool,
         with_margin: bool,
         num_logprobs: int | None = None,
-        barred: Sequence[BarredTokens] = (),
+        biased: Sequence[BiasedRows] = (),
         constrained: Sequence[ConstrainedRows] = (),
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
         argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
-        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``barred`` tokens
-        count as if they had no probability. ``constrained``: none of the rows, or all, request by request.
+        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``biased``: of which
+        rows the logits are changed before all else but log-probabilities, which stay the model's. ``constrained``: none
+        of the rows, or all, request by request.
         """
 
-        def scored(rows: slice) -> tuple[VocabularyShard, VocabularyShard | None]:
-            shard = self.compute_logits(hidden[rows])
-            for of_request in barred:
-                _bar(shard, of_request, rows)
-            return shard, self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
+        def scored(rows: slice) -> _Scored:
+            plain = self.compute_logits(hidden[rows])
+            shard = with_biases(plain, biased, rows)
+            scores = self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
+            return _Scored(plain, shard, scores)
 
-        least_rows = TILE_ROWS if constrained else LEAST_ROWS
+        least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
         chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows))
         classes = self._classes(chunks, constrained) if constrained else None
         parts = []
-        for rows, (shard, scores) in chunks:
+        for rows, (plain, shard, scores) in chunks:
             given = None
             if classes is not None and scores is not None:
                 given = self._tokens_of(classes[rows], scores, constrained, rows)
             of_rows = counters and counters.rows(rows)
-            parts.append(self._reduce(shard, settings, of_rows, with_entropy, with_margin, num_logprobs, given))
+            part, log_total = self._reduce(shard, settings, of_rows, with_entropy, with_margin, given)
+            if num_logprobs is not None:
+                known = log_total if shard is plain else None
+                part.logprobs = token_logprobs(plain, part.token, num_logprobs, self.tp_group, known)
+            parts.append(part)
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 
     def _scores(self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters | None) -> VocabularyShard:
@@ -173,8 +183,8 @@ class TokenPredictor:
     def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
         """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
         best: list[list[torch.Tensor]] = [[] for _ in constrained]
-        for chunk, (_, scored) in chunks:
-            scores, first_token = scored
+        for chunk, of_chunk in chunks:
+            scores, first_token = of_chunk.scores
             tokens = slice(first_token, first_token + scores.shape[1])
             for of_request, held in zip(best, constrained, strict=True):
                 of_request.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
@@ -208,16 +218,9 @@ class TokenPredictor:
         """
         chunks = []
         for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
-            logits, first_token = self.compute_logits(hidden[rows])
-            log_total = token_statistics(logits, -1, False, False)[2]
-            column = tokens[rows] - first_token
-            held = (column >= 0) & (column < logits.shape[-1])
-            logit = logits.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0].float()
-            if self.tp_group.world_size > 1:
-                # The token is in one rank's shard.
-                logit = self._gather(logit.masked_fill(~held, -torch.inf)).amax(dim=0)
-                log_total = torch.logsumexp(self._gather(log_total), dim=0)
-            chunks.append(logit - log_total)
+            shard = self.compute_logits(hidden[rows])
+            logit = logits_of(shard, tokens[rows], self.tp_group)
+            chunks.append(logit.float() - log_total_of(shard, self.tp_group))
         return torch.cat(chunks)
 
     def _reduce(
@@ -227,10 +230,10 @@ class TokenPredictor:
         counters: Counters | None,
         with_entropy: bool,
         with_margin: bool,
-        num_logprobs: int | None,
         given: torch.Tensor | None,
-    ) -> TokenStatistics:
-        """``given``: the token of each row, ``[num_rows]``; None: predict it."""
+    ) -> tuple[TokenStatistics, torch.Tensor | None]:
+        """``given``: the token of each row, ``[num_rows]``; None: predict it. Also returns the log of the sum of
+        exponentials of each row's logits, ``[num_rows]``, where the statistics come from these."""
         logits, first_token, sharded = self._as_filters_need(shard, settings)
         mask_column = self._mask_column(logits, first_token)
 
@@ -238,7 +241,11 @@ class TokenPredictor:
         if settings.filters or settings.tempered:
             filters = settings.temperature or 1.0, settings.top_p, settings.top_k
             drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
-        measured = drawn_from if settings.tempered else logits
+        unchanged = measured = drawn_from if settings.tempered else logits
+        if settings.least_confident:
+            left_out = [token - first_token for token in settings.least_confident]
+            columns = on_device([column for column in left_out if 0 <= column < logits.shape[-1]], logits.device)
+            measured = measured.index_fill(-1, columns, -torch.inf)
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
         )
@@ -254,11 +261,9 @@ class TokenPredictor:
             drawn = counters.seeds, counters.forwards, counters.positions
             best, token = gumbel_max(drawn_from, *drawn, first_token, temperature, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
-        winner = plain = None
-        if num_logprobs is not None:
-            # Of this shard and what it would predict; `_logprobs` takes the winner's.
-            log_sum = log_total if measured is logits else token_statistics(logits, mask_column, False, False)[2]
-            plain = logits.gather(-1, token[:, None])[:, 0], log_sum
+        elif measured is not unchanged:
+            token, best = token_statistics(unchanged, mask_column, False, False)[:2]
+            token_logit = measured.gather(-1, token[:, None])[:, 0].float()
         token = token + first_token
         if sharded:
             winner = self._gather(best).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
@@ -277,45 +282,10 @@ class TokenPredictor:
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
             margin = p1 - p2 if given is None else torch.where(probability < p1, probability - p1, p1 - p2)
-        return TokenStatistics(
-            token=token,
-            probability=probability,
-            negative_entropy=negative_entropy if with_entropy else None,
-            margin=margin,
-            noise=None,
-            logprobs=self._logprobs(logits, first_token, *plain, winner, num_logprobs)
-            if plain is not None and num_logprobs is not None
-            else None,
-        )
-
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        first_token: int,
-        token_logit: torch.Tensor,
-        log_total: torch.Tensor,
-        winner: torch.Tensor | None,
-        num_logprobs: int,
-    ) -> TokenLogprobs:
-        """Log-probabilities under the plain softmax of this rank's ``logits`` and, where ``winner`` says which rank's
-        token was taken, those of the other ranks. ``token_logit`` and ``log_total`` are this rank's."""
-        top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
-        top_tokens = top_tokens + first_token
-        if winner is not None:
-            token_logit = self._gather(token_logit).gather(0, winner)[0]
-            top_tokens, top = (torch.cat(gather_shards(x, self.tp_group), dim=-1) for x in (top_tokens, top))
-            top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
-            top_tokens = top_tokens.gather(-1, kept)
-            log_total = torch.logsumexp(self._gather(log_total), dim=0)
-        larger = (logits > token_logit[:, None]).sum(dim=-1)
-        if winner is not None:
-            larger = self._gather(larger).sum(dim=0)
-        return TokenLogprobs(
-            token=token_logit.float() - log_total,
-            rank=larger + 1,
-            top_tokens=top_tokens,
-            top=top.float() - log_total[:, None],
-        )
+        statistics = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
+        if settings.least_confident:
+            statistics.put_last(torch.isin(token, on_device(sorted(settings.least_confident), token.device)))
+        return statistics, log_total if measured is logits else None
 
     def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
         """Logits, the token of their first column, and whether they are those of a part of the vocabulary."""
@@ -330,14 +300,6 @@ class TokenPredictor:
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
-
-
-def _bar(shard: VocabularyShard, barred: BarredTokens, chunk: slice) -> None:
-    """Take tokens out of the logits of a chunk of the rows, as far as they are in this shard."""
-    logits, first_token = shard
-    columns = [token - first_token for token in barred.tokens if 0 <= token - first_token < logits.shape[-1]]
-    places = on_device(columns, logits.device)
-    logits[:, places] = logits[:, places].masked_fill(barred.rows[chunk, None], -torch.inf)
 
 
 def _concatenated(chunks: Sequence[_Rows]) -> _Rows:

@@ -10,10 +10,16 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from dllm_engine.families import family_of
-from dllm_engine.kernels._operator import plain_on_cuda
+from dllm_engine.model_executor.cuda_graphs import (
+    SIZES,
+    ForwardSize,
+    GraphRecorder,
+    Record,
+    padded,
+    padded_requests,
+)
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.recording.forward import ForwardSize
-from dllm_engine.model_executor.recording.recorder import SIZES, CudaRecorder, Recorder, padded, padded_requests
+from dllm_engine.quiet import progress_line
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import resolve_decoding
@@ -84,20 +90,20 @@ class WarmUp:
                 self._answer(replace(of_block, steps=max(of_block.num_blocks, min(length, 4))), 1)
 
     @torch.inference_mode()
-    def record(self, recorder: Recorder, show_progress: bool) -> None:
-        """Record the graphs that requests of the engine's defaults need, and hold them against launched steps.
+    def record(self, record: Record, show_progress: bool) -> None:
+        """Record the graphs that requests of the engine's defaults need, and compare them with launched steps.
 
-        A recorder that fails, or a recording that does something else, leaves the engine without recordings.
+        If recording fails, or a graph does something else, the engine uses no graphs.
         """
         runner = self.runner
-        graphs = runner.record_with(recorder)
+        graphs = runner.use_graphs(record)
         spec = self.spec(self.longest)
         try:
             problem = None
             self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
             overwrites = any(size.overwrites for size in graphs.forwards.graphs)
             sizes = [ForwardSize(n, rows, overwrites, adds) for n, rows, adds in self._forward_sizes(spec)]
-            for size in tqdm(sizes, desc="Recording steps", disable=not show_progress):
+            for size in tqdm(sizes, desc="Recording steps", disable=None if show_progress else True):
                 _ = graphs.forwards[size]
             for filling in list(graphs.fillings.graphs):
                 most = padded(min(self.max_requests * filling.width, SIZES[-1]))
@@ -189,7 +195,7 @@ class WarmUp:
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
     """Everything before the first request, on a GPU."""
     requests = WarmUp(runner)
-    requests.compile()
-    # Plain kernels wait for the device; what took their place in a start-up check was said there.
-    if runner.options.cuda_graphs and not plain_on_cuda:
-        requests.record(CudaRecorder(runner.device), show_progress)
+    with progress_line("Compiling kernels", shown=show_progress):
+        requests.compile()
+    if runner.options.cuda_graphs:
+        requests.record(GraphRecorder(runner.device), show_progress)

@@ -107,7 +107,7 @@ class DiffusionScheduler(RequestQueue):
         self.pages.reserve(request.request_id, demand, found)
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(request.num_tokens, state.progress.retained, preempted=resumes)
-        self.waiting.pop_request() if self._admits else self.waiting.remove_requests([request])
+        self.waiting.pop_request() if self.admits else self.waiting.remove_requests([request])
         request.status = RequestStatus.RUNNING
         self.running.append(request)
         if self.log_stats:
@@ -139,14 +139,10 @@ class DiffusionScheduler(RequestQueue):
             number += 1
         return preempted
 
-    @property
-    def _steps_per_dispatch(self) -> int:
-        return self.options.steps_per_dispatch or 1
-
     def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
         """True if the runner may run several steps: no request waits, and every step of every request has room."""
         return (
-            self._steps_per_dispatch > 1
+            self.options.steps_per_dispatch > 1
             and not self.waiting
             and output.plans.keys() == canvases.keys()
             and sum(canvases.values()) <= self.max_rows
@@ -155,7 +151,7 @@ class DiffusionScheduler(RequestQueue):
         )
 
     def _run_on(self, output: DiffusionSchedulerOutput) -> None:
-        output.num_steps = self._steps_per_dispatch
+        output.num_steps = self.options.steps_per_dispatch
         for request_id in list(output.plans):
             state = self.states[request_id]
             try:

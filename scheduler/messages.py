@@ -20,7 +20,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 FIGURES_KEY = "diffusion"
 PROVISIONAL_KEY = "provisional"
-"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that takes a free dictionary."""
+COMPLETE_KEY = "complete"
+"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that takes a free dictionary. The
+last says that a response stops although its last token is no end token."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.families import Attention, ScheduleKind
+from dllm_engine.scheduler.token_bias import TokenBias
 from dllm_engine.scheduler.unmasking import SlowFast, SpanState, split_steps
 
 
@@ -99,6 +100,8 @@ class DecodingSpec:
     certainty_sigma: float | None = None
     """Reach, in tokens, of the prior on confidences: known tokens near a position raise it (d2Cache, arXiv 2509.23094).
     None: no prior."""
+    alg_temp: float = 0.0
+    """Temperature at which the positions that a step fills are drawn by their confidences; 0: the most confident."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
     block_add_threshold: float | None = None
@@ -108,6 +111,15 @@ class DecodingSpec:
     """Masked blocks behind the window that a forward pass computes; None: all."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the response."""
+    confidence_eos_eot_inf: bool = False
+    logits_eos_inf: bool = False
+    """As the request options of these names. ``with_tokens`` says which tokens these are."""
+    token_biases: tuple[TokenBias, ...] = ()
+    """Added to the logits before all else."""
+    least_confident: frozenset[int] = frozenset()
+    """Tokens that no confidence counts, and that are filled in after all others."""
+    first_end: int = 0
+    """Canvas position before which the response may not end."""
     early_stop: bool = False
     """Give up the positions behind the first end token as soon as it is decided: they become end tokens (d3LLM)."""
     delay_eos: bool = False
@@ -118,6 +130,8 @@ class DecodingSpec:
     """True if given tokens are sent with the tokens that were filled in."""
     constraint: bytes | None = None
     """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
+    reasoning: bytes | None = None
+    """Automaton of the text before the text that must match, as ``Automaton.packed``; None: no such text."""
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
@@ -231,6 +245,11 @@ class DecodingSpec:
             return tuple(self.block_span(block).size for block in range(self.num_blocks))
         starts = range(0, self.gen_length, self.block_length)
         return tuple(self.template[start : start + self.block_length].count(None) for start in starts)
+
+    def place_of_sent(self, number: int) -> int:
+        """Canvas position behind the first ``number`` tokens that are sent of a response."""
+        sent = [i for i, token in enumerate(self.response_template) if self.return_given or token is None]
+        return self.prompt_length + (sent[number - 1] + 1 if number else 0)
 
     @property
     def num_masks(self) -> int:

@@ -25,7 +25,8 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, end_token_ids, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve_tokens import with_tokens
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
@@ -91,6 +92,7 @@ class RequestQueue(SchedulerInterface):
         self._pause_state = PauseState.UNPAUSED
         self.weights_incomplete_since: str | None = None
         """The call that began to change the weights, until another one completes them. No request is admitted then."""
+        self.num_weight_changes = 0
         # Draws the seeds of requests that name none. Seeded, so that one engine run is repeatable.
         self._seeds = random.Random(vllm_config.model_config.seed)
         page_bytes = sum(group.kv_cache_spec.page_size_bytes for group in kv_cache_config.kv_cache_groups)
@@ -112,12 +114,13 @@ class RequestQueue(SchedulerInterface):
             request.record_event(EngineCoreEventType.QUEUED)
 
     @property
-    def _admits(self) -> bool:
+    def admits(self) -> bool:
+        """Whether requests may begin: the engine is not paused, and has all of its weights."""
         return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
     def _next_waiting(self) -> Request | None:
         """The request to admit next. While none may begin, those that were preempted go on."""
-        if self._admits:
+        if self.admits:
             return self.waiting.peek_request() if self.waiting else None
         return next((request for request in self.waiting if request.num_preemptions), None)
 
@@ -138,7 +141,7 @@ class RequestQueue(SchedulerInterface):
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
-        spec = replace(spec, end_tokens=end_token_ids(params, self.hf_config))
+        spec = with_tokens(spec, params, self.hf_config)
         check_rows(spec, self.options, self.max_rows)
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
@@ -226,7 +229,7 @@ class RequestQueue(SchedulerInterface):
     def get_num_unfinished_requests(self) -> int:
         if self._pause_state == PauseState.PAUSED_ALL:
             return 0
-        unfinished = len(self.running) + len(self.waiting) if self._admits else self.num_begun
+        unfinished = len(self.running) + len(self.waiting) if self.admits else self.num_begun
         return unfinished + len(self._errors)
 
     def has_request(self, request_id: str) -> bool:

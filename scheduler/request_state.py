@@ -7,7 +7,14 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, figures_message, provisional_message
+from dllm_engine.scheduler.messages import (
+    COMPLETE_KEY,
+    Commits,
+    RequestFailure,
+    StepReport,
+    figures_message,
+    provisional_message,
+)
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
@@ -47,6 +54,8 @@ class RequestState:
                     passes + report.commits.forward_passes[: len(tokens)],
                     logprobs + report.commits.logprobs[: len(tokens)],
                 )
+            if self.request.status is RequestStatus.FINISHED_STOPPED and tokens[-1] not in spec.end_tokens:
+                shown |= {COMPLETE_KEY: True}
             return self._output(tokens, report.logprobs, shown)
         if not shown:
             return None
@@ -76,7 +85,9 @@ class RequestState:
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
         elif request.num_output_tokens >= self.spec.num_sent:
-            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            # What a constraint allows is a whole text by the end of the response, also without an end token.
+            is_whole = self.spec.constraint is not None
+            request.status = RequestStatus.FINISHED_STOPPED if is_whole else RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 
     def _output(self, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]) -> EngineCoreOutput:

@@ -17,6 +17,8 @@ Measure = Literal["probability", "entropy", "margin", "noise", "position"]
 between the probabilities of the two likeliest tokens, a random number, or the distance from the right end."""
 WEIGHTED_MEASURES = ("probability", "margin")
 """Measures that a prior can weight: values that are not negative."""
+CONFIDENCES = (*WEIGHTED_MEASURES, "entropy")
+"""Measures that come from the predicted distribution."""
 
 
 @dataclass(frozen=True)

@@ -1,121 +1,124 @@
-"""A check, what came of it, and the table of all."""
+"""Comparisons of a device with a CPU: kernels in each type, and the demo models' answers with every cache method."""
 
-import itertools
-import math
+import gc
+import json
+import random
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from dllm_engine.evaluation.machine import synchronize
+from dllm_engine.check.cases import Case, Draw, Sizes
+from dllm_engine.demo import DEMO_BLOCKS, DEMO_MODEL
+from dllm_engine.params import DiffusionParams
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import format_table, one_line
 
-OK, FAILED, NOT_RUN = "ok", "FAILED", "not run"
+OK, FAILED = "ok", "FAILED"
 BOUNDS = {torch.int64: 0.0, torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-"""Largest error that rounding explains, by the type of what was computed."""
-_Error = tuple[float, float]
-"""An error and its bound."""
+"""Largest error that rounding explains, by the type of the result."""
+ANSWERS = Path(__file__).parent / "answers.json"
+"""The answers of each cache method on a CPU. ``python -m tests.cli.test_check`` writes them anew."""
+SETTINGS = json.loads((Path(__file__).parent / "settings.json").read_text())
+"""The engine's, with cache options by which prompts as short as these are refreshed and evicted."""
+Run = Callable[[], tuple[float, float]]
+Check = tuple[str, str, Run]
+"""Name of a comparison, its type and sizes, and a function that returns the error and its bound."""
 
 
-class CannotRunError(Exception):
-    """A check does not apply here; the text says why."""
+def kernel_checks(device: str, sizes: Sizes, cases: Mapping[str, Case]) -> Iterator[Check]:
+    """Every case in each type. The CPU computes in float64 where it can, else in float32, from the same numbers."""
+    heads = f"{sizes.num_heads} heads of {sizes.head_dim} share {sizes.num_kv_heads}"
+
+    def compare_devices(case: Case, dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
+        return compare(case(Draw(sizes, dtype, dtype, device)), case(Draw(sizes, dtype, wide, "cpu")))
+
+    for name, case in cases.items():
+        wide = torch.float64 if name.startswith("paged_attention") else torch.float32
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            run = partial(compare_devices, case, dtype, wide)
+            yield name, f"{str(dtype).removeprefix('torch.')}, {heads}", run
 
 
-def cannot_run(reason: str) -> _Error:
-    """In place of a check that does not apply here."""
-    raise CannotRunError(reason)
+def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
+    """Error and bound of the result that is closest to its bound, or beyond it: the largest difference over the largest
+    expected number. Infinities and NaN must be in the same places."""
+    errors = []
+    for result, right in zip(actual, expected, strict=True):
+        if result.shape != right.shape:
+            raise ValueError(f"the shape is {list(result.shape)}, not {list(right.shape)}")
+        a, e = result.cpu().double(), right.double()
+        differences = (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0)
+        largest = e.where(e.isfinite(), 0.0).abs().amax().clamp(min=1e-30)
+        errors.append((float(differences.nan_to_num(torch.inf, torch.inf).amax() / largest), BOUNDS[result.dtype]))
+    return max(errors, key=lambda each: each[0] / (each[1] or 1e-30))
 
 
-@dataclass(frozen=True)
-class Check:
-    """One comparison."""
-
-    name: str
-    """Checks of the same name share a line of the table where they went alike."""
-    case: str
-    """Its type and sizes."""
-    run: Callable[[], _Error]
-    """Returns the error and its bound. Raises ``CannotRunError`` where it does not apply; any other is a failure."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a check."""
-
-    name: str
-    case: str
-    result: str
-    """``OK``, ``FAILED`` or ``NOT_RUN``."""
-    seconds: float
-    """Of the whole check, with compiling and the CPU's part."""
-    error: float | None = None
-    bound: float | None = None
-    reason: str = ""
-    """Why it was not run, or what was raised."""
-    traceback: str = ""
+def answer_checks(device: str) -> Iterator[Check]:
+    """Each cache method; on GPUs with recorded steps too, and on two of them."""
+    on_gpu = device == "cuda"
+    for method in CACHE_METHODS:
+        yield "answers", method, partial(_compare_answers, method, cuda_graphs=False)
+    for method in [name for name in CACHE_METHODS if on_gpu and CACHE_METHODS[name].recordable]:
+        yield "answers, recorded steps", method, partial(_compare_answers, method, cuda_graphs=True)
+    if on_gpu and torch.cuda.device_count() > 1:
+        yield "answers, two ranks", "sparse", partial(_compare_answers, "sparse", tensor_parallel_size=2)
 
 
-def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> _Error:
-    """Error and bound of a tensor that is beyond its bound, else of the one that is closest to it.
-
-    The error is the largest difference over the largest expected number. Infinities and NaN must be in the same places.
-
-    Args:
-        actual: tensors of the device; their types decide the bounds.
-        expected: tensors of the CPU, of the same shapes.
-    """
-    errors = [(_error(a, e), BOUNDS[a.dtype]) for a, e in zip(actual, expected, strict=True)]
-    beyond = (each for each in errors if not each[0] <= each[1])
-    return next(beyond, max(errors, key=lambda each: each[0] / (each[1] or 1.0)))
+def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
+    """The number of answers that differ; none may."""
+    found, stored = answers_of(method, **settings), json.loads(ANSWERS.read_text())[method]
+    return sum(answer != right for answer, right in zip(found, stored, strict=True)), 0
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    if actual.shape != expected.shape:
-        raise ValueError(f"the shape is {list(actual.shape)}, not {list(expected.shape)}")
-    a, e = actual.cpu().double(), expected.double()
-    differences = (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0)
-    largest = e.where(e.isfinite(), 0.0).abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    return float(differences.amax() / largest)
+def answers_of(method: str, **settings: Any) -> list[list[Any]]:
+    """Tokens of two responses of one batch, one of them sampled, and the positions that each step unmasked. Prompts are
+    random tokens: asked what it was trained on, the model answers right even with a cache that is wrong."""
+    from dllm_engine.llm import LLM
+
+    model = DEMO_MODEL if method in methods_for("full") else DEMO_BLOCKS
+    options = {"cache_method": method, "cache_options": SETTINGS["cache_options"].get(method)}
+    llm = LLM(model, **SETTINGS["engine"], **options, **settings)
+    try:
+        if settings.get("cuda_graphs") and not all(llm.collective_rpc("records_steps")):
+            raise ValueError("steps could not be recorded; the engine's log says why")
+        same: dict[str, Any] = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+        params, prompts = [DiffusionParams(**same), DiffusionParams(temperature=0.7, seed=1, **same)], []
+        for length, seed in ((50, 2), (20, 0)):
+            draw = random.Random(seed)
+            prompts.append({"prompt_token_ids": [draw.randrange(4, 512) for _ in range(length)]})  # no special tokens
+        completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [[list(each.token_ids), each.diffusion.unmasked_per_step] for each in completions]
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # a device holds one engine at a time
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
 
 
-def run_checks(checks: Iterable[Check]) -> Iterator[Outcome]:
-    """Run one after the other; what one raises does not stop the others."""
-    for check in checks:
-        start = time.perf_counter()
-        try:
-            error, bound = check.run()
-            synchronize()
-        except Exception as raised:
-            seconds = time.perf_counter() - start
-            if isinstance(raised, CannotRunError):
-                yield Outcome(check.name, check.case, NOT_RUN, seconds, reason=one_line(raised))
-            else:
-                reason = f"{type(raised).__name__}: {(str(raised).strip().splitlines() or [''])[0]}"
-                trace = "".join(traceback.format_exception(raised))
-                yield Outcome(check.name, check.case, FAILED, seconds, reason=reason, traceback=trace)
-        else:
-            seconds = time.perf_counter() - start
-            if math.isnan(error):
-                yield Outcome(check.name, check.case, FAILED, seconds, reason="NaN where a number is expected")
-            else:
-                yield Outcome(check.name, check.case, OK if error <= bound else FAILED, seconds, error, bound)
+def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
+    """Result, error, bound and seconds of a check; reason and traceback of its exception."""
+    start, error, bound, reason, trace = time.perf_counter(), torch.inf, 0.0, "", ""
+    try:
+        error, bound = run()
+    except Exception as raised:
+        reason, trace = f"{type(raised).__name__}: {one_line(raised)}", "".join(traceback.format_exception(raised))
+    found = {"name": name, "case": case, "result": OK if error <= bound else FAILED, "error": error}
+    return found | {"bound": bound, "seconds": time.perf_counter() - start, "reason": reason, "traceback": trace}
 
 
-def as_table(outcomes: Iterable[Outcome]) -> str:
-    """By name, a line for each failure, and one for neighbours that went alike, which shows the case closest to its
-    bound."""
-    outcomes = list(outcomes)
-    names = [each.name for each in outcomes]
-    ordered = sorted(outcomes, key=lambda each: names.index(each.name))
+def as_table(outcomes: Iterable[dict[str, Any]]) -> str:
+    """A line for neighbours of a name that went alike, with the case that is closest to its bound or beyond it."""
     rows = [("CHECK", "CASE", "ERROR", "BOUND", "TIME", "RESULT")]
-    for (name, result, reason), group in itertools.groupby(ordered, key=lambda o: (o.name, o.result, o.reason)):
+    for (name, result), group in groupby(outcomes, key=lambda o: (o["name"], o["result"])):
         members = list(group)
-        for line in [[each] for each in members] if result == FAILED else [members]:
-            worst = max(line, key=lambda o: (o.error or 0.0) / (o.bound or 1.0))
-            case = worst.case if len(line) == 1 else f"{len(line)} cases" + (f", {worst.case}" if worst.error else "")
-            numbers = ["" if number is None else f"{number:.1e}" for number in (worst.error, worst.bound)]
-            seconds = f"{sum(each.seconds for each in line):.2f} s"
-            rows.append((name, case, *numbers, seconds, f"{result}: {reason}" if reason else result))
+        worst = max(members, key=lambda o: o["error"] / (o["bound"] or 1.0))
+        case = worst["case"] if len(members) == 1 else f"{len(members)} cases, {worst['case']}"
+        figures = f"{worst['error']:.1e}", f"{worst['bound']:.1e}", f"{sum(o['seconds'] for o in members):.2f} s"
+        rows.append((name, case, *figures, ": ".join(filter(None, (result, worst["reason"])))))
     return format_table(rows)

@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel
 
-from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_fields import END_OPTIONS, GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.text import choices, did_you_mean
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
 _SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
@@ -23,11 +24,38 @@ STRUCTURE = ("regex", "json_schema", "choice")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Also accepts options with underscores (``--cache_method``)."""
+    """Accepts options with underscores too (``--cache_method``); an error is one line, with the closest known name."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([self._with_dashes(word) for word in words], namespace)
+        parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in words], namespace)
+        if unknown and not getattr(parsed, "passes_on_unknown", False):
+            word = unknown[0]
+            self.error(
+                f"{word} is unknown{self.closest(word)}"
+                if word.startswith("-")
+                else f"{word!r} is one argument too many; put quotes around a text with spaces"
+            )
+        return parsed, unknown
+
+    def format_help(self) -> str:
+        """As argparse's, without a list of all options in the usage: they follow."""
+        if self.usage is None:
+            words = [action for action in self._actions if not action.option_strings]
+            named = [self._get_formatter()._format_args(word, str(word.metavar)) for word in words]
+            self.usage = " ".join((self.prog, "[options]", *named))
+        return super().format_help()
+
+    def closest(self, flag: str, others: Iterable[str] = ()) -> str:
+        """The end of a message on an unknown flag: the closest one of this parser and ``others``."""
+        return did_you_mean(self._with_dashes(flag).partition("=")[0], [*self._option_string_actions, *others])
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"dllm: error: {message} (`{self.prog} --help` lists what it takes)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, f"{value!r} is unknown{choices(value, map(str, action.choices))}")
 
     def _with_dashes(self, word: str) -> str:
         """``word`` with dashes if it is an option of this parser; vLLM's own options may have underscores."""
@@ -102,7 +130,10 @@ GUIDED = "guided"
 """The unmasking rule that leaves the choice to a guide, whose model may be its value."""
 GUIDING = GUIDE_OPTIONS
 """Arguments about how a guide decides, under the names of request options; they may follow that rule."""
-DENOISING = ("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", GUIDED, *GUIDING)
+DENOISING = (
+    *("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", *END_OPTIONS, "alg_temp"),
+    *(GUIDED, *GUIDING),
+)
 """Arguments about how a response is denoised, under the names of request options."""
 _READ: dict[Any, tuple[Any, str]] = {
     int: (whole_number, "N"),

@@ -1,7 +1,9 @@
 """``dllm chat``: a conversation in the terminal that shows how the masks are filled."""
 
 import argparse
+import io
 import itertools
+import re
 import shutil
 import signal
 import sys
@@ -12,13 +14,22 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.text import one_line
+from dllm_engine.text import choices, is_text, one_line
 
 if TYPE_CHECKING:
+    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-GREETING = "/exit or Ctrl-D ends, /clear forgets the conversation, Ctrl-C stops an answer."
+COMMANDS = {
+    "/help": "lists the commands",
+    "/clear": "forgets the conversation",
+    "/exit": "ends, as Ctrl-D does",
+}
+GREETING = "/help lists the commands, Ctrl-D ends, Ctrl-C stops an answer."
+HELP = "\n".join(f"{name:7} {does}" for name, does in COMMANDS.items())
+HELP += "\nA message that begins with such a word needs a space before it."
+_COMMAND = re.compile(r"/\w*(\s|$)")
 DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
 PROMPT = "> "
 
@@ -36,10 +47,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    llm, params = start_engine(args)
-    if not llm.has_chat_template:
-        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-    llm.check_params(params)
+    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
+        if not front_end.has_chat_template:
+            raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+        front_end.check_params(params)
+
+    llm, params = start_engine(args, check)
     screen = Screen(sys.stdout) if sys.stdout.isatty() else None
     conversation = Conversation(llm, params, screen)
     if screen is not None:
@@ -48,19 +61,28 @@ def run(args: argparse.Namespace) -> int:
         print(GREETING)
         if args.model in DEMO_MODELS:
             print(DEMO_HINT)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # `is_text` finds bytes that are not UTF-8
     while True:
         try:
-            said = input(PROMPT if screen is not None else "").strip()
+            line = input(PROMPT if screen is not None else "")
         except (EOFError, KeyboardInterrupt) as end:
             if screen is not None:
                 print()
             if isinstance(end, KeyboardInterrupt):
                 raise
             return 0
+        said = line.strip()
         if said == "/exit":
             return 0
-        if said == "/clear":
+        if said == "/help":
+            print(HELP)
+        elif said == "/clear":
             conversation.messages.clear()
+        elif _COMMAND.match(line):
+            print(f"dllm: error: {said} is unknown{choices(said, COMMANDS)}", file=sys.stderr)
+        elif not is_text(said):
+            print("dllm: error: the message is not UTF-8; send it in that encoding", file=sys.stderr)
         elif said:
             conversation.answer(said)
 

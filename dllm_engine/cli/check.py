@@ -3,11 +3,8 @@
 import argparse
 import os
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,36 +15,18 @@ from dllm_engine.quiet import be_quiet
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
-if TYPE_CHECKING:
-    from dllm_engine.check.checks import Check, Outcome
-
-SOME_FAILED = 1
-GROUPS = ("kernels", "heads", "answers")
+DESCRIPTION = """Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and the
+demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs."""
+MODEL = "checkpoint or shape such as `llada-8b`, for its sizes; weights are not read (default: demo)"
+HEAD_DIMS = (16, 64, 96, 128, 256)
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "check",
-        help="check that the engine computes right on this machine",
-        description="Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and "
-        "the demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs.",
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        default=DEMO_MODEL,
-        metavar="MODEL",
-        help="folder or Hugging Face name of a checkpoint, for its sizes, or a shape such as `llada-8b`; weights are "
-        "not read (default: demo)",
-    )
-    parser.add_argument(
-        "--only",
-        choices=GROUPS,
-        help="check one part alone: `kernels` at the sizes of MODEL, `heads` of other sizes, or `answers`",
-    )
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE", help="write everything as JSON, to be attached to a report"
-    )
+    about = "check that the engine computes right on this machine"
+    parser = commands.add_parser("check", help=about, description=DESCRIPTION)
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=MODEL)
+    parser.add_argument("--only", choices=("kernels", "heads", "answers"), help="check one part alone")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON, for a report")
     parser.set_defaults(run=run)
 
 
@@ -59,39 +38,35 @@ def run(args: argparse.Namespace) -> int:
     check_release()
     import torch
 
-    from dllm_engine.check.answers import answer_checks
-    from dllm_engine.check.checks import FAILED, NOT_RUN, OK, as_table, run_checks
-    from dllm_engine.check.dense import dense_checks
-    from dllm_engine.check.operators import Sizes, head_checks, operator_checks
+    from dllm_engine.check import checks
+    from dllm_engine.check.cases import BY_HEADS, OTHERS, Sizes
     from dllm_engine.checkpoints import load_config
     from dllm_engine.evaluation.machine import provenance
+    from dllm_engine.scheduler.page_layout import head_dim_of
 
-    sizes = Sizes.of_model(load_config(args.model))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    machine = provenance()
-    print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), at the sizes of {args.model}")
-    if device.type == "cpu":
-        print("There is no CUDA device: the kernels are the CPU's, and those of a GPU do not run.")
-    print(flush=True)
-    groups: dict[str, Iterator[Check]] = {
-        "kernels": chain(operator_checks(device, sizes), dense_checks(device, sizes)),
-        "heads": chain.from_iterable(
-            chain(head_checks(device, other), dense_checks(device, other)) for other in sizes.with_other_heads()
-        ),
-        "answers": answer_checks(device),
-    }
-    checks = list(chain.from_iterable(groups[name] for name in GROUPS if args.only in (None, name)))
-    report = {"machine": machine | {"device": device.type}, "model": args.model, "sizes": asdict(sizes), "checks": []}
-    outcomes: list[Outcome] = []
-    for outcome in run_checks(tqdm(checks, desc="Checks", unit="", leave=False)):
-        outcomes.append(outcome)
-        if args.output is not None:
-            # Each time: what goes wrong on a device may end the process.
-            report["checks"] = [asdict(each) for each in outcomes]
-            args.output.write_text(json_rows(report, depth=2) + "\n", encoding="utf-8")
-    print(as_table(outcomes))
-    count = Counter(outcome.result for outcome in outcomes)
-    print(f"\n{len(outcomes)} checks: {count[OK]} ok, {count[FAILED]} failed, {count[NOT_RUN]} not run")
+    config, machine = load_config(args.model), provenance()
+    heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
+    sizes = Sizes(*heads, config.hidden_size, config.vocab_size)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"dllm-engine {machine['dllm_engine']} on {device} ({machine['processor']}), sizes of {args.model}\n")
+    if device == "cpu":
+        print("There is no CUDA device: the kernels are the CPU's, and those of a GPU do not run.\n")
+    chosen: list[checks.Check] = []
+    if args.only in (None, "kernels"):
+        chosen += checks.kernel_checks(device, sizes, BY_HEADS | OTHERS)
+    for dim in [dim for dim in HEAD_DIMS if args.only in (None, "heads") and dim != sizes.head_dim]:
+        chosen += checks.kernel_checks(device, sizes._replace(num_heads=4, num_kv_heads=2, head_dim=dim), BY_HEADS)
+    if args.only in (None, "answers"):
+        chosen += checks.answer_checks(device)
+    outcomes: list[dict[str, Any]] = []
+    report = {"machine": machine | {"device": device}, "model": args.model, "sizes": sizes._asdict()}
+    for check in tqdm(chosen, desc="Checks", unit="", leave=False):
+        outcomes.append(checks.outcome_of(*check))
+        if args.output is not None:  # each time: what goes wrong on a device may end the process
+            args.output.write_text(json_rows(report | {"checks": outcomes}, depth=2) + "\n", encoding="utf-8")
+    print(checks.as_table(outcomes))
+    count = Counter(outcome["result"] for outcome in outcomes)
+    print(f"\n{len(outcomes)} checks: {count[checks.OK]} ok, {count[checks.FAILED]} failed")
     if args.output is not None:
         print(f"wrote {args.output}")
-    return SOME_FAILED if count[FAILED] else 0
+    return int(count[checks.FAILED] > 0)

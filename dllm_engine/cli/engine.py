@@ -3,7 +3,9 @@
 import argparse
 import os
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
@@ -19,7 +21,7 @@ from dllm_engine.cli.arguments import (
 )
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import AUTO, GUIDE_SETTINGS, EngineOptions
-from dllm_engine.quiet import be_quiet
+from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
@@ -28,6 +30,7 @@ from dllm_engine.vllm_hooks.server_start import end_now
 if TYPE_CHECKING:
     from vllm.sampling_params import StructuredOutputsParams
 
+    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
@@ -118,12 +121,12 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--gen-length", type=whole_number, metavar="N", help="response tokens (default: the checkpoint's, else 256)"
     )
     add_denoising_arguments(group)
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="R", help="0 is greedy (default: 0)")
     group.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="sample from the likeliest tokens of mass P"
     )
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (0: all)")
-    group.add_argument("--seed", type=int, help="seed of everything that is drawn at random")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of everything that is drawn at random")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at end tokens")
 
 
@@ -179,14 +182,29 @@ def prepare(args: argparse.Namespace) -> None:
     check_release()
 
 
-def start_engine(args: argparse.Namespace, *, trace: bool = False) -> "tuple[LLM, DiffusionParams]":
+def start_engine(
+    args: argparse.Namespace,
+    check: "Callable[[FrontEnd, DiffusionParams], object] | None" = None,
+    *,
+    trace: bool = False,
+) -> "tuple[LLM, DiffusionParams]":
     """The engine and the decoding parameters that ``args`` ask for.
 
-    Raises ``ValueError`` for options out of range and for a model that cannot be found.
+    Args:
+        check: raises ``ValueError`` for requests that the engine would refuse, before the model is loaded.
+
+    Raises:
+        ValueError: options out of range, a model that cannot be found.
     """
-    prepare(args)
-    params = decoding_params(args)
-    return load(engine_arguments(args, trace=trace)), params
+    be_quiet()
+    with progress_line("Importing vLLM"):
+        prepare(args)
+        params, arguments = decoding_params(args), engine_arguments(args, trace=trace)
+        from dllm_engine.front_end import FrontEnd
+    if check is not None:
+        with naming_model(arguments):
+            check(FrontEnd(arguments), params)
+    return load(arguments | {"use_tqdm_on_load": sys.stderr.isatty(), **dict(args.engine_arg)}), params
 
 
 def engine_arguments(args: argparse.Namespace, *, trace: bool = False) -> dict[str, Any]:
@@ -203,11 +221,19 @@ def load(arguments: dict[str, Any]) -> "LLM":
     # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
     try:
-        return LLM(**arguments)
-    except OSError as error:
-        raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
+        with naming_model(arguments):
+            return LLM(**arguments)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def naming_model(arguments: dict[str, Any]) -> Iterator[None]:
+    """Errors of reading the model's files as ``ValueError`` with its name."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
 
 
 def decoding_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -54,7 +54,7 @@ ANSWER_LENGTH = 32
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
     *("cache_method", "cache_option", "retention_ratio", "guide_model", GUIDED, *GUIDING),
-    *("argv", "command", "passes_on_unknown", "run", "traceback", "unknown"),
+    *("argv", "command", "run", "traceback", "unknown"),
 )
 """Arguments that may differ between runs that fill the same table: they tell its rows apart, or change nothing."""
 

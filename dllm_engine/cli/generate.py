@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -10,6 +11,12 @@ from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settin
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import DENOISING, STRUCTURE
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
+from dllm_engine.text import is_text
+
+if TYPE_CHECKING:
+    from dllm_engine.front_end import FrontEnd
+    from dllm_engine.infill.template import Piece
+    from dllm_engine.params import DiffusionParams
 
 SOME_FAILED = 1
 _SETTINGS = (
@@ -28,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         description="Answer PROMPT, or with --input and --output every line of a file. Such a run may be interrupted "
         "at any time; the same command goes on where it stopped.",
     )
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT")
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text, in quotes")
     parser.add_argument(
         "--input",
         type=Path,
@@ -64,21 +71,34 @@ def run(args: argparse.Namespace) -> int:
         return _answer_file(args)
     if args.suffix is not None and args.gen_length is None:
         raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
+    if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
+        raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
     return _answer_prompt(args)
 
 
 def _answer_prompt(args: argparse.Namespace) -> int:
-    llm, params = start_engine(args)
-    use_chat = not args.raw and llm.has_chat_template
-    if args.suffix is not None:
-        (output,) = llm.infill(args.prompt, args.suffix, params)
-    elif args.template is not None:
+    request, size = BatchRequest(prompt=args.prompt), args.gen_length
+    if args.suffix is not None:  # as for LLM.infill: the length is the hole's, the prompt is taken as it is
+        args.gen_length, args.raw = None, True
+
+    def template() -> "list[Piece] | None":
         from dllm_engine.infill.template import parse_template
 
-        prompt = [{"role": "user", "content": args.prompt}] if use_chat else args.prompt
-        (output,) = llm.fill_in([prompt], [parse_template(args.template)], params)
+        if args.suffix is not None:
+            return [size, args.suffix]
+        return None if args.template is None else parse_template(args.template)
+
+    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
+        use_chat = not args.raw and front_end.has_chat_template
+        tokens = {"prompt_token_ids": request.prompt_tokens(front_end.tokenizer)}
+        front_end.check(tokens if use_chat else args.prompt, params, template())
+
+    llm, params = start_engine(args, check)
+    use_chat = not args.raw and llm.has_chat_template
+    if (pieces := template()) is not None:
+        (output,) = llm.fill_in([request.as_messages() if use_chat else args.prompt], [pieces], params)
     else:
-        enqueue(llm, BatchRequest(prompt=args.prompt), params, use_chat=use_chat)
+        enqueue(llm, request, params, use_chat=use_chat)
         (output,) = llm.wait_for_completion(use_tqdm=False)
     completion = output.outputs[0]
     if "error" in (ended := outcome(completion)):
@@ -96,8 +116,7 @@ def _answer_file(args: argparse.Namespace) -> int:
     settings = settings_digest({name: getattr(args, name) for name in _SETTINGS})
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
-            llm, params = start_engine(args)
-            llm.check_params(params)
+            llm, params = start_engine(args, lambda front_end, params: front_end.check_params(params))
             with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
                 answer_lines(llm, results, params, use_chat=not args.raw and llm.has_chat_template, bar=bar)
         print(

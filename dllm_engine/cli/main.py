@@ -19,6 +19,7 @@ from dllm_engine.cli import (
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.text import one_line
 from dllm_engine.version import __version__
+from dllm_engine.vllm_hooks.companions import broken_companion
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 ERROR, INTERRUPTED = 2, 130
@@ -29,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     args, unknown = parser.parse_known_args(argv)
-    if unknown and not args.passes_on_unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.argv, args.unknown = argv, unknown
     try:
         status: int = args.run(args)
@@ -41,20 +40,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
             raise
-        print(f"dllm: error: {one_line(error)}", file=sys.stderr)
+        print(f"dllm: error: {broken_companion(error) or one_line(error)}", file=sys.stderr)
         return ERROR
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line. ``args.run`` is the chosen command's function."""
-    parser = CommandParser(prog="dllm", description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.")
+    parser = CommandParser(
+        prog="dllm",
+        description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.",
+        epilog='To try it with the demo model: dllm generate "Reverse: Rome Tom Oslo"',
+    )
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
     parser.add_argument(
         "--traceback",
         action="store_true",
         help=f"show where an error came from; the same as {TRACEBACK_VARIABLE}=1 in the environment",
     )
-    parser.set_defaults(passes_on_unknown=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     running = (generate, chat, serve, evaluate, tune, bench)
     for command in (*running, check, plan, models):

@@ -19,7 +19,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--json", action="store_true", help="as JSON; options of cache methods as JSON schemas")
     parser.set_defaults(run=run)
     parser = commands.add_parser("demo-path", help="print the folder of a demo model")
-    parser.add_argument("model", nargs="?", choices=DEMO_MODELS, default=DEMO_MODEL, help="(default: %(default)s)")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        choices=DEMO_MODELS,
+        default=DEMO_MODEL,
+        metavar="MODEL",
+        help=f"{' or '.join(DEMO_MODELS)} (default: %(default)s)",
+    )
     parser.set_defaults(run=print_demo_path)
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize, TypeAdapter
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
 
 
 def byte_size(text: str) -> int:
-    """Bytes from ``80GiB``, ``24GB``, ``512MiB`` or a plain number."""
+    """Bytes from ``80GiB``, ``24GB``, ``512MiB`` or a number of bytes, of a MiB at least."""
     try:
-        return TypeAdapter(ByteSize).validate_python(text)
+        size = TypeAdapter(ByteSize).validate_python(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80GiB, 24GB or 512MiB") from None
+    if 0 < size < 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give the unit too, as in {size}GiB")
+    return size
 
 
 def share(text: str) -> float:
@@ -128,7 +132,9 @@ def as_text(s: "Sizing", args: argparse.Namespace, command: list[str]) -> str:
         *(f"Note: {note}." for note in s.notes),
         "* as asked for; the others with their papers' options. Pages are the most that a request holds; rows are",
         "  the positions computed per step, as a mean over the response at a token per step.",
-        *("", f"To serve it so: {shlex.join(command)}"),
+        "",
+        *(f"To make the copy: {shlex.join(copy)}" for copy in filter(None, [copy_command(args)])),
+        f"To serve it so: {shlex.join(command)}",
     ]
     return "\n".join(lines)
 
@@ -148,6 +154,19 @@ def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[
     )
 
 
+def copy_command(args: argparse.Namespace) -> list[str]:
+    """The command that writes the quantized copy of the plan's model; empty if there is none to write."""
+    if args.quantization in (None, "fp8"):  # made at load time
+        return []
+    group = QUANTIZATIONS[args.quantization].group_size
+    scheme = ["--scheme", args.quantization, *(["--group-size", str(group)] if group else [])]
+    return ["python", "examples/quantize.py", args.model, _copy_of(args), *scheme]
+
+
+def _copy_of(args: argparse.Namespace) -> str:
+    return f"{Path(args.model).name}-{args.quantization}"
+
+
 def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
     s = sizing
@@ -163,8 +182,9 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         options["tensor_parallel_size"] = s.tensor_parallel_size
     if args.dtype != "auto":
         options["dtype"] = args.dtype
-    if args.quantization == "fp8":  # made at load time; the others are checkpoints of their own
+    if args.quantization == "fp8":
         options["quantization"] = "fp8_per_channel"
     if s.page_size != EngineOptions().page_size:
         options["page_size"] = s.page_size
-    return ["dllm", "serve", s.model, *as_words(options | given(args, GUIDE_SETTINGS))]
+    model = _copy_of(args) if copy_command(args) else s.model
+    return ["dllm", "serve", model, *as_words(options | given(args, GUIDE_SETTINGS))]

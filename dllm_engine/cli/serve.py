@@ -9,6 +9,7 @@ from typing import Any
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.arguments import (
     DENOISING,
+    CommandParser,
     add_denoising_arguments,
     add_options,
     merged,
@@ -32,7 +33,8 @@ from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_dis
 from dllm_engine.vllm_hooks.release import check_release
 
 OTHER_SETTINGS = (
-    *("refresh_ratio", "steps_per_dispatch", "max_automaton_states", "max_automaton_seconds", "lora_path"),
+    *("refresh_ratio", "steps_per_dispatch", "lora_path"),
+    *("max_automaton_states", "max_automaton_seconds", "max_automaton_search"),
     *("cuda_graphs", "batch_invariant", "trace", "playground"),
 )
 """Arguments that are engine options of the same name, beside those about the cache."""
@@ -93,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     server_start.end_on_signals()
     arguments = vllm_arguments(args)
     check_release()
+    check_flags(args.parser, args.unknown)
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
 
@@ -117,6 +120,18 @@ def with_config_file(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     below = {name: value for name, value in vars(stated).items() if value not in (None, [])}
     above = {name: value for name, value in vars(args).items() if value not in (None, [])}
     return argparse.Namespace(**vars(args) | below | above | {"unknown": unknown + args.unknown})
+
+
+def check_flags(parser: CommandParser, flags: list[str]) -> None:
+    """Refuse a flag that neither ``parser`` nor vLLM knows, which may be abbreviated."""
+    from vllm.entrypoints.cli.serve import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    of_vllm = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    for name in stated_arguments(flags):
+        flag = f"--{name.replace('_', '-')}"
+        if not any(known.startswith(flag) for known in of_vllm):
+            raise ValueError(f"{flag} is unknown{parser.closest(flag, of_vllm)}")
 
 
 def stated_arguments(flags: list[str]) -> dict[str, str]:

@@ -35,6 +35,7 @@ from dllm_engine.evaluation.trials import RULES, Setting, Space, TrialFile
 from dllm_engine.evaluation.tuning import Search, draw, report
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
+from dllm_engine.text import choices
 
 DEMO_COUNT = 100
 """Examples per demo task."""
@@ -113,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
     for method in _methods(args, CACHE_METHODS):
         if method not in CACHE_METHODS:
-            raise ValueError(f"--methods: unknown cache method {method!r}; choose some of {', '.join(CACHE_METHODS)}")
+            raise ValueError(f"--methods: unknown cache method {method!r}{choices(method, CACHE_METHODS)}")
     if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model not in DEMO_MODELS:
         raise ValueError(
             f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "

@@ -41,10 +41,9 @@ def log_likelihoods(
 
     def canvases() -> Iterator[tuple[list[int], list[int]]]:
         for index, (prompt, continuation) in enumerate(pairs):
-            rng = np.random.default_rng([seed, len(continuation), *prompt])
-            for weight, masked in weighted_masks(len(continuation), num_samples, rng):
+            for weight, canvas in weighted_canvases(prompt, continuation, num_samples, seed):
                 terms.append((index, weight))
-                yield prompt + continuation, [len(prompt) + position for position in masked]
+                yield canvas
 
     totals = [0.0] * len(pairs)
     for logprobs in llm.masked_logprobs(canvases()):
@@ -53,13 +52,28 @@ def log_likelihoods(
     return totals
 
 
+def weighted_canvases(
+    prompt: list[int], continuation: list[int], num_samples: int, seed: int
+) -> Iterator[tuple[float, tuple[list[int], list[int]]]]:
+    """(weight, canvas) whose weighted sums of log-probabilities are the bound of a continuation; a canvas as
+    ``LLM.masked_logprobs`` takes it."""
+    rng = np.random.default_rng([seed, len(continuation), *prompt])
+    for weight, masked in weighted_masks(len(continuation), num_samples, rng):
+        yield weight, (prompt + continuation, [len(prompt) + position for position in masked])
+
+
+def num_canvases(length: int, num_samples: int) -> int:
+    """Canvases that the bound of a continuation of ``length`` tokens takes."""
+    return num_samples if length > num_samples.bit_length() else min(2**length - 1, num_samples)
+
+
 def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> Iterator[tuple[float, list[int]]]:
     """(weight, masked positions) whose weighted sums of log-probabilities add up to the bound or an unbiased estimate.
 
     All masks of a continuation of ``length`` tokens if there are no more than ``num_samples``; otherwise that many,
     their numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling).
     """
-    if 2**length - 1 <= num_samples:
+    if num_canvases(length, num_samples) == 2**length - 1:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):
                 yield 1 / (count * math.comb(length, count)), list(masked)

@@ -1,4 +1,4 @@
-"""The model ``dllm`` of lm-evaluation-harness: its tasks run by a diffusion engine.
+"""The models ``dllm`` and ``dllm-http`` of lm-evaluation-harness: its tasks run by a diffusion engine, or its server.
 
 Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval`` is the command of any release, with
 this module loaded first.
@@ -7,11 +7,14 @@ this module loaded first.
 import json
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
+import requests as http
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
@@ -20,6 +23,7 @@ from dllm_engine.evaluation.runner import Answer, Request
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.text import choices
 
 DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
 """Decoding options that lm_eval has no name for."""
@@ -73,7 +77,7 @@ class DiffusionLM(TemplateLM):
         super().__init__()
         unknown = (decoding or {}).keys() - set(DECODING_OPTIONS)
         if unknown:
-            raise ValueError(f"unknown decoding option {min(unknown)!r}; known: {', '.join(DECODING_OPTIONS)}")
+            raise ValueError(f"unknown decoding option {min(unknown)!r}{choices(min(unknown), DECODING_OPTIONS)}")
         if mc_num < 1:
             raise ValueError(f"mc_num={mc_num} is out of range: it must be at least 1")
         if max_prompt_tokens is not None and max_prompt_tokens < 2:
@@ -232,3 +236,35 @@ class DiffusionLM(TemplateLM):
             totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
         return totals
+
+
+@register_model("dllm-http")
+class DiffusionAPI(LocalCompletionsAPI):
+    """A server of this package as lm_eval's model: ``local-completions`` but for likelihoods.
+
+    ``--model_args``: those of ``local-completions``, ``mc_num`` and ``mc_seed``.
+    """
+
+    def __init__(self, *, mc_num: int = NUM_SAMPLES, mc_seed: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.sampling = {"num_samples": int(mc_num), "seed": int(mc_seed)}
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        """Bounds, as ``DiffusionLM`` without ``check_greedy``; raises ``RuntimeError`` with the server's message."""
+        with ThreadPoolExecutor(self._concurrent) as pool:
+            answers = [(found, False) for found in pool.map(self._log_likelihood, requests)]
+        for (text, _, _), answer in zip(requests, answers, strict=True):
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answers
+
+    def _log_likelihood(self, request: tuple[tuple[str, str] | None, list[int], list[int]]) -> float:
+        _, prompt, continuation = request
+        body = {"model": self.model, "prompt": prompt, "answers": [continuation]} | self.sampling
+        url = self.base_url.replace("/v1/completions", "/v1/likelihoods")
+        reply = http.post(url, json=body, headers=self.header, verify=self.verify_certificate, timeout=self.timeout)
+        if reply.status_code != 200:
+            raise RuntimeError(f"{url}: {reply.text}")
+        return reply.json()["data"][0]["log_likelihood"]

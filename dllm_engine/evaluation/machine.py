@@ -50,12 +50,6 @@ def machine_line(machine: dict[str, Any]) -> str:
     return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
 
 
-def synchronize() -> None:
-    """Wait for a GPU to finish its work; a CPU has none outstanding."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def restart_peak() -> int:
     """Forget the peak so far; return the memory held now, in bytes."""
     # Freed memory that the allocator keeps would hide what comes next.
@@ -66,11 +60,6 @@ def restart_peak() -> int:
     if "CS_GNU_LIBC_VERSION" in os.confstr_names:
         ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return resident()
-
-
-def resident() -> int:
-    """Bytes of memory that this process holds now on a CPU."""
     return int(psutil.Process().memory_info().rss)
 
 

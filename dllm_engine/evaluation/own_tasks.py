@@ -22,7 +22,7 @@ from dllm_engine.demo.tasks import (
 )
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import Answer, Request
-from dllm_engine.text import one_line
+from dllm_engine.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -64,6 +64,12 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
             for length, depth in itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
             for example in needle_examples(length, depth, count, seed)
         ]
+    if name not in (DEMO_TASKS, *TASKS):
+        known = (DEMO_TASKS, *TASKS, NEEDLE, HOLES)
+        raise ValueError(
+            f"unknown task {name!r}{did_you_mean(name, known)} (tasks: {', '.join(known)}, or a FILE.jsonl); tasks of "
+            f"lm_eval are named by --lm-eval"
+        )
     return [
         OwnTask(BatchRequest(prompt=example.prompt), example.answer, part)
         for part in (TASKS if name == DEMO_TASKS else [name])
@@ -78,17 +84,18 @@ def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) 
     if not llm.has_chat_template and any(task.request.messages for task in tasks):
         raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
     params, tokenizer = DiffusionParams(**decoding), llm.get_tokenizer()
-    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, tokenizer)) for task in tasks]
+    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, llm)) for task in tasks]
 
 
-def _with_hole(params: "DiffusionParams", task: OwnTask, tokenizer: Any) -> "DiffusionParams":
+def _with_hole(params: "DiffusionParams", task: OwnTask, llm: "LLM") -> "DiffusionParams":
     """``params`` with the given parts of the response. Behind them, the model is to end it."""
     from dllm_engine.infill.template import response_template
 
     if task.given is None:
         return params
+    tokenizer = llm.get_tokenizer()
     size = len(tokenizer.encode(task.answer, add_special_tokens=False))
-    template = response_template([task.given[0], size, task.given[1]], tokenizer)
+    template = response_template([task.given[0], size, task.given[1]], tokenizer, llm.model_config.max_model_len)
     params = params.clone()
     template += [None] * ((params.gen_length or 0) - len(template))
     params.gen_length, params.response_template, params.return_given = template.count(None), template, False
@@ -136,7 +143,7 @@ def read_tasks(path: Path) -> list[OwnTask]:
     Raises ``ValueError`` with the number of a line that is none, and for a file without any.
     """
     tasks = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
         if not text.strip():
             continue
         try:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from dllm_engine.families import ModelFamily
+from dllm_engine.text import choices
 
 _TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TASK_FILES = Path(__file__).with_name("tasks")
@@ -121,7 +122,7 @@ PAPER_TABLES: dict[str, PaperTable] = {
 def paper_table(key: str) -> PaperTable:
     """Raises ``ValueError`` for a table that is unknown, or cannot be made."""
     if key not in PAPER_TABLES:
-        raise ValueError(f"table {key!r} is unknown; choose one of {', '.join(PAPER_TABLES)}")
+        raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
     table = PAPER_TABLES[key]
     if not table.benchmarks:
         raise ValueError(f"{key} is not made by this command: {table.without}")
@@ -131,7 +132,7 @@ def paper_table(key: str) -> PaperTable:
 def paper_task(benchmark: str, family: ModelFamily, paper: str | None = None, *, is_base: bool = False) -> PaperTask:
     """The row of a benchmark, of the first paper that has it unless one is named; raises ``ValueError``."""
     if paper is not None and paper not in PAPERS:
-        raise ValueError(f"paper {paper!r} is unknown; choose one of {', '.join(PAPERS)}")
+        raise ValueError(f"paper {paper!r} is unknown{choices(paper, PAPERS)}")
     rows = [row for row in PAPER_TASKS if paper in (None, row.paper) and row.is_for(family, is_base)]
     for row in rows:
         if row.benchmark == benchmark:

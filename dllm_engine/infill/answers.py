@@ -1,12 +1,39 @@
 """Templates filled in offline: one request for each combination of the sizes of a template's holes."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm import LLM, RequestOutput
 
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized
 from dllm_engine.params import DiffusionParams
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A template with one size for each of its holes, as a request."""
+
+    owner: int
+    """Index of its template."""
+    pieces: Sequence[str | int]
+    template: list[int | None]
+    params: DiffusionParams
+
+
+def candidates(
+    templates: Sequence[Sequence[Piece]], params: DiffusionParams, tokenizer: Any, max_model_len: int
+) -> list[Candidate]:
+    """The requests that templates make, in the order of the templates; raises as ``LLM.fill_in``."""
+    choices = [sized(template) for template in templates]
+    if params.n > 1 and any(len(of_one) > 1 for of_one in choices):
+        raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
+    made = []
+    for owner, of_one in enumerate(choices):
+        for pieces in of_one:
+            template = response_template(pieces, tokenizer, max_model_len)
+            made.append(Candidate(owner, pieces, template, _params(params, template, len(of_one))))
+    return made
 
 
 def fill_in(
@@ -16,20 +43,14 @@ def fill_in(
     if len(prompts) != len(templates):
         raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
     tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
-    candidates = [sized(template) for template in templates]
-    if params.n > 1 and any(len(of_prompt) > 1 for of_prompt in candidates):
-        raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
-    pieces = [of_one for of_prompt in candidates for of_one in of_prompt]
-    tokens = [response_template(of_one, tokenizer) for of_one in pieces]
-    owners = [number for number, of_prompt in enumerate(candidates) for _ in of_prompt]
-    asked = [_params(params, template, len(candidates[n])) for n, template in zip(owners, tokens, strict=True)]
-    outputs = _answers(llm, [prompts[number] for number in owners], asked)
+    asked = candidates(templates, params, tokenizer, llm.model_config.max_model_len)
+    outputs = _answers(llm, [prompts[each.owner] for each in asked], [each.params for each in asked])
     best: dict[int, RequestOutput] = {}
-    for number, of_one, template, output in zip(owners, pieces, tokens, outputs, strict=True):
+    for each, output in zip(asked, outputs, strict=True):
         for completion in output.outputs:
-            _set_texts(completion, of_one, template, tokenizer)
-        if number not in best or _mean_logprob(output) > _mean_logprob(best[number]):
-            best[number] = output
+            _set_texts(completion, each.pieces, each.template, tokenizer)
+        if each.owner not in best or _mean_logprob(output) > _mean_logprob(best[each.owner]):
+            best[each.owner] = output
     return [best[number] for number in range(len(prompts))]
 
 

@@ -1,20 +1,23 @@
 """Filling in over HTTP: OpenAI's ``suffix`` of completions, and templates in ``vllm_xargs``."""
 
+import json
 from typing import Any
 
-from dllm_engine.infill.template import filled_in, response_template
+from vllm.renderers import TokenizeParams
+
+from dllm_engine.infill.template import check_length, checked_texts, filled_in, joined
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
 OPENAI_LENGTH = 16
 """Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""What the request classes call the length."""
+"""What the request classes call the length; the first that is set counts."""
 
 
-def settle_template(request: Any, serving: Any) -> None:
+async def settle_template(request: Any, serving: Any) -> None:
     """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
-    that has a template and names none. Raises ``InvalidRequestError``.
+    that has a template: a longer one is an upper bound. Raises ``InvalidRequestError``.
 
     Args:
         request: a request object of vLLM's server, which is changed.
@@ -32,12 +35,15 @@ def settle_template(request: Any, serving: Any) -> None:
             raise InvalidRequestError(
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
-        xargs["response_template"] = response_template(template, serving.renderer.tokenizer)
+        # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
+        xargs["response_template"] = json.dumps(await _response_template(template, serving))
         request.vllm_xargs = xargs
-    lengths = [name for name in _LENGTHS if name in type(request).model_fields]
-    given = vars(request)  # reading one of them as an attribute is a warning
-    if (length := _options(xargs).returned_length) and all(given[name] is None for name in lengths):
-        setattr(request, lengths[0], length)
+    elif isinstance(given := xargs.get("response_template"), str | list):
+        check_length("response_template", given, serving.model_config.max_model_len)
+    if length := _options(xargs).returned_length:
+        bound = _bound(request)
+        lengths = [name for name in _LENGTHS if name in type(request).model_fields]
+        setattr(request, lengths[0], length if bound is None else min(bound, length))
 
 
 def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
@@ -49,16 +55,34 @@ def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, An
     return {"holes": filled_in(completion.token_ids, template, tokenizer, with_given=options.return_given is not False)}
 
 
+def _bound(request: Any) -> int | None:
+    """The length that the request names."""
+    given = vars(request)  # reading one of them as an attribute is a warning
+    return next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
+
+
 def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: Any) -> list[str | int]:
     if template is not None or "response_template" in xargs:
         raise InvalidRequestError("suffix and a template both say what is given; give one")
-    if request.echo:
+    if getattr(request, "echo", False):
         raise InvalidRequestError("suffix is not supported with echo; leave one of them unset")
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens={request.max_tokens}: with suffix, at least 1 token is filled in")
+    length = _bound(request)
+    if length is not None and length < 1:
+        raise InvalidRequestError(f"max_tokens={length}: with suffix, at least 1 token is filled in")
+    if not isinstance(suffix, str):
+        raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
-    return [OPENAI_LENGTH if request.max_tokens is None else request.max_tokens, suffix]
+    return [OPENAI_LENGTH if length is None else length, suffix]
+
+
+async def _response_template(pieces: list[str | int], serving: Any) -> list[int | None]:
+    """``response_template``, whose texts are tokenized outside the event loop, as prompts are."""
+    renderer = serving.renderer
+    texts = checked_texts(pieces, renderer.tokenizer, serving.model_config.max_model_len)
+    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
+    tokenized = await renderer.tokenize_prompts_async([{"prompt": text} for text in texts], params)
+    return joined(pieces, [prompt["prompt_token_ids"] for prompt in tokenized], renderer.tokenizer)
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

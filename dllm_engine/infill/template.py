@@ -15,8 +15,8 @@ Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""
 MOST_CANDIDATES = 64
 """Most combinations of the sizes of a template's holes."""
-LONGEST_HOLE = 1 << 20
-"""Tokens; more than any model's context."""
+_LONGEST_ENTRY = 16
+"""Characters of a token id or null in JSON, with what separates it from the next."""
 _HOLE = re.compile(r"\[\[(\d+)\]\]")
 
 
@@ -39,37 +39,69 @@ def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
     return found
 
 
-def response_template(pieces: Sequence[str | int], tokenizer: Any) -> list[int | None]:
+def response_template(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[int | None]:
     """Tokens of the given pieces, and None for each token of a hole.
 
-    Raises ``InvalidRequestError`` for a hole of no token, a special token in a piece, and where there is no hole.
+    Raises ``InvalidRequestError`` for a hole of no token, a special token in a piece, where there is no hole, and where
+    the pieces do not fit ``max_model_len``.
     """
-    template: list[int | None] = []
+    texts = checked_texts(pieces, tokenizer, max_model_len)
+    return joined(pieces, [tokenizer.encode(text, add_special_tokens=False) for text in texts], tokenizer)
+
+
+def checked_texts(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[str]:
+    """The pieces that are texts. Nothing takes long, whatever the pieces are; raises as ``response_template``."""
+    check_length("template", pieces, max_model_len)
     for number, piece in enumerate(pieces):
         if isinstance(piece, bool) or not isinstance(piece, str | int):
             raise InvalidRequestError(f"template[{number}]={piece!r} is neither text nor a hole's number of tokens")
-        if isinstance(piece, str):
-            template += _tokens(piece, number, tokenizer)
-        elif not 1 <= piece <= LONGEST_HOLE:
-            raise InvalidRequestError(f"template[{number}]={piece}: a hole has 1 … {LONGEST_HOLE} tokens")
-        else:
-            template += [None] * piece
-    if None not in template:
+        if not isinstance(piece, str) and piece < 1:
+            raise InvalidRequestError(f"template[{number}]={piece}: a hole has 1 or more tokens")
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    holes = [piece for piece in pieces if isinstance(piece, int)]
+    if not holes:
         raise InvalidRequestError("the template has no hole; give the number of tokens to fill in between its texts")
-    return template
-
-
-def _tokens(text: str, number: int, tokenizer: Any) -> list[int]:
-    if tokenizer is None:
+    if texts and tokenizer is None:
         raise InvalidRequestError(
             "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as response_template"
         )
-    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    special = set(tokenizer.all_special_ids).intersection(tokens)
-    if special:
-        shown = tokenizer.decode([min(special)])
-        raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")
-    return tokens
+    num_characters = sum(map(len, texts))
+    needed = sum(holes) + (-(-num_characters // tokenizer.max_chars_per_token) if texts else 0)
+    if needed > max_model_len:
+        raise InvalidRequestError(
+            f"holes of {sum(holes)} tokens and given texts of {num_characters} characters need a canvas of at least "
+            f"{needed}, max_model_len is {max_model_len}; shorten them or raise max_model_len"
+        )
+    return texts
+
+
+def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
+    """Raise ``InvalidRequestError`` for more entries than a canvas has positions, before anybody looks at them; a text
+    is JSON that holds them."""
+    unit, most = (
+        ("characters", _LONGEST_ENTRY * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
+    )
+    if len(given) > most:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
+        )
+
+
+def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: Any) -> list[int | None]:
+    """The tokens of ``response_template``, from those of its texts."""
+    template: list[int | None] = []
+    of_texts = iter(texts)
+    special_tokens: set[int] = set(tokenizer.all_special_ids) if texts else set()
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            template += [None] * piece
+            continue
+        tokens = next(of_texts)
+        if special := special_tokens.intersection(tokens):
+            shown = tokenizer.decode([min(special)])
+            raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")
+        template += tokens
+    return template
 
 
 def filled_in(

@@ -254,7 +254,7 @@ def _request(d: Deployment, config: Any, options: EngineOptions) -> DecodingSpec
 
 
 def _max_model_len(d: Deployment, config: Any) -> int:
-    canvas, most = d.prompt + d.response, config.max_position_embeddings
+    canvas, most = d.prompt + d.response, config.longest_sequence
     if attention_block := family_of(config).attention_block:
         canvas += -canvas % (d.block_length or attention_block)
     elif d.block_length is not None and not 1 <= d.block_length <= d.response:

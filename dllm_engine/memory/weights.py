@@ -99,7 +99,7 @@ def weight_bytes(
     attention = attention_matrices(config, tp)
     linears = config.num_hidden_layers * sum(quantization.matrix_bytes(*sizes) for sizes in attention)
     numbers = config.num_hidden_layers * 2 * hidden
-    if getattr(config, "include_qkv_bias", True):  # Dream has no such key, and always the biases
+    if config.include_qkv_bias:
         numbers += config.num_hidden_layers * attention[0][1]
     if getattr(config, "qk_layernorm", False):
         numbers += config.num_hidden_layers * 2 * head_dim_of(config)

@@ -18,6 +18,7 @@ import numpy as np
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.structured_output.expression import Expression, either, literal
+from dllm_engine.structured_output.free_text import Reasoning, reasoning_automaton
 from dllm_engine.structured_output.json_schema import schema_expression
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
 from dllm_engine.structured_output.lifting import token_automaton
@@ -28,6 +29,8 @@ BUILT, FAILED = b"+", b"-"
 """How an answer begins; a packed automaton or a message follows."""
 _MEMORY = 3 << 30
 """Bytes that a build may take."""
+LEAST_POSITIONS = 64
+"""A search of fewer is not much cheaper, because other things take their time."""
 _SPARE = 16
 """An automaton has more states before those that do the same are merged: up to as many times the limit."""
 
@@ -36,9 +39,9 @@ _SPARE = 16
 class Grammar:
     """What a request's text must match; equal for requests that may write the same texts in the same way."""
 
-    kind: Literal["regex", "choice", "json", "json_object"]
+    kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
-    """The regex; the choices or the schema as JSON; nothing for any JSON object."""
+    """The regex; the choices, the schema or the fields of ``Reasoning`` as JSON; nothing for any JSON object."""
     spaces: bool = True
     """Of JSON: whether a space may follow a comma and a colon."""
 
@@ -63,13 +66,17 @@ class Limits:
     max_states: int
     build_seconds: float
     """Seconds of one core that building it may take."""
+    max_search: int = 1 << 24
+    """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are searched."""
 
 
 def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
     try:
+        if grammar.kind == "reasoning":
+            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), token_bytes, starts, limits.max_states)
         machine = byte_machine(*character_machine(grammar.expression, _SPARE * limits.max_states))
-        return token_automaton(machine, token_bytes, starts, limits.max_states)
+        automaton = token_automaton(machine, token_bytes, starts, limits.max_states)
     except TooManyStatesError:
         raise ValueError(
             f"its automaton has more states than max_automaton_states={limits.max_states}; shorter maximum lengths "
@@ -77,6 +84,21 @@ def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.
         ) from None
     except (MemoryError, RecursionError) as error:
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
+    transitions = np.count_nonzero(automaton.next_state >= 0)
+    if transitions > (most := limits.max_search // LEAST_POSITIONS):
+        raise ValueError(
+            f"its automaton has {transitions} transitions, of which max_automaton_search={limits.max_search} allows "
+            f"{most}; simplify it, such as by shorter repetitions, or raise max_automaton_search"
+        )
+    return automaton
+
+
+def answer(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> bytes:
+    """The packed automaton, or why there is none."""
+    try:
+        return BUILT + build(grammar, limits, token_bytes, starts).packed
+    except ValueError as error:
+        return FAILED + str(error).encode(errors="replace")
 
 
 def main() -> None:
@@ -86,11 +108,7 @@ def main() -> None:
     seconds = math.ceil(limits.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    try:
-        answer = BUILT + build(grammar, limits, *arrays).packed
-    except ValueError as error:
-        answer = FAILED + str(error).encode()
-    sys.stdout.buffer.write(answer)
+    sys.stdout.buffer.write(answer(grammar, limits, *arrays))
 
 
 if __name__ == "__main__":

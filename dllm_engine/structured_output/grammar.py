@@ -7,6 +7,8 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import Grammar
 
+LONGEST_GRAMMAR = 1 << 16
+"""Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
 _REFUSED = {
     "grammar": "context-free grammars are not supported; use regex, choice or json",
     "structural_tag": "structural tags are not supported; use regex, choice or json",
@@ -17,19 +19,23 @@ _REFUSED = {
 
 
 def grammar_of(structured: StructuredOutputsParams) -> Grammar:
-    """The grammar that a request names; raises ``InvalidRequestError`` for one that is not supported, naming the
-    construct."""
+    """The grammar that a request names. It is read only where its automaton is built, since that may take long.
+
+    Raises ``InvalidRequestError`` for a kind that is not supported, and for a text that is too long or none.
+    """
     for name, reason in _REFUSED.items():
         if getattr(structured, name) not in (None, False):
             raise InvalidRequestError(f"structured_outputs.{name}: {reason}")
     grammar = _named(structured)
+    if len(grammar.text) > LONGEST_GRAMMAR:
+        raise InvalidRequestError(
+            f"structured_outputs.{grammar.kind}: its {len(grammar.text)} characters are more than the "
+            f"{LONGEST_GRAMMAR} that are supported; give a shorter one, such as a schema without descriptions"
+        )
     try:
-        _ = grammar.expression
         grammar.text.encode()
     except UnicodeEncodeError:
         raise InvalidRequestError(f"structured_outputs.{grammar.kind}: a lone surrogate is not supported") from None
-    except ValueError as error:
-        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: {error}") from None
     return grammar
 
 

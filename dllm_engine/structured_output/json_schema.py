@@ -12,6 +12,8 @@ from dllm_engine.structured_output.python_regex import regex_expression
 
 _MOST_PLACES = 10_000
 """Schemas in a schema, counted as often as they are referred to."""
+_MOST_DIGITS = 400
+"""Of a bound; more than a float has."""
 _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment"),
     *("$defs", "definitions", "discriminator"),
@@ -112,12 +114,11 @@ class _Reader:
         if types is not None:
             branches = [self._narrowed(branch, types, f"{here}/{i}") for i, branch in enumerate(branches)]
         texts = [self.read(branch, f"{here}/{i}") for i, branch in enumerate(branches)]
-        for one, other in combinations(branches, 2) if keyword == "oneOf" else ():
-            if not self._apart(self._resolved(one), self._resolved(other)):
-                raise ValueError(
-                    f"{here}: a value may be valid by two of its schemas; use anyOf, or a required property with "
-                    "another const in each"
-                )
+        if keyword == "oneOf" and not self._are_apart(list(map(self._resolved, branches))):
+            raise ValueError(
+                f"{here}: a value may be valid by two of its schemas; use anyOf, or a required property with another "
+                "const in each"
+            )
         return either(texts)
 
     def _narrowed(self, branch: Any, types: list[str], path: str) -> Any:
@@ -162,18 +163,34 @@ class _Reader:
                 schema = self._target(schema["$ref"], "$ref")
         return schema if isinstance(schema, dict) else {}
 
-    def _apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Whether it is plain that no value is valid by both."""
-        if _are_apart(one, other):
+    def _are_apart(self, schemas: list[dict[str, Any]]) -> bool:
+        """Whether it is plain that no value is valid by two of them."""
+        listed = [schema for schema in schemas if _values(schema) is not None]
+        others = [schema for schema in schemas if _values(schema) is None]
+        kinds: set[str] = set().union(*map(self._kinds, listed))
+        return (
+            _are_disjoint(listed)
+            and not any(kinds & self._kinds(schema) for schema in others if listed)
+            and all(self._kinds(schema) for schema in others if len(schemas) > 1)
+            and all(self._pair_is_apart(*pair) for pair in combinations(others, 2))
+        )
+
+    def _pair_is_apart(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
+        if not self._kinds(one) & self._kinds(other):
             return True
-        kinds, other_kinds = (_kinds_of(schema, self._types(schema, "type")) for schema in (one, other))
-        if kinds != {"object"} or other_kinds != {"object"}:
-            return bool(kinds and other_kinds) and not kinds & other_kinds
-        if _values(one) is not None or _values(other) is not None:
+        if self._kinds(one) | self._kinds(other) != {"object"}:
             return False
         shared = {*one.get("required", ())} & {*other.get("required", ())}
-        pairs = ([self._resolved(side["properties"][name]) for side in (one, other)] for name in shared)
-        return any(_are_apart(*pair) for pair in pairs)
+        return any(
+            _are_disjoint([self._resolved(side["properties"][name]) for side in (one, other)]) for name in shared
+        )
+
+    def _kinds(self, schema: dict[str, Any]) -> set[str]:
+        """Types of JSON that a value may have; none where that is not plain."""
+        values, types = _values(schema), self._types(schema, "type")
+        if types is None:
+            types = [kind for kind in _BY_TYPE for value in values or () if _is(value, kind)]
+        return {"number" if kind == "integer" else kind for kind in types}
 
     def _object(self, schema: dict[str, Any], path: str) -> Expression:
         fields, required = schema.get("properties", {}), schema.get("required", [])
@@ -258,11 +275,13 @@ class _Reader:
         return low_out if above else low, high_out if below else high, above, below
 
     def _bound(self, schema: dict[str, Any], keyword: str, path: str) -> Fraction | None:
-        value = schema.get(keyword)
+        value: Any = schema.get(keyword)
         if value is None and keyword not in schema:
             return None
         if not _is(value, "number") or value in (float("inf"), -float("inf")) or value != value:
             raise ValueError(f"{path}/{keyword}: {value!r} is no number")
+        if abs(value) >= 10**_MOST_DIGITS:
+            raise ValueError(f"{path}/{keyword}: a bound may have {_MOST_DIGITS} digits at most")
         return Fraction(str(value))
 
     def _count(self, schema: dict[str, Any], keyword: str, path: str) -> int | None:
@@ -281,18 +300,27 @@ def _is(value: Any, kind: str) -> bool:
     return type(value) is {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}[kind]
 
 
-def _kinds_of(schema: dict[str, Any], types: list[str] | None) -> set[str]:
-    """Types of JSON that a value may have; none where that is not plain."""
-    values = _values(schema)
-    if types is None:
-        types = [kind for kind in _BY_TYPE for value in values or () if _is(value, kind)]
-    return {"number" if kind == "integer" else kind for kind in types}
+def _are_disjoint(schemas: list[dict[str, Any]]) -> bool:
+    """Whether all allow listed values alone, and no value is in two lists."""
+    seen: set[object] = set()
+    for schema in schemas:
+        if (values := _values(schema)) is None:
+            return False
+        hashable = set(map(_hashable, values))
+        if hashable & seen:
+            return False
+        seen |= hashable
+    return True
 
 
-def _are_apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether both allow listed values alone, and no value is in both lists."""
-    values, others = _values(one), _values(other)
-    return values is not None and others is not None and not any(v == w for v in values for w in others)
+def _hashable(value: Any) -> object:
+    """Equal where the values are."""
+    match value:
+        case dict():
+            return frozenset((name, _hashable(item)) for name, item in value.items())
+        case list():
+            return tuple(map(_hashable, value))
+    return value
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:

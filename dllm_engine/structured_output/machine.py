@@ -182,6 +182,7 @@ def character_machine(expression: Expression, most: int) -> tuple[Machine, np.nd
     kinds, members = _kinds([chars for edges in builder.edges for chars, _ in edges])
     closures = [_closure(builder, state, end) for state in range(len(builder.free))]
 
+    num_kinds = int(kinds.max(initial=-1)) + 1
     numbers = {closures[start]: 0}
     sets, rows = [closures[start]], []
     for states in sets:  # grows as it is read
@@ -191,7 +192,7 @@ def character_machine(expression: Expression, most: int) -> tuple[Machine, np.nd
                 for kind in members[id(chars)]:
                     row.setdefault(kind, set()).add(target)
         merged: dict[frozenset[int], int] = {}
-        out = np.full(int(kinds.max(initial=-1)) + 1, -1, np.int32)
+        out = np.full(num_kinds, -1, np.int32)
         for kind, targets in row.items():
             key = frozenset(targets)
             if key not in merged:

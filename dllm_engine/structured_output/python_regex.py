@@ -74,9 +74,10 @@ class _Reader:
     def read(self, nodes: Any, flags: int, first: bool, last: bool) -> Expression:
         """``first`` and ``last``: whether the text starts before the nodes and ends behind them."""
         nodes, parts = list(nodes), []
+        texts = [i for i, (code, _) in enumerate(nodes) if str(code) != "AT"]
+        first_text, last_text = (texts[0], texts[-1]) if texts else (len(nodes), 0)
         for i, (code, argument) in enumerate(nodes):
-            at_start = first and all(str(code) == "AT" for code, _ in nodes[:i])
-            at_end = last and all(str(code) == "AT" for code, _ in nodes[i + 1 :])
+            at_start, at_end = first and i <= first_text, last and i >= last_text
             parts.append(self._node(str(code), argument, flags, at_start, at_end))
         return parts[0] if len(parts) == 1 else Sequential(tuple(parts))
 

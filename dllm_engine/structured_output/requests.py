@@ -1,8 +1,7 @@
 """Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
 
 import asyncio
-import threading
-from concurrent.futures import Future
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,33 +9,55 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.options.request_options import CONSTRAINT
-from dllm_engine.structured_output.automata import automaton_of
+from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
+from dllm_engine.structured_output.automata import automaton_of, awaited_automaton, begun_character, known_vocabulary
 from dllm_engine.structured_output.build import Grammar, Limits
 from dllm_engine.structured_output.grammar import grammar_of
+from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
+from dllm_engine.structured_output.vocabulary import Vocabulary
 
 _prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
 """The automaton of the request that a task is about, with its grammar and its engine's config."""
 
 
-async def prepare(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> None:
-    """Build the automaton without holding up the event loop; ``constrained`` takes it later in the same task.
+_waiting: dict[asyncio.Future[Automaton], Exception | None] = {}
+"""Requests that wait for their automata, each with the error that ended its waiting."""
 
-    Raises ``InvalidRequestError`` as ``automaton_of``.
+
+async def prepare(
+    structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any, reasoning: Iterable[Grammar] = ()
+) -> None:
+    """Build the automaton, and those of the reasoning before its text, without holding up the event loop;
+    ``constrained`` takes them later in the same task.
+
+    Raises as ``grammar_of``, ``known_vocabulary`` and ``awaited_automaton``, and the error of ``end_waiting``.
     """
     grammar = grammar_of(structured)
-    built: Future[Automaton] = Future()
-    built.set_running_or_notify_cancel()  # who no longer waits does not cancel it
+    vocabulary = await asyncio.to_thread(known_vocabulary, tokenizer, _vocab_size(vllm_config))
+    for before in reasoning:
+        await _built(before, vocabulary, vllm_config)
+    _prepared.set((grammar, vllm_config, await _built(grammar, vocabulary, vllm_config)))
 
-    def build() -> None:
+
+async def _built(grammar: Grammar, vocabulary: Vocabulary, vllm_config: Any) -> Automaton:
+    with awaited_automaton(grammar, vocabulary, _limits(vllm_config)) as future:
+        waiting = asyncio.wrap_future(future)
+        _waiting[waiting] = None
         try:
-            built.set_result(_automaton(grammar, tokenizer, vllm_config))
-        except BaseException as error:
-            built.set_exception(error)
+            return await waiting
+        except asyncio.CancelledError:
+            if (error := _waiting[waiting]) is not None:
+                raise error from None
+            raise
+        finally:
+            del _waiting[waiting]
 
-    # An executor's threads would hold up the end of the program.
-    threading.Thread(target=build, name="automaton", daemon=True).start()
-    _prepared.set((grammar, vllm_config, await asyncio.wrap_future(built)))
+
+def end_waiting(error: Exception) -> None:
+    """End all requests that wait for their automata with an error. To be called in the event loop."""
+    for waiting in _waiting:
+        _waiting[waiting] = error
+        waiting.cancel()
 
 
 def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
@@ -51,29 +72,55 @@ def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
     return prepared[2]
 
 
-def constrained(params: SamplingParams, tokenizer: Any, vllm_config: Any) -> SamplingParams:
+def constrained(
+    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> SamplingParams:
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
-    own.
+    own; and with one of the reasoning before it, if the response begins with that.
 
     Args:
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises ``InvalidRequestError`` as ``grammar_of`` and ``automaton_of``.
+    Raises as ``grammar_of``, ``automaton_of`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
     grammar = grammar_of(params.structured_outputs)
     automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
+    carried = {CONSTRAINT: automaton.packed}
+    reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
+    if reasoning is not None:
+        carried[REASONING] = _automaton(reasoning, tokenizer, vllm_config).packed
+    asked = {
+        name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
+    }
     params = params.clone()
     params.structured_outputs = None
-    params.extra_args = {**(params.extra_args or {}), CONSTRAINT: automaton.packed}
+    params.extra_args = carried | asked
     return params
 
 
+def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
+    that character, which no constraint knows of."""
+    begun = begun_character(prompt_token_ids, tokenizer, _vocab_size(vllm_config))
+    if begun:
+        raise InvalidRequestError(
+            f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
+            f"that the text of the response cannot match; end the prompt with a whole character"
+        )
+
+
 def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
+    return automaton_of(grammar, tokenizer, _vocab_size(vllm_config), _limits(vllm_config))
+
+
+def _vocab_size(vllm_config: Any) -> int:
+    size: int = vllm_config.model_config.hf_config.vocab_size
+    return size
+
+
+def _limits(vllm_config: Any) -> Limits:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds)
-    automaton = automaton_of(grammar, tokenizer, vllm_config.model_config.hf_config.vocab_size, limits)
-    _ = automaton.packed  # which takes a while the first time
-    return automaton
+    return Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)

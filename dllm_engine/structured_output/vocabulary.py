@@ -1,7 +1,8 @@
 """The bytes of a tokenizer's tokens."""
 
+import codecs
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,8 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
 _CHECKED = 256
 """Tokens that are decoded to compare."""
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +30,19 @@ class Vocabulary:
     @cached_property
     def digest(self) -> bytes:
         return hashlib.blake2b(self.token_bytes.tobytes() + self.starts.tobytes(), digest_size=16).digest()
+
+    def begun_character(self, tokens: Sequence[int]) -> bytes:
+        """The bytes at the end of a text that begin a character; none where it ends with a whole one."""
+        text = b""
+        for token in reversed(tokens):
+            spelled = self.token_bytes[self.starts[token] : self.starts[token + 1]].tobytes()
+            text = spelled + text
+            if not spelled or len(text) >= _LONGEST_CHARACTER:
+                break
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(text)
+        begun: bytes = decoder.getstate()[0]
+        return begun
 
 
 def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabulary:

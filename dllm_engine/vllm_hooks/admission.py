@@ -3,7 +3,7 @@
 That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
 """
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,15 +11,20 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, settled_params
+from dllm_engine.admission import check_integer, check_request, check_types, settled_params
 from dllm_engine.families import family_of
+from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
-from dllm_engine.structured_output.requests import is_prepared, prepare
+from dllm_engine.structured_output.build import Grammar
+from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
+from dllm_engine.structured_output.requests import check_prompt_end, is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+
+_FILTERS = "dllm_engine_filters"
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -50,9 +55,12 @@ def process_checked_inputs(
             "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
             "adapter's folder as lora_path"
         )
+    check_types(params)
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)
+    if is_constrained:
+        check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
     check_integer("priority", kwargs.get("priority"))
     request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
     _check_can_be_sent(request)
@@ -70,7 +78,9 @@ def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -
     max_model_len, config = model_config.max_model_len, model_config.hf_config
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
-    params = settled_params(params, len(prompt_token_ids), input_processor.tokenizer, vllm_config)
+    if isinstance(given := (params.extra_args or {}).get("response_template"), str | list):
+        check_length("response_template", given, max_model_len)
+    params = settled_params(params, prompt_token_ids, input_processor.tokenizer, vllm_config)
     engine = EngineOptions.from_vllm_config(vllm_config)
     spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -121,13 +131,18 @@ def generate_if_valid(
         return generate(self, of_prompt, sampling_params, request_id, **kwargs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
-        await prepare(structured, self.input_processor.tokenizer, self.vllm_config)
+        reasoning = _reasoning_before([prompt], arguments_in(sampling_params), tokenizer, self.vllm_config)
+        await prepare(structured, tokenizer, self.vllm_config, reasoning)
         async with aclosing(checked()) as outputs:
             async for output in outputs:
                 yield output
 
     structured = getattr(sampling_params, "structured_outputs", None) if is_ours(self) else None
-    return checked() if structured is None or is_prepared(structured, self.vllm_config) else checked_when_built()
+    if structured is None:
+        return checked()
+    tokenizer = self.input_processor.tokenizer
+    sampling_params = with_arguments(sampling_params, kwargs)
+    return checked() if is_prepared(structured, self.vllm_config) else checked_when_built()
 
 
 async def render_and_build(render: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +154,31 @@ async def render_and_build(render: Original, self: Any, request: Any, *args: Any
         extract = getattr(request, "extract_structured_outputs", None)
         structured = extract() if extract else getattr(params, "structured_outputs", None)
         if structured is not None:
-            await prepare(structured, self.renderer.tokenizer, self.renderer.config)
+            tokenizer, vllm_config = self.renderer.tokenizer, self.renderer.config
+            has_template = hasattr(request, "build_chat_params")
+            parser = {"chat_template_kwargs": self.effective_chat_template_kwargs(request)} if has_template else None
+            prompts = rendered[1] if has_template else rendered
+            reasoning = _reasoning_before(prompts, ReasoningArguments(None, parser), tokenizer, vllm_config)
+            await prepare(structured, tokenizer, vllm_config, reasoning)
     return rendered
+
+
+def _reasoning_before(
+    prompts: Iterable[Any], arguments: ReasoningArguments, tokenizer: Any, vllm_config: Any
+) -> set[Grammar]:
+    """The grammars of reasoning that responses to rendered prompts begin with."""
+    token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
+    found = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
+    return {grammar for grammar in found if grammar is not None}
+
+
+def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]) -> bool | None:
+    """vLLM constrains a response from its first token where its reasoning is not to be included. Its parser then takes
+    all of it for reasoning, and nothing is left to include."""
+    if parser is None or parser.reasoning_parser is None:
+        ended: bool | None = resolve(self, parser, prompt_token_ids)
+        return ended
+    return bool(parser.is_reasoning_end(prompt_token_ids))
 
 
 def respond_if_valid(
@@ -153,6 +191,7 @@ def respond_if_valid(
     **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
+    sampling_params = with_arguments(sampling_params, kwargs)
     engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
     return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
@@ -175,8 +214,18 @@ def _checked_prompt(
     return checked
 
 
-def explain_greedy(verify: Original, self: SamplingParams) -> None:
-    """vLLM refuses several responses to a greedy request without saying what to do about it."""
+def remember_filters(verify: Original, self: SamplingParams) -> None:
+    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of greedy ones, then calls
+    ``_verify_greedy_sampling``."""
+    verify(self)
+    if self.temperature == 0:
+        vars(self)[_FILTERS] = self.top_p, max(self.top_k, 0)
+
+
+def settle_greedy(verify: Original, self: SamplingParams) -> None:
+    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM refuses several responses to it
+    without saying what to do about it."""
+    self.top_p, self.top_k = vars(self).pop(_FILTERS, (self.top_p, self.top_k))
     if self.n > 1:
         raise InvalidRequestError(
             f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "

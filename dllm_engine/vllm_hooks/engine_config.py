@@ -1,21 +1,19 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
-from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.families import family_of
-from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_main_memory
-from dllm_engine.memory.weights import weight_bytes
+from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.quantization import check_quantization
 from dllm_engine.model_executor.models.checkpoint import check_checkpoint
-from dllm_engine.model_executor.models.configs import unsupported_model
+from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
@@ -24,6 +22,12 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.admission import limit_responses
+from dllm_engine.vllm_hooks.generation_config import (
+    UNSUPPORTED,
+    checkpoint_generation,
+    left_out_generation,
+    settled_override,
+)
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
@@ -36,7 +40,7 @@ logger = init_logger(f"vllm.{__name__}")
 
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
-    "cuda": "dllm_engine.check.worker.CheckedGPUWorker",
+    "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
 
@@ -46,16 +50,20 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
         config = model_config.hf_config
+        overrides = model_config.hf_overrides
+        if isinstance(config, Config) and isinstance(overrides, dict) and overrides:
+            config.update(overrides)  # vLLM sets one after another, so that two could differ
         check_checkpoint(model_config.model, config, with_weights=False)
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
         model_config.trust_remote_code = False
         # Defaults of requests: the checkpoint's, else greedy as the authors decode, and a bounded length.
-        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | _generation_config(model_config)
-        given = model_config.override_generation_config or {}
+        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | checkpoint_generation(model_config)
+        given = settled_override(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
-        model_config.override_generation_config = defaults | given
+        # vLLM reads the checkpoint's file too; None takes out what it would find there.
+        model_config.override_generation_config = dict.fromkeys(UNSUPPORTED) | defaults | given
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -71,6 +79,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             check_checkpoint(model_config.model, model_config.hf_config)
         if not model_config.skip_tokenizer_init:
             check_tokenizer(model_config)
+        if left_out := left_out_generation(model_config):
+            logger.warning("%s", left_out)
         _settle_engine_options(vllm_config)
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
@@ -107,6 +117,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         if current_platform.is_cpu():
             check_main_memory(vllm_config)
+        elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
+            memory = current_platform.get_device_total_memory()
+            check_gpu_memory(vllm_config, int(memory * vllm_config.cache_config.gpu_memory_utilization))
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -150,8 +163,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
     options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    weights = weight_bytes(model_config.hf_config, 1, model_config.dtype.itemsize)
-    options = options.on_device(current_platform.device_type, model_config.enforce_eager, weights)
+    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
@@ -164,7 +176,7 @@ def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, mode
     guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
-        logger.warning(
+        logger.warning_once(
             "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
             "those of %s: %s. Set them in cache_options if others suit the model better",
             *(options.cache_method, model, ", ".join(parts), parts[-1], guessed),
@@ -185,17 +197,3 @@ def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> En
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
     return with_shape(options, same_tokens=same_tokens)
-
-
-def _generation_config(model_config: "ModelConfig") -> dict[str, Any]:
-    """Temperature and length that the checkpoint's generation_config.json states."""
-    source = model_config.generation_config  # "auto" (the checkpoint's own), "vllm" (none), or a folder
-    if source == "vllm":
-        return {}
-    folder = model_config.hf_config_path or model_config.model if source == "auto" else source
-    content = get_hf_file_to_dict("generation_config.json", folder, model_config.revision) or {}
-    stated = {name: content[name] for name in ("temperature", "max_new_tokens") if content.get(name) is not None}
-    length = stated.get("max_new_tokens", 1)
-    if not isinstance(length, int) or length < 1:
-        raise ValueError(f"{folder}/generation_config.json: max_new_tokens={length!r} must be an integer of at least 1")
-    return stated

@@ -57,6 +57,9 @@ def extend_app(
     if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
         app.add_middleware(KeyCheck, tokens=keys)
     app.add_middleware(RefuseWhileShuttingDown)
+    from dllm_engine.evaluation import likelihood_route
+
+    likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
     if options.playground:
         playground.add_route(app, options, family_of(model_config.hf_config))

@@ -12,7 +12,7 @@ from typing import Any
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader
-from dllm_engine.scheduler.messages import FIGURES_KEY, PROVISIONAL_KEY
+from dllm_engine.scheduler.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.patch import Original
 
 # From the engine's message to the completion
@@ -44,11 +44,19 @@ def process_messages(
 def _note(state: Any, message: dict[str, Any]) -> None:
     """Keep a message for the completion that vLLM's ``RequestState`` makes next."""
     state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
+    state.detokenizer.is_complete = COMPLETE_KEY in message
     state.provisional = None
     if PROVISIONAL_KEY in message:
         if not hasattr(state, "block_reader"):
             state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
         state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
+
+
+def detokenize_all(update: Original, self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+    """vLLM leaves the last token of a response that stops out of the text, since it takes it for an end token."""
+    stop_terminated = stop_terminated and not getattr(self, "is_complete", False)
+    stop_string: str | None = update(self, new_token_ids, stop_terminated)
+    return stop_string
 
 
 def _output_without_tokens(state: Any) -> Any:

@@ -1,10 +1,9 @@
 """Which releases of vLLM this package works with, and how others are refused."""
 
-import sys
-from types import TracebackType
 from typing import Any
 
 from dllm_engine.version import __version__
+from dllm_engine.vllm_hooks.companions import explain_uncaught
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -49,12 +48,4 @@ def refuse_models(reason: IncompatibleVLLMError) -> None:
         refused = type("RefusedConfig", (PretrainedConfig,), {"model_type": model_type, "__init__": refuse})
         AutoConfig.register(model_type, refused, exist_ok=True)
 
-    show = sys.excepthook
-
-    def show_the_sentence(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if error is reason:
-            print(error, file=sys.stderr)
-        else:
-            show(kind, error, traceback)
-
-    sys.excepthook = show_the_sentence
+    explain_uncaught(lambda error: str(error) if error is reason else None)

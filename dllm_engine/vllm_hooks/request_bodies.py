@@ -1,6 +1,7 @@
 """Refuses request bodies that vLLM's request classes fail at, or of which they would ignore parts.
 
-``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's request objects.
+``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's request objects, also those of
+``vllm run-batch``.
 """
 
 import json
@@ -10,9 +11,11 @@ from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from vllm import envs
 
 from dllm_engine.infill.http import settle_template
-from dllm_engine.params import check_place
+from dllm_engine.params import OWN_NAMES, VLLM_OPTIONS, check_place
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 Message = MutableMapping[str, Any]
@@ -20,16 +23,23 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 _FIELD = "structured_outputs"
+_FIELDS_OF_VLLM = {"top_p", "top_k"}
+"""Request options that the body of a request has fields for."""
+_CHECKED = (OWN_NAMES | VLLM_OPTIONS) - _FIELDS_OF_VLLM
+_LOOKED_INTO = re.compile(f'"(?:{_FIELD}|vllm_xargs|{"|".join(sorted(_CHECKED))})"'.encode())
+_MESSAGES_ROUTE = "/v1/messages"
+"""The route that ignores fields it does not know. Others have ``VLLM_OPTIONS``, or their models keep such fields."""
+_TOKENS_ROUTE = "/inference/v1/generate"
 _DEEPEST = 200
 """Most nested objects and lists; Python's parser fails somewhat below a thousand, depending on its caller."""
 _BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
 
 
 class BodyCheck:
-    """ASGI middleware: answers 400 to bodies for which vLLM would answer 500.
+    """ASGI middleware: answers 400 to bodies for which vLLM would answer 500, or of which it would ignore a part.
 
-    vLLM looks into ``structured_outputs`` before it checks its type, so here it must be null or an object. And lists
-    and objects may be nested too deeply to be parsed.
+    vLLM looks into ``structured_outputs`` before it checks its type, so here it must be null or an object. Lists and
+    objects may be nested too deeply to be parsed. And vLLM ignores fields that it does not know.
     """
 
     def __init__(self, app: Any) -> None:
@@ -48,25 +58,49 @@ class BodyCheck:
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
-        await (_refusal(body) or self.app)(scope, receive_again, send)
+        await (_refusal(body, scope["path"].removeprefix(scope.get("root_path", ""))) or self.app)(
+            scope, receive_again, send
+        )
 
 
-def _refusal(body: bytes) -> Any:
+def _refusal(body: bytes, path: str) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
     if _nesting(body) > _DEEPEST:
         return error_response(f"the body has more than {_DEEPEST} lists and objects within each other")
     # A field's name may be written with escapes.
-    if _FIELD.encode() not in body and b"\\u" not in body:
+    if not _LOOKED_INTO.search(body) and b"\\u" not in body:
         return None
     try:
         fields = json.loads(body)
     except ValueError:  # vLLM says what is wrong with it
         return None
-    given = fields.get(_FIELD) if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        return None
+    try:
+        _check_places(fields, path)
+    except InvalidRequestError as error:
+        return error_response(str(error))
+    given = fields.get(_FIELD)
     if given is None or isinstance(given, dict):
         return None
     message = f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}'
     return error_response(message, field=_FIELD)
+
+
+def _check_places(fields: dict[str, Any], path: str) -> None:
+    """Raise ``InvalidRequestError`` for options of ours where vLLM would ignore them."""
+    own = fields.keys() - _FIELDS_OF_VLLM
+    if not path.startswith(_MESSAGES_ROUTE):
+        own -= VLLM_OPTIONS
+    if path != _TOKENS_ROUTE:
+        check_place(own)
+        return
+    places = ("sampling_params", "extra_args")
+    params = fields.get(places[0])
+    check_place(own, *places)
+    check_place(params.keys() - _FIELDS_OF_VLLM - VLLM_OPTIONS if isinstance(params, dict) else (), *places)
+    if "vllm_xargs" in fields:
+        raise InvalidRequestError(f"vllm_xargs: {path} takes options in {'.'.join(places)}; move them there")
 
 
 def _nesting(body: bytes) -> int:
@@ -97,9 +131,26 @@ def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, fi
 async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
     if is_ours(self):
-        check_place(request.model_extra or ())
-        settle_template(request, self)
+        extra = request.model_extra or {}
+        check_place(extra)
+        for name in ("stream", "tools"):
+            if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
+                raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
+        _check_num_responses(request)
+        await settle_template(request, self)
     return await create(self, request, *args, **kwargs)
+
+
+def _check_num_responses(request: Any) -> None:
+    """vLLM limits prompts and ``n``, but not what both are together; and it makes all of these requests at once."""
+    prompts: Any = getattr(request, "prompt", None) or getattr(request, "messages", None)
+    is_several = isinstance(prompts, list) and isinstance(prompts[0], str | list)
+    num_prompts, n = len(prompts) if is_several else 1, getattr(request, "n", None) or 1
+    if num_prompts * n > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
+        raise InvalidRequestError(
+            f"prompts ({num_prompts}) × n={n} are {num_prompts * n} responses, more than the {most} that a request may "
+            "have; send several requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
+        )
 
 
 def leave_completion_length_open() -> None:

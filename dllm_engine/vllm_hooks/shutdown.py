@@ -21,6 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from dllm_engine.structured_output.requests import end_waiting
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.request_bodies import Message, error_response
 from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
@@ -55,28 +56,36 @@ class EngineDied(EngineDeadError):
 
 class RefuseWhileShuttingDown:
     """ASGI middleware: once the application's ``state.refusal`` says why no request can be served any more, every route
-    but /metrics answers 503 with that text."""
+    but /metrics answers 503 with that text. Every 503 says when to try again. ``state.unanswered`` has the requests
+    that were sent no status yet: some of them are not in the engine yet."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
-        def refusal() -> str | None:
-            state = getattr(scope["app"], "state", None)  # vLLM deletes it in the end
-            return getattr(state, "refusal", None)
-
-        async def send_with_hint(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503 and refusal():
-                hint = [(b"retry-after", str(RETRY_AFTER_S).encode()), (b"connection", b"close")]
-                message["headers"] = [*message.get("headers", ()), *hint]
-            await send(message)
-
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif (reason := refusal()) and scope["path"] != "/metrics":
-            await error_response(reason, HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send_with_hint)
-        else:
-            await self.app(scope, receive, send_with_hint)
+            return
+        state = getattr(scope["app"], "state", None)  # vLLM deletes it in the end
+        unanswered: set[object] = getattr(state, "unanswered", set())
+        unanswered.add(request := object())
+
+        async def send_with_hint(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                unanswered.discard(request)
+                if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+                    hint = [(b"retry-after", str(RETRY_AFTER_S).encode())]
+                    hint += [(b"connection", b"close")] if getattr(state, "refusal", None) else []
+                    message["headers"] = [*message.get("headers", ()), *hint]
+            await send(message)
+
+        app = self.app
+        if (reason := getattr(state, "refusal", None)) and scope["path"] != "/metrics":
+            app = error_response(reason, HTTPStatus.SERVICE_UNAVAILABLE)
+        try:
+            await app(scope, receive, send_with_hint)
+        finally:
+            unanswered.discard(request)
 
 
 async def serve_gracefully(serve_http: Original, app: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
@@ -105,6 +114,7 @@ class GracefulShutdown:
     def __init__(self, app: Any, engine: Any) -> None:
         self.was_asked_for = False
         self._state, self._engine = app.state, engine  # vLLM deletes the application's reference to it in the end
+        self._state.unanswered = self._unanswered = set[object]()
         self._loop = asyncio.get_running_loop()
         self._stop, engine.shutdown = engine.shutdown, self.stop
         outputs = engine.output_processor
@@ -116,12 +126,15 @@ class GracefulShutdown:
         and only when the server is asked to stop."""
         self.was_asked_for, self._state.refusal = True, STOPPING
         self._on_loop(self._end_at_next_signal)
-        if self._engine.engine_core.resources.engine_manager is None:
-            # The engines belong to the main process, which stops them after its API servers: this one.
-            deadline = time.monotonic() + (timeout or 0)
-            while self._engine.output_processor.request_states and time.monotonic() < deadline:
-                time.sleep(0.1)
-        self._stop(timeout=timeout)
+        # The engine knows no request that waits for its automaton. And where the engines belong to the main process, it
+        # stops them after its API servers, of which this is one.
+        is_owner = self._engine.engine_core.resources.engine_manager is not None
+        deadline = time.monotonic() + (timeout or 0)
+        while self._unanswered or (not is_owner and self._engine.output_processor.request_states):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.1)
+        self._stop(timeout=timeout and max(0, deadline - time.monotonic()))
         self._on_loop(self.propagate_error, ServerStopping())
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -139,10 +152,14 @@ class GracefulShutdown:
     def propagate_error(self, error: Exception) -> None:
         """End all requests with an error: no engine is left."""
         if self.was_asked_for:
-            self._propagate_error(ServerStopping())
+            error = ServerStopping()
         else:
             self._state.refusal = DIED
-            self._propagate_error(EngineDied() if isinstance(error, EngineDeadError) else error)
+            error = EngineDied() if isinstance(error, EngineDeadError) else error
+        end_waiting(error)
+        self._state.likelihoods.end(error)
+        self._propagate_error(error)
+        if not self.was_asked_for:
             # vLLM would look for it every five seconds.
             self._loop.call_soon(terminate_if_errored, self._state.server, self._engine)
 

@@ -41,6 +41,11 @@ EVERY_PROCESS = (
         "take figures and the running block out of the engine's messages",
     ),
     Patch(
+        "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update",
+        "output_processor:detokenize_all",
+        "keep the last token of a text that is complete without an end token",
+    ),
+    Patch(
         "vllm.v1.engine.output_processor:RequestOutputCollector.put",
         "output_processor:put_latest",
         "drop the steps that a slow consumer was overtaken by, never text",
@@ -107,7 +112,22 @@ EVERY_PROCESS = (
 )
 """Applied when vLLM loads its plugins. Requests of other models are untouched."""
 
+SAMPLING = (
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_args",
+        "admission:remember_filters",
+        "keep top_p and top_k of greedy requests, on which confidences depend",
+    ),
+    Patch(
+        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
+        "admission:settle_greedy",
+        "bring top_p and top_k back, and say what several responses to a prompt need",
+    ),
+)
+"""Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an engine, and with the next."""
+
 SERVING = (
+    *SAMPLING,
     *(
         Patch(
             f"vllm.renderers.online_renderer:OnlineRenderer.preprocess_{kind}",
@@ -115,6 +135,11 @@ SERVING = (
             "build what structured output needs before the request is checked, while others are served",
         )
         for kind in ("chat", "completion")
+    ),
+    Patch(
+        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended",
+        "admission:resolve_by_prompt",
+        "let a response reason before its structured output, also where its reasoning is not included",
     ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
@@ -138,11 +163,6 @@ SERVING = (
             "chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion",
             "responses.serving:OpenAIServingResponses.create_responses",
         )
-    ),
-    Patch(
-        "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        "admission:explain_greedy",
-        "say what several responses to a prompt need",
     ),
     Patch(
         "vllm.v1.engine.output_processor:OutputProcessor.abort_requests",
@@ -203,6 +223,7 @@ _ATTENTION = "for dense attention"
 _LOADING = "to load weights"
 _SETTINGS = "to set up an engine"
 _TOOLS = "for calls of tools that must be made"
+_LIKELIHOODS = "for the route of likelihoods"
 _FRONT_END = "for what a front end checks and shows"
 
 PRIVATE = (
@@ -240,7 +261,6 @@ PRIVATE = (
     Private("vllm.model_executor.model_loader", "DefaultModelLoader get_model_loader", _LOADING),
     Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._get_weights_iterator", _LOADING),
     Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._prepare_weights", _LOADING),
-    Private("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", _LOADING),
     Private("vllm.model_executor.model_loader.reload.inplace", "reload_weights", _RUNNER),
     Private("vllm.model_executor.model_loader.reload", "record_metadata_for_reloading", "for the guide model"),
     Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
@@ -281,8 +301,20 @@ PRIVATE = (
     Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
     Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
     # Front ends
-    Private("vllm.v1.engine.input_processor", "parse_model_prompt", _FRONT_END),
+    Private("vllm.v1.engine.input_processor", "InputProcessor parse_model_prompt", _FRONT_END),
+    Private("vllm.renderers", "TokenizeParams renderer_from_config", _FRONT_END),
+    Private("vllm.usage.usage_lib", "UsageContext", _FRONT_END),
+    Private(
+        "vllm.renderers.base", "BaseRenderer.tokenize_prompts_async", "to tokenize templates outside the event loop"
+    ),
     Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
+    Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
+    Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),
+    Private(
+        "vllm.reasoning.abs_reasoning_parsers",
+        "ReasoningParser.is_reasoning_end ReasoningParser.reasoning_start_str ReasoningParser.reasoning_end_str",
+        "for reasoning before structured output",
+    ),
     Private("vllm.entrypoints.generate.base.protocol", "DeltaMessage ExtractedToolCallInformation", _TOOLS),
     Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
     Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser ToolParser.adjust_request", _TOOLS),
@@ -291,6 +323,14 @@ PRIVATE = (
     Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
     Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
     Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.max_tokens", _FRONT_END),
+    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _LIKELIHOODS),
+    Private(
+        "vllm.entrypoints.openai.completion.serving", "OpenAIServingCompletion.render_completion_request", _LIKELIHOODS
+    ),
+    Private("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest", _LIKELIHOODS),
+    Private("vllm.entrypoints.openai.chat_completion.serving", "OpenAIServingChat.render_chat_request", _LIKELIHOODS),
+    Private("vllm.entrypoints.serve.engine.protocol", "ErrorResponse", _LIKELIHOODS),
+    Private("vllm.entrypoints.serve.utils.api_utils", "load_aware_call with_cancellation", _LIKELIHOODS),
     Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
     Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
     Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),

@@ -1,23 +1,14 @@
 """Which tiles the kernel of ``paged_attention`` computes with, and how many programs share the keys of a row.
 
 Needs no Triton.
-
-``tiles.json`` holds the fastest ones that were measured on a GPU (``benchmarks/kernel_time.py --tiles`` makes it). What
-it has no entry for follows a rule.
 """
 
 import functools
-import json
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 MAX_SPLITS = 32
-TABLE_FILE = Path(__file__).parent / "tiles.json"
-Table = dict[str, dict[str, dict[str, list[int]]]]
-"""By compute capability (``"9.0"``), head size, and the most (row, query head) pairs that an entry is for: the numbers
-of ``Tiles``. For float16 and bfloat16."""
 
 
 class Tiles(NamedTuple):
@@ -32,37 +23,13 @@ class Tiles(NamedTuple):
 
 
 @functools.cache
-def choose_tiles(num_pairs: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """For ``num_pairs`` (row, query head) pairs of a KV head."""
-    measured = None
-    if device.type == "cuda" and dtype.itemsize == 2:
-        measured = measured_tiles(_table(), capability_of(device), head_dim, num_pairs)
-    return measured or tiles_by_rule(num_pairs, head_dim, dtype)
+def choose_tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Tiles for ``num_pairs`` (row, query head) pairs of a KV head.
 
-
-def capability_of(device: torch.device) -> str:
-    """The compute capability of a GPU, as the table names it."""
-    return "{}.{}".format(*torch.cuda.get_device_capability(device))
-
-
-@functools.cache
-def _table() -> Table:
-    table: Table = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
-    return table
-
-
-def measured_tiles(table: Table, capability: str, head_dim: int, num_pairs: int) -> Tiles | None:
-    """The table's entry for the fewest pairs that are enough; None where there is none."""
-    entries = table.get(capability, {}).get(str(head_dim), {})
-    enough = [most for most in map(int, entries) if most >= num_pairs]
-    return Tiles(*entries[str(min(enough))]) if enough else None
-
-
-def tiles_by_rule(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Chosen from what the compiler reports (docs/gpu.md): no registers spilled, 96 KiB of shared memory at most, which
-    every GPU since 2020 has, and keys and values that arrive while the tile before is computed. Up to 256 pairs, a
-    block of 32 rows whose heads share KV heads, reading takes longest, and two programs fit a multiprocessor. Beyond
-    that, each key read serves more rows.
+    Chosen from what the compiler reports: no registers spilled, 96 KiB of shared memory at most, which every GPU since
+    2020 has, and keys and values that arrive while the tile before is computed. Up to 256 pairs, a block of 32 rows
+    whose heads share KV heads, reading takes longest, and two programs fit a multiprocessor. Beyond that, each key read
+    serves more rows.
     """
     if dtype == torch.float32:
         limit, num_stages = 32 if head_dim <= 64 else 16, 1

@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.models.configs import read_json_object
-from dllm_engine.options import EngineOptions
+from dllm_engine.model_executor.models.files import check_files
+from dllm_engine.options import EngineOptions, explain
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
@@ -29,6 +31,34 @@ _REFUSED = (
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they are."""
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
+
+
+# Far beyond what anyone trains with; a weight cannot hold more.
+_Alpha = Annotated[float, Field(gt=0, le=1e6)]
+_Rank = Annotated[int, Field(ge=1, le=1 << 20)]
+
+
+class _LoraKeys(BaseModel):
+    """Keys of PEFT's config that are read, or whose values would be a mistake."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    r: _Rank
+    lora_alpha: _Alpha
+    alpha_pattern: dict[str, _Alpha] | None = None
+    rank_pattern: dict[str, _Rank] | None = None
+    use_rslora: bool | None = None
+    lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    @field_validator("alpha_pattern", "rank_pattern")
+    @classmethod
+    def _expressions(cls, patterns: dict[str, Any] | None) -> dict[str, Any] | None:
+        for pattern in patterns or {}:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
 
 
 @dataclass(frozen=True)
@@ -48,11 +78,10 @@ class LoraAdapter:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
+        check_files(folder)
         if not (self.folder / WEIGHTS).is_file():
             raise ValueError(f"{self.folder} holds no {WEIGHTS}; save the adapter with PEFT's save_pretrained()")
-        config = read_json_object(self.folder / CONFIG)
-        _check_config(config, self.folder / CONFIG)
-        self.updates = self._read_updates(config)
+        self.updates = self._read_updates(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
     @classmethod
@@ -91,7 +120,7 @@ class LoraAdapter:
         if whole:
             self.check(shapes)
 
-    def _read_updates(self, config: dict[str, Any]) -> dict[str, LowRankUpdate]:
+    def _read_updates(self, keys: "_LoraKeys") -> dict[str, LowRankUpdate]:
         path = self.folder / WEIGHTS
         shapes: dict[str, dict[str, list[int]]] = {}
         try:
@@ -108,13 +137,14 @@ class LoraAdapter:
             a, b = parts.get("A", []), parts.get("B", [])
             if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
                 raise ValueError(f"{path}: lora_A {a} and lora_B {b} of {module!r} make no update; copy the file again")
-            updates[f"{module}.weight"] = LowRankUpdate([b[0], a[1]], _scale(config, module, rank=a[0]))
+            updates[f"{module}.weight"] = LowRankUpdate([b[0], a[1]], _scale(keys, module, rank=a[0]))
         if not updates:
             raise ValueError(f"{path} holds no tensors; copy it again")
         return updates
 
 
-def _check_config(config: dict[str, Any], path: Path) -> None:
+def _read_config(path: Path) -> _LoraKeys:
+    config = read_json_object(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
     for name in _REFUSED:
@@ -124,15 +154,15 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path}: bias={config['bias']!r} is not supported; {MERGE}")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
         raise ValueError(f"{path}: init_lora_weights={initial!r} changes the checkpoint's own weights; {MERGE}")
-    for name in ("r", "lora_alpha"):
-        value = config.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise ValueError(f"{path}: {name}={value!r} must be a number above 0")
+    try:
+        return _LoraKeys.model_validate(config)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {explain(error, '')}") from None
 
 
-def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+def _scale(keys: _LoraKeys, module: str, rank: int) -> float:
     """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
-    patterns = config.get("alpha_pattern") or {}
+    patterns = keys.alpha_pattern or {}
     own = next((alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
-    alpha = config["lora_alpha"] if own is None else own
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    alpha = keys.lora_alpha if own is None else own
+    return alpha / (math.sqrt(rank) if keys.use_rslora else rank)

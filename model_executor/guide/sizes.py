@@ -6,7 +6,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from dllm_engine.model_executor.models.causal import CausalModel
+from dllm_engine.model_executor.models.causal import check_guide
+from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape
 
@@ -14,12 +16,13 @@ from dllm_engine.scheduler.page_layout import GuideShape
 @lru_cache
 def guide_config(guide: str) -> Any:
     """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a model that cannot guide."""
+    check_files(guide)
     try:
         config = AutoConfig.from_pretrained(guide)
     except (OSError, ValueError) as error:
         raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
-    # The key under which a diffusion model's config says so.
-    config.include_qkv_bias = CausalModel.decoder_shape(config).qkv_bias
+    check_guide(config)
+    config.include_qkv_bias = config.model_type == "qwen2"  # the key under which a diffusion model's config says so
     return config
 
 
@@ -34,7 +37,7 @@ def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
 def with_shape(options: EngineOptions, *, same_tokens: bool) -> EngineOptions:
     """Engine options with the sizes of their guide; raises ``ValueError`` as ``guide_config``."""
     assert options.guide_model is not None
-    shape = CausalModel.decoder_shape(guide_config(options.guide_model))
+    shape = DecoderShape.of(guide_config(options.guide_model))
     guide_shape = GuideShape(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

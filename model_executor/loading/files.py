@@ -17,6 +17,7 @@ from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.quiet import progress_line
 
 Tensors = Generator[tuple[str, torch.Tensor]]
 _OUR_FORMATS = ("auto", "hf", "safetensors")
@@ -44,25 +45,30 @@ class CheckpointLoader(DefaultModelLoader):
     def _get_weights_iterator(self, source: DefaultModelLoader.Source) -> Tensors:
         config = self.load_config
         chosen = config.safetensors_load_strategy or config.model_loader_extra_config or self.local_expert_ids
-        _, files, is_safetensors, _ = self._prepare_weights(
-            source.model_or_path,
-            source.subfolder,
-            source.revision,
-            source.fall_back_to_pt,
-            source.allow_patterns_overrides,
-        )
+        shown = config.use_tqdm_on_load and is_global_first_rank()
+        model = source.model_or_path
+        # vLLM shows no bar while it downloads.
+        with progress_line(f"Fetching {model} from Hugging Face", shown=shown and not Path(model).is_dir()):
+            _, files, is_safetensors, _ = self._prepare_weights(
+                model,
+                source.subfolder,
+                source.revision,
+                source.fall_back_to_pt,
+                source.allow_patterns_overrides,
+            )
         if chosen or not is_safetensors:
             weights: Tensors = super()._get_weights_iterator(source)
             return weights
         self.counter_before_loading_weights = time.perf_counter()  # for vLLM's message after loading
-        return with_progress(files, shown=config.use_tqdm_on_load and is_global_first_rank())
+        return with_progress(files, shown=shown)
 
 
 def with_progress(files: list[str], *, shown: bool) -> Tensors:
     """The tensors of safetensors ``files``, with a bar of their bytes; none for what is loaded in a second."""
     paths = [Path(file) for file in sorted(files)]
-    total = sum(path.stat().st_size for path in paths)
-    bar_of = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY_SECONDS, "disable": not shown}
+    total = sum(path.stat().st_size - _header_bytes(path) for path in paths)
+    # None: shown on a terminal.
+    bar_of = {"unit": "B", "unit_scale": True, "delay": _BAR_DELAY_SECONDS, "disable": None if shown else True}
     reader = read_ahead(mapped_tensors(paths))
     with closing(reader), tqdm(total=total, desc="Loading weights", **bar_of) as bar:
 
@@ -71,6 +77,12 @@ def with_progress(files: list[str], *, shown: bool) -> Tensors:
             return item
 
         yield from map(count, reader)  # no name here keeps a tensor in memory
+
+
+def _header_bytes(path: Path) -> int:
+    """A safetensors file's size before its tensors; its first 8 bytes tell the size of what follows them there."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def mapped_tensors(paths: list[Path]) -> Tensors:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.model_executor.loading.packing import Packer
 from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index, may_be_missing
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.names import NamedModules, Shard, shards_of
@@ -22,7 +21,7 @@ def fill_parameters(
     ignored: Collection[str],
     whole: bool,
 ) -> set[str]:
-    """Fill the parameters of a model, and on a CPU pack what is complete.
+    """Fill the parameters of a model.
 
     Args:
         weights: the tensors by their names in the checkpoint.
@@ -37,7 +36,6 @@ def fill_parameters(
     parameters, of_model = dict(model.named_parameters()), type(model).__name__
     wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
     filled: set[tuple[str, Shard]] = set()
-    packer = Packer(model, wanted)
     for tensor_name, tensor in weights:
         name, shard = locate(tensor_name)
         if name in ignored:
@@ -61,9 +59,6 @@ def fill_parameters(
                 f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
-        del tensor, parameter, loader  # what is packed is to be freed
-        for packed in packer.fill(name, shard):
-            del parameters[packed]
     missing = sorted(
         name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not may_be_missing(name)
     )

@@ -8,9 +8,8 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from dllm_engine.model_executor.models.configs import check_values
-from dllm_engine.model_executor.models.decoder import DecoderShape
 from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.scheduler.page_layout import head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
 _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
@@ -28,21 +27,21 @@ class CausalModel(DreamModel):
     def __init__(self, *, vllm_config: VllmConfig, hf_config: Any, max_positions: int) -> None:
         super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config, max_positions=max_positions)
 
-    @staticmethod
-    def decoder_shape(config: Any) -> DecoderShape:
-        if config.model_type not in GUIDE_MODEL_TYPES:
-            raise ValueError(
-                f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
-            )
-        check_values(config, _REQUIRED_VALUES, "guide's config.json")
-        rope = getattr(config, "rope_parameters", None) or {}
-        if (rope_type := rope.get("rope_type", "default")) != "default":
-            raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if head_dim * config.num_attention_heads != config.hidden_size:
-            raise ValueError(
-                f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
-                f"hidden_size={config.hidden_size}; the heads must fill it"
-            )
-        rope_theta = float(rope.get("rope_theta") or config.rope_theta)
-        return DecoderShape.of(config, qkv_bias=config.model_type == "qwen2", rope_theta=rope_theta)
+
+def check_guide(config: Any) -> None:
+    """Raise ``ValueError`` for a config that is none of a guide's, or a variant that is not implemented."""
+    if config.model_type not in GUIDE_MODEL_TYPES:
+        raise ValueError(
+            f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
+        )
+    for key, allowed in _REQUIRED_VALUES.items():
+        if (value := getattr(config, key, allowed[0])) not in allowed:
+            raise ValueError(f"guide's config.json: {key}={value!r} is not supported, only {allowed[0]!r}")
+    if (rope_type := config.rope_parameters["rope_type"]) != "default":
+        raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
+    head_dim = head_dim_of(config)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        raise ValueError(
+            f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
+            f"hidden_size={config.hidden_size}; the heads must fill it"
+        )

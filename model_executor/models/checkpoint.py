@@ -9,12 +9,12 @@ from dllm_engine.families import family_of
 from dllm_engine.model_executor.models.configs import (
     Config,
     ExpertShape,
-    config_file,
     read_json_object,
     unsupported_model,
 )
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
@@ -82,15 +82,7 @@ def check_config(config: PretrainedConfig) -> None:
     """
     if not isinstance(config, Config):
         raise ValueError(unsupported_model(str(config.name_or_path), config.model_type, config.architectures))
-    source = config_file(config)
-    # transformers keeps `torch_dtype` as `dtype`, and warns whoever asks for it.
-    names = config.schema.model_fields.keys() - {"torch_dtype"}
-    config.schema.read({name: getattr(config, name) for name in names if hasattr(config, name)}, source)
-    if config.mask_token_id is None:
-        raise ValueError(
-            f"{source} has no 'mask_token_id'; a diffusion language model needs the id of its mask token there or in "
-            f"hf_overrides"
-        )
+    config.check()
 
 
 def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool = True) -> None:
@@ -102,9 +94,10 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
     Raises:
         ValueError: naming the file, and the key or tensor, that is missing, damaged or does not fit the others.
     """
+    check_files(model)
     check_config(config)
     model_class = MODEL_CLASSES[family_of(config).architecture]
-    shape = model_class.decoder_shape(config)
+    shape = DecoderShape.of(config)
     if not with_weights:
         return
     keys = [config.attribute_map.get(name, name) for name in _SIZES]

@@ -1,4 +1,7 @@
-"""What a ``config.json`` may state, by model family: keys, their types, and what a missing one means."""
+"""Keys of a ``config.json`` that all model families share, and the rule for all keys.
+
+A key is read, or is listed as one that changes nothing; any other is refused. ``Literal`` keys must have that value.
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,21 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR, SDAR_MOE
-from dllm_engine.options import explain
-
-LLADA_RELEASED_VOCAB_SIZE = 126_464
-LLADA_RELEASED_END_OF_TURN_ID = 126_348
-DREAM_RELEASED_VOCAB_SIZE = 152_064
-DREAM_RELEASED_END_OF_TURN_ID = 151_645
-LLADA_MOE_RELEASED_VOCAB_SIZE = 157_184
-LLADA_MOE_RELEASED_MASK_ID = 156_895
-LLADA_MOE_RELEASED_END_ID = 156_892
-"""These three are LLaDA2's as well."""
-SDAR_RELEASED_VOCAB_SIZE = 151_936
-SDAR_RELEASED_MASK_ID = 151_669
-SDAR_RELEASED_END_ID = 151_643
-SDAR_RELEASED_END_OF_TURN_ID = 151_645
+from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.options import explain, shortened
 
 NO_BITSANDBYTES = (
     "vLLM 0.32 has removed it; take a checkpoint in GPTQ's, AWQ's or compressed-tensors' INT4, or make one with "
@@ -35,21 +25,94 @@ Width = Annotated[int, Field(ge=1, le=10_000_000)]
 VocabularySize = Annotated[int, Field(ge=1, le=1 << 24)]
 Positions = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
-RopeBase = Annotated[float, Field(gt=0)]
+One = Annotated[float, Field(ge=1, le=1)]
+RopeBase = Annotated[float, Field(gt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Factor = Annotated[float, Field(ge=1, le=1000)]
+Positive = Annotated[float, Field(gt=0, le=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
 ]
+Off = Literal[False] | None
+
+_WITHOUT_EFFECT = (
+    *("auto_map", "name_or_path", "tokenizer_class", "attn_implementation", "fuse_cross_entropy"),
+    *("attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout", "initializer_range"),
+    *("output_router_logits", "router_aux_loss_coef"),
+)
+"""Keys of any family that say nothing about what a model computes."""
+_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+_KEYS_OF_TYPE: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN),
+}
+_COMMON = ("rope_type", "rope_theta", "partial_rotary_factor")
+
+
+class RopeKeys(BaseModel):
+    """``rope_parameters`` of a config.json, or ``rope_scaling``, as older ones call it."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn"] = "default"
+    rope_theta: RopeBase | None = None
+    partial_rotary_factor: Share | None = None
+    factor: Factor | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
+    truncate: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, values: Any) -> Any:
+        """``rope_type`` was ``type`` once."""
+        if not isinstance(values, dict) or "type" not in values:
+            return values
+        new = {name: value for name, value in values.items() if name != "type"}
+        if new.setdefault("rope_type", values["type"]) != values["type"]:
+            raise ValueError(f"type={values['type']!r} and rope_type={new['rope_type']!r} differ; state one of them")
+        return new
+
+    @model_validator(mode="after")
+    def _fits_its_type(self) -> Self:
+        keys = _KEYS_OF_TYPE[self.rope_type]
+        for name, value in self:
+            if value is not None and name not in (*_COMMON, *keys):
+                known = f"which has {', '.join(keys)}" if keys else "which has none"
+                raise ValueError(f"{name}={value!r} is no key of rope_type={self.rope_type!r}, {known}")
+        if keys and self.factor is None:
+            raise ValueError(f"rope_type={self.rope_type!r} needs a factor")
+        return self
+
+
+def rotary_dim(config: Any, head_dim: int) -> int:
+    """Numbers of each head that RoPE turns, from the first on."""
+    return int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1))
 
 
 class CheckpointKeys(BaseModel):
-    """Keys of ``config.json`` that all families share; keys that no schema names may hold anything."""
+    """Keys of ``config.json`` that all families share."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
-    family: ClassVar[Any]
-    size_keys: ClassVar[tuple[str, str, str]]
-    """The family's names of the hidden size, the attention heads and the KV heads."""
+    family: ClassVar[ModelFamily]
+    size_keys: ClassVar[tuple[str, str, str, str]]
+    """The family's names of the hidden size, the attention heads, the KV heads and the longest sequence."""
+    without_effect: ClassVar[tuple[str, ...]] = ()
+    """Keys of the family's checkpoints that say nothing about what the model computes."""
+    released_ids: ClassVar[dict[str, int]] = {}
+    """Special tokens of the released vocabulary, for a config that leaves them out."""
+    turns_parts: ClassVar[bool] = False
+    """Whether RoPE may turn a part of each head alone."""
+    other_kind: ClassVar[tuple[str, str] | None] = None
+    """The name of checkpoints whose configs are like the family's, and why they are not supported."""
 
     architectures: list[str] | None = None
     dtype: WeightType | None = None
@@ -58,6 +121,10 @@ class CheckpointKeys(BaseModel):
     vocab_size: VocabularySize
     rms_norm_eps: Epsilon
     rope_theta: RopeBase
+    rope_scaling: RopeKeys | None = None
+    rope_parameters: RopeKeys | None = None
+    """What transformers 5 has in place of the two before."""
+    partial_rotary_factor: Share | None = None
     mask_token_id: TokenId | None = None
     end_of_turn_token_id: Any = None
     eos_token_id: Any = None
@@ -90,9 +157,17 @@ class CheckpointKeys(BaseModel):
         return value
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    def _with_released_ids(self) -> Self:
+        if self.vocab_size == type(self).model_fields["vocab_size"].default:
+            for name, token in self.released_ids.items():
+                if getattr(self, name) is None:
+                    setattr(self, name, token)
+        return self
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
         names = self.size_keys
-        hidden, heads, kv_heads = (getattr(self, name) for name in names)
+        hidden, heads, kv_heads, _ = (getattr(self, name) for name in names)
         head_dim = getattr(self, "head_dim", None)
         if head_dim is not None and head_dim % 2:
             raise ValueError(f"head_dim={head_dim} is odd; RoPE needs heads of an even size")
@@ -100,7 +175,9 @@ class CheckpointKeys(BaseModel):
             raise ValueError(
                 f"{names[1]}={heads} does not divide {names[0]}={hidden} into heads of an even size, which RoPE needs"
             )
-        if kv_heads is not None and heads % kv_heads:
+        if kv_heads is None:
+            setattr(self, names[2], heads)
+        elif heads % kv_heads:
             raise ValueError(f"{names[2]}={kv_heads} does not divide {names[1]}={heads}")
         if (chosen := getattr(self, "num_experts_per_tok", 0)) > (experts := getattr(self, "num_experts", 0)):
             raise ValueError(f"num_experts_per_tok={chosen} of num_experts={experts}")
@@ -109,197 +186,47 @@ class CheckpointKeys(BaseModel):
             raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {rows}")
         return self
 
+    @model_validator(mode="after")
+    def _one_rope(self) -> Self:
+        """What is stated of RoPE, wherever it is, in ``rope_parameters``; base and share in keys of their own too."""
+        own = {name: getattr(self, name) for name in ("rope_theta", "partial_rotary_factor")}
+        rope = {name: value for name, value in own.items() if name in self.model_fields_set and value is not None}
+        for place in ("rope_scaling", "rope_parameters"):
+            inside = (getattr(self, place) or RopeKeys()).model_dump(exclude_unset=True, exclude_none=True)
+            for name, value in inside.items():
+                if rope.setdefault(name, value) != value:
+                    raise ValueError(
+                        f"{place}: {name}={value!r}, but {name}={rope[name]!r} elsewhere; state one of them"
+                    )
+        rope = own | rope
+        self.rope_theta, self.partial_rotary_factor = rope["rope_theta"], rope["partial_rotary_factor"]
+        self.rope_scaling, self.rope_parameters = None, (keys := RopeKeys.model_validate(rope))
+        hidden, heads, _, longest = (getattr(self, name) for name in self.size_keys)
+        if keys.rope_type == "yarn" and keys.original_max_position_embeddings is None:
+            keys.original_max_position_embeddings = longest
+        turned = rotary_dim(self, getattr(self, "head_dim", None) or hidden // heads)
+        if not self.turns_parts and keys.partial_rotary_factor not in (None, 1):
+            raise ValueError(f"partial_rotary_factor={keys.partial_rotary_factor!r} is not supported, only 1")
+        if turned % 2 or turned < (4 if keys.rope_type == "dynamic" else 2):
+            raise ValueError(f"rope_type={keys.rope_type!r} cannot turn {turned} numbers of each head")
+        return self
+
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> Self:
         """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be."""
+        if cls.other_kind is not None and (named := re.search(cls.other_kind[0], source, re.IGNORECASE)):
+            raise ValueError(f"{source}: {named[0]} {cls.other_kind[1]}")
+        ignored = {*_WITHOUT_EFFECT, *cls.without_effect} - cls.model_fields.keys()
+        stated = {name: value for name, value in values.items() if name not in ignored and not name.startswith("_")}
         try:
-            return cls.model_validate(dict(values))
+            keys = cls.model_validate({name: value for name, value in stated.items() if name in cls.model_fields})
         except ValidationError as error:
             raise ValueError(f"{source}: {explain(error, '')}") from None
-
-
-class LLaDAKeys(CheckpointKeys):
-    """LLaDA's keys, and what its checkpoints mean where they leave one out."""
-
-    family = LLADA
-    size_keys = ("d_model", "n_heads", "n_kv_heads")
-
-    d_model: Width = 4096
-    n_heads: HeadCount = 32
-    n_kv_heads: HeadCount | None = None
-    n_layers: LayerCount = 32
-    mlp_hidden_size: Width | None = None
-    mlp_ratio: HeadCount = 4
-    vocab_size: VocabularySize = LLADA_RELEASED_VOCAB_SIZE
-    embedding_size: VocabularySize | None = None
-    max_sequence_length: Positions = 4096
-    rope_theta: RopeBase = 500_000.0
-    rms_norm_eps: Epsilon = 1e-5
-    weight_tying: bool = False
-    include_bias: bool = False
-    include_qkv_bias: bool = False
-
-
-class DreamKeys(CheckpointKeys):
-    """Dream's keys, and what its checkpoints mean where they leave one out."""
-
-    family = DREAM
-    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-
-    vocab_size: VocabularySize = DREAM_RELEASED_VOCAB_SIZE
-    hidden_size: Width = 3584
-    intermediate_size: Width = 18_944
-    num_hidden_layers: LayerCount = 28
-    num_attention_heads: HeadCount = 28
-    num_key_value_heads: HeadCount | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: Positions = 131_072
-    rms_norm_eps: Epsilon = 1e-6
-    rope_theta: RopeBase = 1_000_000.0
-    rope_scaling: dict[str, Any] | None = None
-    use_sliding_window: bool = False
-    tie_word_embeddings: bool = False
-
-
-class LLaDAMoEKeys(CheckpointKeys):
-    """LLaDA-MoE's keys, and what its checkpoints mean where they leave one out."""
-
-    family = LLADA_MOE
-    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-
-    vocab_size: VocabularySize = LLADA_MOE_RELEASED_VOCAB_SIZE
-    hidden_size: Width = 2048
-    num_hidden_layers: LayerCount = 16
-    num_attention_heads: HeadCount = 16
-    num_key_value_heads: HeadCount | None = None
-    max_position_embeddings: Positions = 8192
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: RopeBase = 50_000.0
-    rope_scaling: dict[str, Any] | None = None
-    rope_type: str = "default"
-    tie_word_embeddings: bool = False
-    qk_layernorm: bool | None = None
-    num_experts: ExpertCount = 64
-    num_experts_per_tok: ExpertCount = 8
-    expert_intermediate_size: Width = 1024
-    dense_intermediate_size: Width | None = None
-    shared_expert_intermediate_size: Width | None = None
-    moe_layer_freq: list[Literal[0, 1]] = []
-    moe_router_enable_expert_bias: bool | None = None
-    moe_router_score_function: str | None = None
-    norm_topk_prob: bool | None = None
-    routed_scaling_factor: float | None = None
-    partial_rotary_factor: float | None = None
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    clip_qkv: float | None = None
-
-    @model_validator(mode="after")
-    def _layers_fit(self) -> Self:
-        if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
-            raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
-        if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
-            raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
-        return self
-
-
-class BlockModelKeys(CheckpointKeys):
-    """Keys of models whose attention goes by blocks."""
-
-    size_keys = ("hidden_size", "num_attention_heads", "num_key_value_heads")
-
-    block_size: Positions
-    """Tokens per block; released checkpoints leave it out."""
-    num_key_value_heads: HeadCount | None = None
-    head_dim: Width | None = None
-    hidden_act: str = "silu"
-    rms_norm_eps: Epsilon = 1e-6
-    rope_scaling: dict[str, Any] | None = None
-    tie_word_embeddings: bool = False
-
-
-class SDARKeys(BlockModelKeys):
-    """SDAR's keys, and what its checkpoints mean where they leave one out."""
-
-    family = SDAR
-
-    block_size: Positions = 4
-    vocab_size: VocabularySize = SDAR_RELEASED_VOCAB_SIZE
-    hidden_size: Width = 4096
-    intermediate_size: Width = 12_288
-    num_hidden_layers: LayerCount = 36
-    num_attention_heads: HeadCount = 32
-    max_position_embeddings: Positions = 32_768
-    rope_theta: RopeBase = 1_000_000.0
-    attention_bias: bool = False
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any], source: str) -> Self:
-        """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
-        named = re.search(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])", source)
-        return super().read({"block_size": int(named[1])} | dict(values) if named else values, source)
-
-
-class SDARMoeKeys(SDARKeys):
-    """SDAR-MoE's keys, and what its checkpoints mean where they leave one out."""
-
-    family = SDAR_MOE
-
-    hidden_size: Width = 2048
-    intermediate_size: Width = 6144
-    num_hidden_layers: LayerCount = 48
-    num_key_value_heads: HeadCount | None = 4
-    num_experts: ExpertCount = 128
-    num_experts_per_tok: ExpertCount = 8
-    moe_intermediate_size: Width = 768
-    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
-    decoder_sparse_step: LayerCount = 1
-    mlp_only_layers: list[Annotated[int, Field(ge=0)]] | None = None
-
-    @model_validator(mode="after")
-    def _layers_exist(self) -> Self:
-        if (last := max(self.mlp_only_layers or [0])) >= self.num_hidden_layers:
-            raise ValueError(f"mlp_only_layers names layer {last} of num_hidden_layers={self.num_hidden_layers}")
-        return self
-
-
-class LLaDA2Keys(BlockModelKeys):
-    """LLaDA2's keys, and what its checkpoints mean where they leave one out."""
-
-    family = LLADA2
-
-    block_size: Positions = 32
-    vocab_size: VocabularySize = LLADA_MOE_RELEASED_VOCAB_SIZE
-    hidden_size: Width = 2048
-    intermediate_size: Width = 5120
-    num_hidden_layers: LayerCount = 20
-    num_attention_heads: HeadCount = 16
-    max_position_embeddings: Positions = 32_768
-    rope_theta: RopeBase = 600_000.0
-    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] = 0.5
-    use_qk_norm: bool = True
-    use_qkv_bias: bool = False
-    use_bias: bool = False
-    num_experts: ExpertCount = 256
-    num_experts_per_tok: ExpertCount = 8
-    moe_intermediate_size: Width = 512
-    num_shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = 1
-    first_k_dense_replace: Annotated[int, Field(ge=0)] = 1
-    n_group: ExpertCount = 8
-    topk_group: ExpertCount = 4
-    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
-    moe_router_enable_expert_bias: bool = True
-
-    @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
-        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+        # A key that is null asks for nothing.
+        if unknown := [name for name in sorted(stated.keys() - cls.model_fields.keys()) if stated[name] is not None]:
+            shown = ", ".join(f"{name}={shortened(stated[name])}" for name in unknown)
             raise ValueError(
-                f"n_group={self.n_group} does not divide num_experts={self.num_experts} into groups of two or more"
+                f"{source}: {shown}: not known of {cls.family.name}. Remove what does not change the computation; a "
+                f"checkpoint that needs it is not supported"
             )
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group={self.topk_group} of n_group={self.n_group}")
-        if self.num_experts_per_tok > (most := self.topk_group * self.num_experts // self.n_group):
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of the {most} in topk_group groups")
-        if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
-        return self
+        return keys

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, NOT_SUPPORTED, SDAR, SDAR_MOE, find_family
-from dllm_engine.model_executor.models import config_keys
-from dllm_engine.model_executor.models.config_keys import (
-    BlockModelKeys,
-    CheckpointKeys,
+from dllm_engine.model_executor.models.config_keys import CheckpointKeys
+from dllm_engine.model_executor.models.family_keys import (
     DreamKeys,
     LLaDA2Keys,
     LLaDAKeys,
@@ -59,24 +57,111 @@ class ExpertGroups:
     """Of a row's weights, which sum to 1 before."""
 
 
-_WITHOUT_EFFECT = {
-    *("auto_map", "name_or_path", "transformers_version", "use_cache", "pad_token_id", "bos_token_id"),
-    *("attention_dropout", "initializer_range", "output_router_logits", "router_aux_loss_coef"),
-    *("router_num_group", "router_topk_group", *PretrainedConfig().to_dict(), OPTIONS_KEY),
-}
-"""Keys of LLaDA-MoE's checkpoints that say nothing about what the model computes."""
-_BASE_KEYS = ("architectures", "dtype", "torch_dtype", "quantization_config", "eos_token_id", "rope_scaling")
-"""Keys that ``PretrainedConfig`` itself keeps."""
+_KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
+"""Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
+_ROPE_NUMBERS, _ROPE_TABLES = ("rope_theta", "partial_rotary_factor"), ("rope_scaling", "rope_parameters")
+"""Where a config states RoPE; numbers may be in the tables as well."""
 
 
-class LLaDAConfig(PretrainedConfig):
-    """``config.json`` of GSAI-ML/LLaDA-8B-Base, -Instruct, LLaDA-1.5 and checkpoints of the same layout.
+class Config(PretrainedConfig):
+    """What a ``config.json`` of a supported checkpoint states, with what callers change of it (vLLM's hf_overrides).
 
-    The attributes vLLM asks for (``hidden_size``, ``num_attention_heads``, …) are aliases of LLaDA's own names.
+    The attributes are the keys of ``schema``, and the names vLLM asks for (``hidden_size``, ``num_attention_heads``,
+    …). Each change makes the config anew, so that the same rules hold for it as for the file.
     """
 
+    schema: ClassVar[type[CheckpointKeys]]
+    include_qkv_bias: ClassVar[bool] = False
+    ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls.__init__ = Config.__init__  # type: ignore[method-assign] # transformers makes one of the annotations
+
+    def __init__(self, **values: Any) -> None:
+        """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
+        self._settle(values, _source(values))
+
+    def update(self, config_dict: dict[str, Any]) -> None:
+        """Change keys; raises ``ValueError`` as ``__init__`` does."""
+        new_names = self.attribute_map | {"torch_dtype": "dtype"}
+        changed = {new_names.get(name, name): value for name, value in config_dict.items()}
+        stated = dict(self._stated)
+        if not changed.keys().isdisjoint(_ROPE_NUMBERS + _ROPE_TABLES):
+            # What callers say of RoPE takes the place of what the file says, wherever that says it.
+            for name in _ROPE_NUMBERS + _ROPE_TABLES:
+                stated.pop(name, None)
+            rope = dict(self.rope_parameters)
+            inside = [keys for name in _ROPE_TABLES if isinstance(keys := changed.get(name), dict)]
+            for name in _ROPE_NUMBERS:
+                value = rope.pop(name, None)
+                if value is not None and not any(name in keys for keys in inside):
+                    stated[name] = value
+            if changed.keys().isdisjoint(_ROPE_TABLES):
+                stated["rope_parameters"] = rope
+        self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        name = "rope_parameters" if name == "rope_scaling" else self.attribute_map.get(name, name)
+        is_settled = "_stated" in self.__dict__ and name in self.schema.model_fields
+        if is_settled and value != getattr(self, name):
+            self.update({name: value})
+        else:
+            super().__setattr__(name, value)
+
+    @property
+    def experts(self) -> ExpertShape | None:
+        """None: all layers have a plain MLP."""
+        return None
+
+    def check(self) -> None:
+        """Check what may have been changed unseen, and that a model can be served with it.
+
+        Raises ``ValueError`` as ``__init__`` does.
+        """
+        self.schema.read(self._without_kept(vars(self)), _source(self._stated))
+        if self.mask_token_id is None:
+            raise ValueError(
+                f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language model needs the id of its mask "
+                f"token there or in hf_overrides"
+            )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Positions that the model is for; vLLM's default of ``max_model_len``."""
+        scaled = self.rope_parameters["rope_type"] in ("linear", "dynamic")
+        return int(self.max_position_embeddings * (self.rope_parameters["factor"] if scaled else 1))
+
+    def _settle(self, values: dict[str, Any], source: str) -> None:
+        """Take the attributes from what is stated, and from the family's defaults."""
+        if (model_type := values.get("model_type", self.model_type)) != self.model_type:
+            raise ValueError(f"{source}: model_type={model_type!r}, but the file is of model_type={self.model_type!r}")
+        own = self._without_kept(values)
+        stated = self.schema.read(own, source)
+        self.__dict__.clear()
+        kept = {name: value for name, value in values.items() if name not in own}
+        kept |= {"dtype": stated.dtype or stated.torch_dtype, "architectures": [self.schema.family.architecture]}
+        super().__init__(**kept)
+        for name, value in stated.model_dump(exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}).items():
+            setattr(self, name, value)
+        assert stated.rope_parameters is not None  # validators see to it
+        self.rope_parameters = stated.rope_parameters.model_dump(exclude_none=True)
+        self._stated = values
+
+    def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        fields = self.schema.model_fields
+        return {name: value for name, value in values.items() if name in fields or name not in _KEPT_KEYS}
+
+    def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
+        super()._remove_keys_not_serialized(d)
+        d.pop("_stated", None)
+
+
+class LLaDAConfig(Config):
+    """Of GSAI-ML/LLaDA-8B-Base, -Instruct, LLaDA-1.5 and checkpoints of the same layout."""
+
     model_type = LLADA.model_type
-    schema: ClassVar[type[CheckpointKeys]] = LLaDAKeys
+    schema = LLaDAKeys
     attribute_map = {  # noqa: RUF012 - the annotation of the base class
         "hidden_size": "d_model",
         "num_attention_heads": "n_heads",
@@ -87,21 +172,6 @@ class LLaDAConfig(PretrainedConfig):
         "tie_word_embeddings": "weight_tying",
     }
 
-    def __init__(self, **values: Any) -> None:
-        values.pop("tie_word_embeddings", None)  # LLaDA goes by `weight_tying`
-        values = {self.attribute_map.get(name, name): value for name, value in values.items()}
-        stated = LLaDAKeys.read(values, _source(values))
-        rest = _keep(self, stated, values)
-        if stated.n_kv_heads is None:
-            self.n_kv_heads = stated.n_heads
-        if stated.mlp_hidden_size is None:
-            self.mlp_hidden_size = stated.mlp_ratio * stated.d_model
-        # The embedding has `embedding_size` rows; the tokenizer may use fewer.
-        self.vocab_size = max(stated.vocab_size, stated.embedding_size or 0)
-        if stated.end_of_turn_token_id is None and stated.vocab_size == config_keys.LLADA_RELEASED_VOCAB_SIZE:
-            self.end_of_turn_token_id = config_keys.LLADA_RELEASED_END_OF_TURN_ID
-        super().__init__(tie_word_embeddings=stated.weight_tying, **rest)
-
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """transformers knows configs by their ``model_type``, which LLaDA-MoE shares."""
@@ -111,34 +181,12 @@ class LLaDAConfig(PretrainedConfig):
         return own.from_dict(config_dict, **kwargs)
 
 
-class LLaDAMoEConfig(PretrainedConfig):
-    """``config.json`` of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which has no mask token id."""
+class LLaDAMoEConfig(Config):
+    """Of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which have no mask token id."""
 
     model_type = LLADA_MOE.model_type
-    schema: ClassVar[type[CheckpointKeys]] = LLaDAMoEKeys
-    include_qkv_bias: ClassVar[bool] = False
-    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012 - the annotation of the base class
-
-    def __init__(self, **values: Any) -> None:
-        source = _source(values)
-        stated = LLaDAMoEKeys.read(values, source)
-        known = {*LLaDAMoEKeys.model_fields, *_WITHOUT_EFFECT}
-        if unknown := sorted(name for name in values if name not in known and not name.startswith("_")):
-            raise ValueError(
-                f"{source}: {', '.join(unknown)}: not known of LLaDA-MoE; remove what does not change the computation"
-            )
-        rest = _keep(self, stated, values)
-        if stated.num_key_value_heads is None:
-            self.num_key_value_heads = stated.num_attention_heads
-        if stated.vocab_size == config_keys.LLADA_MOE_RELEASED_VOCAB_SIZE:
-            if stated.mask_token_id is None:
-                self.mask_token_id = config_keys.LLADA_MOE_RELEASED_MASK_ID
-            rest["eos_token_id"] = (
-                config_keys.LLADA_MOE_RELEASED_END_ID if stated.eos_token_id is None else stated.eos_token_id
-            )
-        if stated.rope_scaling is not None:
-            self.rope_type = _rope_type(stated.rope_scaling)
-        super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
+    schema = LLaDAMoEKeys
+    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012
 
     @property
     def experts(self) -> ExpertShape:
@@ -152,71 +200,27 @@ class LLaDAMoEConfig(PretrainedConfig):
         )
 
 
-class DreamConfig(PretrainedConfig):
-    """``config.json`` of Dream-org/Dream-v0-Base-7B, -Instruct-7B and what shares their architecture."""
+class DreamConfig(Config):
+    """Of Dream-org/Dream-v0-Base-7B, -Instruct-7B and what shares their architecture."""
 
     model_type = DREAM.model_type
-    schema: ClassVar[type[CheckpointKeys]] = DreamKeys
-
-    def __init__(self, **values: Any) -> None:
-        stated = DreamKeys.read(values, _source(values))
-        rest = _keep(self, stated, values)
-        if stated.num_key_value_heads is None:
-            self.num_key_value_heads = stated.num_attention_heads
-        self.rope_type = _rope_type(stated.rope_scaling)
-        if stated.end_of_turn_token_id is None and stated.vocab_size == config_keys.DREAM_RELEASED_VOCAB_SIZE:
-            self.end_of_turn_token_id = config_keys.DREAM_RELEASED_END_OF_TURN_ID
-        super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
+    schema = DreamKeys
+    include_qkv_bias: ClassVar[bool] = True
 
 
-class BlockModelConfig(PretrainedConfig):
-    """``config.json`` of a model whose attention goes by blocks."""
-
-    include_qkv_bias: ClassVar[bool] = False
-    schema: ClassVar[type[BlockModelKeys]]
-    released_ids: ClassVar[dict[str, int]]
-    """Special tokens of the released vocabulary, for a config that leaves them out."""
-
-    def __init__(self, **values: Any) -> None:
-        stated = self.schema.read(values, _source(values))
-        rest = _keep(self, stated, values)
-        if stated.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if stated.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        self.rope_type = _rope_type(stated.rope_scaling)
-        if stated.vocab_size == self.schema.model_fields["vocab_size"].default:
-            for name, token in self.released_ids.items():
-                if getattr(stated, name) is None:
-                    setattr(self, name, token)
-                    rest[name] = token
-        super().__init__(tie_word_embeddings=stated.tie_word_embeddings, **rest)
-
-
-class SDARConfig(BlockModelConfig):
-    """``config.json`` of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which has no block size and no mask token id."""
+class SDARConfig(Config):
+    """Of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which have no block size and no mask token id."""
 
     model_type = SDAR.model_type
     schema = SDARKeys
     qk_layernorm: ClassVar[bool] = True
-    released_ids: ClassVar[dict[str, int]] = {
-        "mask_token_id": config_keys.SDAR_RELEASED_MASK_ID,
-        "eos_token_id": config_keys.SDAR_RELEASED_END_ID,
-        "end_of_turn_token_id": config_keys.SDAR_RELEASED_END_OF_TURN_ID,
-    }
-
-    def __init__(self, **values: Any) -> None:  # transformers makes another one for a class without its own
-        super().__init__(**values)
 
 
 class SDARMoeConfig(SDARConfig):
-    """``config.json`` of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's, and Qwen3-MoE's keys of experts."""
+    """Of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's, and Qwen3-MoE's keys of experts."""
 
     model_type = SDAR_MOE.model_type
     schema = SDARMoeKeys
-
-    def __init__(self, **values: Any) -> None:  # as SDAR's
-        super().__init__(**values)
 
     @property
     def experts(self) -> ExpertShape:
@@ -230,18 +234,11 @@ class SDARMoeConfig(SDARConfig):
         )
 
 
-class LLaDA2Config(BlockModelConfig):
-    """``config.json`` of inclusionAI/LLaDA2.0-mini and -flash, which has no block size and no mask token id."""
+class LLaDA2Config(Config):
+    """Of inclusionAI/LLaDA2.0-mini and -flash, which have no block size and no mask token id."""
 
     model_type = LLADA2.model_type
     schema = LLaDA2Keys
-    released_ids: ClassVar[dict[str, int]] = {
-        "mask_token_id": config_keys.LLADA_MOE_RELEASED_MASK_ID,
-        "eos_token_id": config_keys.LLADA_MOE_RELEASED_END_ID,
-    }
-
-    def __init__(self, **values: Any) -> None:  # as SDAR's
-        super().__init__(**values)
 
     @property
     def qk_layernorm(self) -> bool:
@@ -260,7 +257,6 @@ class LLaDA2Config(BlockModelConfig):
         )
 
 
-Config = LLaDAConfig | LLaDAMoEConfig | DreamConfig | SDARConfig | SDARMoeConfig | LLaDA2Config
 CONFIG_CLASSES: dict[str, type[Config]] = {
     config.schema.family.architecture: config
     for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig, SDARConfig, SDARMoeConfig, LLaDA2Config)
@@ -295,20 +291,6 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
     return config_class(**stated | {"name_or_path": model})
 
 
-def check_values(config: object, allowed: Mapping[str, tuple[object, ...]], source: str, family: str = "") -> None:
-    """Raise ``ValueError`` where a key has a value that a model does not implement.
-
-    Args:
-        allowed: values by key; a key that ``config`` lacks counts as the first.
-        source: the file of ``config``, as the error names it.
-        family: of the model, as the error names it.
-    """
-    for key, values in allowed.items():
-        if (value := getattr(config, key, values[0])) not in values:
-            model = f" for {family}" if family else ""
-            raise ValueError(f"{source}: {key}={value!r} is not supported{model}, only {values[0]!r}")
-
-
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
     """What to say of a model of another kind."""
     found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
@@ -320,28 +302,7 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
     )
 
 
-def config_file(config: PretrainedConfig) -> str:
-    """The file of ``config``, as an error names it."""
-    return _source({"name_or_path": config.name_or_path})
-
-
 def _source(values: Mapping[str, Any]) -> str:
     """The file that ``values`` were read from, as an error names it."""
     name = values.get("name_or_path")
     return str(Path(name) / "config.json") if isinstance(name, str) and name else "config.json"
-
-
-def _rope_type(rope_scaling: dict[str, Any] | None) -> str:
-    """transformers keeps its own, normalised ``rope_scaling``; what the file said is all that matters here."""
-    scaling = rope_scaling or {}
-    return str(scaling.get("rope_type", scaling.get("type", "default")))
-
-
-def _keep(config: PretrainedConfig, stated: CheckpointKeys, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the family's keys as attributes of ``config``; returns the other values, which its base class keeps."""
-    own = {name: value for name, value in stated if name not in _BASE_KEYS}
-    for name, value in own.items():
-        setattr(config, name, value)
-    rest = {name: value for name, value in values.items() if name not in own and name != "rope_scaling"}
-    # vLLM finds the model class by it.
-    return rest | {"architectures": values.get("architectures") or [stated.family.architecture]}

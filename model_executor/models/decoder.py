@@ -7,7 +7,6 @@ layers.
 """
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,16 +21,18 @@ from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from dllm_engine.families import family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.adapters.lora import LoraAdapter
-from dllm_engine.model_executor.loading.packing import embedding_table, output_head
 from dllm_engine.model_executor.loading.parameters import fill_parameters
+from dllm_engine.model_executor.models.config_keys import rotary_dim
 from dllm_engine.model_executor.models.configs import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
 from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -49,7 +50,6 @@ class DecoderShape:
     rotary_dim: int
     """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
-    rope_theta: float
     rms_norm_eps: float
     qkv_bias: bool
     tied_embeddings: bool
@@ -58,7 +58,7 @@ class DecoderShape:
     experts: ExpertShape | None
 
     @classmethod
-    def of(cls, config: Any, *, qkv_bias: bool, rope_theta: float, qk_norm: bool = False) -> "DecoderShape":
+    def of(cls, config: Any) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
         head_dim = head_dim_of(config)
         return cls(
@@ -68,13 +68,12 @@ class DecoderShape:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=head_dim,
-            rotary_dim=int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1)),
+            rotary_dim=rotary_dim(config, head_dim),
             vocab_size=config.vocab_size,
-            rope_theta=rope_theta,
             rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=qkv_bias,
+            qkv_bias=config.include_qkv_bias,
             tied_embeddings=config.tie_word_embeddings,
-            qk_norm=qk_norm,
+            qk_norm=bool(getattr(config, "qk_layernorm", False)),
             experts=getattr(config, "experts", None),
         )
 
@@ -211,7 +210,7 @@ class VocabularyShard(NamedTuple):
     first_token: int
 
 
-class DiffusionDecoder(nn.Module, ABC):
+class DiffusionDecoder(nn.Module):
     """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
 
     modules_outside_layers: ClassVar[dict[str, str]]
@@ -238,20 +237,20 @@ class DiffusionDecoder(nn.Module, ABC):
         self.vllm_config = vllm_config
         self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
         self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
-        self.num_loads = 0  # of weights; recordings that refer to earlier ones are outdated
         model_config = vllm_config.model_config
         self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
             model_config.max_model_len
         )
         quant_config = vllm_config.quant_config if hf_config is None else None
-        self.shape = self.decoder_shape(hf_config or vllm_config.model_config.hf_config)
+        self.config = hf_config or model_config.hf_config
+        self.shape = DecoderShape.of(self.config)
         tp_size = get_tensor_model_parallel_world_size()
         if self.shape.num_heads % tp_size:
             raise ValueError(
                 f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
                 f"choose a divisor"
             )
-        self.embedding = embedding_table(self.shape.vocab_size, self.shape.hidden_size)
+        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
                 self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
@@ -260,7 +259,8 @@ class DiffusionDecoder(nn.Module, ABC):
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
         head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
-        self.lm_head = output_head(self.shape.vocab_size, self.shape.hidden_size, quant_config, head)
+        sizes = self.shape.vocab_size, self.shape.hidden_size
+        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=head)
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -268,11 +268,6 @@ class DiffusionDecoder(nn.Module, ABC):
     def num_kv_heads(self) -> int:
         """KV heads of this tensor-parallel rank."""
         return cast(DecoderLayer, self.layers[0]).num_kv_heads
-
-    @staticmethod
-    @abstractmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        """Sizes from the checkpoint's config; raises ``ValueError`` for variants that are not supported."""
 
     @classmethod
     def locate(cls, tensor_name: str) -> tuple[str, Shard]:
@@ -295,7 +290,8 @@ class DiffusionDecoder(nn.Module, ABC):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        return rotary_table(self.max_positions, self.shape.rotary_dim, self.shape.rope_theta, device)
+        frequencies = inverse_frequencies(self.config, self.max_positions, self.shape.head_dim, device)
+        return rotary_table(self.max_positions, *frequencies)
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
         """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
@@ -327,7 +323,6 @@ class DiffusionDecoder(nn.Module, ABC):
 
         Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
         """
-        self.num_loads += 1
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         return fill_parameters(

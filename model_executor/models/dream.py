@@ -2,12 +2,8 @@
 
 from typing import ClassVar
 
-from dllm_engine.model_executor.models.configs import DreamConfig, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.models.names import Shard
-
-# Keys of config.json that would change the computation, with the value this model implements.
-_REQUIRED_VALUES = {"hidden_act": ("silu",), "rope_type": ("default",), "use_sliding_window": (False,)}
 
 
 class DreamModel(DiffusionDecoder):
@@ -30,9 +26,3 @@ class DreamModel(DiffusionDecoder):
         "mlp.up_proj": ("mlp.gate_up_proj", 1),
         "mlp.down_proj": ("mlp.down_proj", None),
     }
-
-    @staticmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        assert isinstance(config, DreamConfig)
-        check_values(config, _REQUIRED_VALUES, config_file(config), "Dream")
-        return DecoderShape.of(config, qkv_bias=True, rope_theta=config.rope_theta)

@@ -2,23 +2,8 @@
 
 from typing import ClassVar
 
-from dllm_engine.model_executor.models.configs import LLaDAConfig, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.models.names import Shard
-
-# Keys of config.json that would change the computation, with the values this model implements.
-_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
-    "block_type": ("llama",),
-    "activation_type": ("silu", "swiglu"),
-    "layer_norm_type": ("rms",),
-    "rope": (True,),
-    "alibi": (False,),
-    "include_bias": (False,),
-    "attention_layer_norm": (False,),
-    "input_emb_norm": (False,),
-    "scale_logits": (False,),
-    "clip_qkv": (None,),
-}
 
 
 class LLaDAModelLM(DiffusionDecoder):
@@ -41,9 +26,3 @@ class LLaDAModelLM(DiffusionDecoder):
         "up_proj": ("mlp.gate_up_proj", 1),
         "ff_out": ("mlp.down_proj", None),
     }
-
-    @staticmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        assert isinstance(config, LLaDAConfig)
-        check_values(config, _REQUIRED_VALUES, config_file(config), "LLaDA")
-        return DecoderShape.of(config, qkv_bias=config.include_qkv_bias, rope_theta=config.rope_theta)

@@ -1,19 +1,9 @@
 """LLaDA2: inclusionAI/LLaDA2.0-mini, LLaDA2.0-flash (grouped experts; released code in inclusionAI/dFactory)."""
 
-import re
 from typing import ClassVar
 
-from dllm_engine.model_executor.models.configs import LLaDA2Config, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.models.names import Shard
-
-# Keys of config.json that would change the computation, with the value this model implements.
-_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "rope_type": ("default",),
-    "use_bias": (False,),
-    "use_qkv_bias": (False,),
-}
 
 
 class LLaDA2MoeModelLM(DiffusionDecoder):
@@ -44,15 +34,3 @@ class LLaDA2MoeModelLM(DiffusionDecoder):
     def locate(cls, tensor_name: str) -> tuple[str, Shard]:
         name, shard = super().locate(tensor_name)
         return name.replace("mlp.gate.expert_bias", "mlp.expert_bias"), shard
-
-    @staticmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        assert isinstance(config, LLaDA2Config)
-        check_values(config, _REQUIRED_VALUES, config_file(config), "LLaDA2")
-        # The configs of both have the same keys and values; only the name tells.
-        if named := re.search(r"LLaDA-?2\.[1-9]", str(config.name_or_path), re.IGNORECASE):
-            raise ValueError(
-                f"model {config.name_or_path!r}: {named[0]} also replaces tokens that it has decided, which is not "
-                f"supported; take a LLaDA2.0 checkpoint"
-            )
-        return DecoderShape.of(config, qkv_bias=False, rope_theta=config.rope_theta, qk_norm=config.qk_layernorm)

@@ -3,17 +3,9 @@ whose blocks are Qwen3-MoE's."""
 
 from typing import ClassVar
 
-from dllm_engine.model_executor.models.configs import SDARConfig, check_values, config_file
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
 from dllm_engine.model_executor.models.names import Shard
-
-# Keys of config.json that would change the computation, with the value this model implements.
-_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
-    "rope_type": ("default",),
-    "attention_bias": (False,),
-}
 
 
 class SDARForCausalLM(DiffusionDecoder):
@@ -26,12 +18,6 @@ class SDARForCausalLM(DiffusionDecoder):
         "self_attn.q_norm": ("q_norm", None),
         "self_attn.k_norm": ("k_norm", None),
     }
-
-    @staticmethod
-    def decoder_shape(config: object) -> DecoderShape:
-        assert isinstance(config, SDARConfig)
-        check_values(config, _REQUIRED_VALUES, config_file(config), config.schema.family.name)
-        return DecoderShape.of(config, qkv_bias=False, rope_theta=config.rope_theta, qk_norm=True)
 
 
 class SDARMoeForCausalLM(SDARForCausalLM):

@@ -7,6 +7,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.model_executor.models.configs import DreamConfig
+from dllm_engine.model_executor.models.files import check_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -29,6 +30,7 @@ def register_tokenizers() -> None:
 def check_tokenizer(model_config: "ModelConfig") -> None:
     """Raise ``ValueError`` naming the folder or file whose tokenizer is missing or damaged."""
     folder = Path(model_config.tokenizer)
+    check_files(model_config.tokenizer)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
             f"{folder} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); copy the checkpoint's there, or set "

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import torch
 
+from dllm_engine.model_executor.unmasking.statistics import LEAST_CONFIDENT
+
 Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
 """(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
 which of them a step fills."""
@@ -54,7 +56,9 @@ def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Te
     entropy = -ordered.clamp(max=0)
     # In ascending order the largest of the first n is the n-th: what counts is the sum of those before it.
     before = torch.nn.functional.pad(entropy[..., :-1].cumsum(-1), (1, 0))
-    return before <= value
+    passes = (before <= value) & (ordered > LEAST_CONFIDENT)
+    passes[..., 0].fill_(True)
+    return passes
 
 
 def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

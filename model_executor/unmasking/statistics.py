@@ -6,6 +6,9 @@ import torch
 
 from dllm_engine.scheduler.unmasking import Measure
 
+LEAST_CONFIDENT = -1e30
+"""Less than any negative entropy, and yet one that may be unmasked."""
+
 
 @dataclass
 class TokenLogprobs:
@@ -55,6 +58,13 @@ class TokenStatistics:
     """None where no request of the batch asks."""
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
+
+    def put_last(self, rows: torch.Tensor) -> None:
+        """Make rows, bool ``[num_rows]``, less confident than any other. Their tokens have no probability already."""
+        if self.negative_entropy is not None:
+            self.negative_entropy = self.negative_entropy.masked_fill(rows, LEAST_CONFIDENT)
+        if self.margin is not None:
+            self.margin = self.margin.masked_fill(rows, -1.0)
 
     def confidence(self, measure: Measure, offsets: torch.Tensor | None = None) -> torch.Tensor:
         """``[num_rows]``: by which an unmasking policy orders the rows. ``offsets`` ``[num_rows]``: numbers that ascend

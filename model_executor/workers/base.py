@@ -12,7 +12,7 @@ class DiffusionWorker:
         return ["LBNHC"]
 
     def records_steps(self) -> bool:
-        """Return True if steps run from recordings, for ``dllm check``."""
+        """Return True if steps run from CUDA graphs, for ``dllm check``."""
         return self.model_runner.denoiser.graphs is not None
 
     def execute_dummy_batch(self) -> None:

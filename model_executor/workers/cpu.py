@@ -9,9 +9,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from dllm_engine.model_executor.loading.allocator import returning_freed_memory
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-from dllm_engine.model_executor.recording.operator_recorder import OperatorRecorder
 from dllm_engine.model_executor.workers.base import DiffusionWorker
 from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 
@@ -34,12 +32,6 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
         set_random_seed(self.model_config.seed)
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)
 
-    def load_model(self, *, load_dummy_weights: bool = False) -> None:
-        with returning_freed_memory():
-            super().load_model(load_dummy_weights=load_dummy_weights)
-
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """There is nothing to compile. Steps are recorded when they are first needed."""
-        if self.model_runner.options.cuda_graphs:
-            self.model_runner.record_with(OperatorRecorder())
+        """There is nothing to compile."""
         return CompilationTimes(language_model=0.0, encoder=0.0)

@@ -1,14 +1,65 @@
 """What the tokens of a response may be, position by position: an automaton, and the tokens that end a response."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
+from dllm_engine.scheduler.constraints.automaton import Automaton, joined, unpacked
 
-_LEAST = -1e30
-"""Score of a token that the model rules out: the text must be accepted all the same."""
+_LEAST = -1e9
+"""Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
+that the sum of a text's scores would not tell them apart."""
+_NONE = int(np.iinfo(np.int64).max)
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
+    so, pairs share one set of classes."""
+
+    sources: np.ndarray
+    """``[num_pairs]``: the first state."""
+    targets: np.ndarray
+    """``[num_pairs]``: the second state, ascending."""
+    set_of: np.ndarray
+    """``[num_pairs]``: the set of classes."""
+    classes: np.ndarray
+    """Classes of all sets, end to end."""
+    begins: np.ndarray
+    """``[num_sets + 1]``: where those of each set begin."""
+    reached: np.ndarray
+    """States that are some second state, ascending."""
+    into: np.ndarray
+    """``[len(reached) + 1]``: where the pairs of each of them begin."""
+
+    @classmethod
+    def of(cls, next_state: np.ndarray) -> "Transitions":
+        """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
+        num_states, num_classes = next_state.shape
+        sources, classes = np.nonzero(next_state >= 0)
+        keys = next_state[sources, classes].astype(np.int64) * num_states + sources
+        order = np.argsort(keys, kind="stable")
+        keys, classes = keys[order], classes[order]
+        starts = np.flatnonzero(np.diff(keys, prepend=-1))
+        stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
+        # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
+        numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
+        sums = np.add.reduceat(numbers[classes], starts)
+        _, firsts, set_of = np.unique(sums, return_index=True, return_inverse=True)
+        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
+        targets, sources = np.divmod(keys[starts], num_states)
+        reached, into = np.unique(targets, return_index=True)
+        return cls(
+            sources,
+            targets,
+            set_of,
+            np.concatenate([classes[:0], *sets]),
+            np.cumsum([0, *map(len, sets)]),
+            reached,
+            np.append(into, len(targets)),
+        )
 
 
 class Constraint:
@@ -32,40 +83,46 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
+        self._has_ends = bool(end_tokens)
         self._before_masks = [self.accepting]
         """From which states so many tokens lead to an accepted text; grows as it is asked for."""
         self._settled = False
         """Whether any more tokens lead there from the states of the last entry."""
 
-    def completable(self, template: Sequence[int | None]) -> list[np.ndarray]:
+    def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
         there and behind, and some tokens for its masks, lead to an accepted text.
 
-        ``template``: the response, with None for each mask.
+        ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
         """
         num_given = next((i for i in range(len(template), 0, -1) if template[i - 1] is not None), 0)
-        found = [self._completed_by(count) for count in range(len(template) - num_given + 1)]
-        for token in reversed(template[:num_given]):
-            found.append(self._before(found[-1], token))
+        alike = max(num_given, first_end)
+        found = [self._completed_by(count) for count in range(len(template) - alike + 1)]
+        for place in range(alike - 1, -1, -1):
+            found.append(self._before(found[-1], template[place], ends=place >= first_end))
         return found[::-1]
 
     def _completed_by(self, count: int) -> np.ndarray:
         """The states from which ``count`` tokens lead to an accepted text, bool ``[num_states]``."""
         while count >= len(self._before_masks) and not self._settled:
             last = self._before_masks[-1]
-            self._before_masks.append(self._before(last, None))
+            # Behind an accepted text there may be any number of end tokens.
+            few = self._fewest <= len(self._before_masks) if self._has_ends else self._before(last, None)
+            self._before_masks.append(few)
             self._settled = np.array_equal(self._before_masks[-1], last)
         return self._before_masks[min(count, len(self._before_masks) - 1)]
 
     def fewest_tokens(self) -> int | None:
         """Of an accepted text, without an end token; None where there is no such text."""
-        return next((count for count in range(self.num_states) if self._completed_by(count)[0]), None)
+        fewest = int(self._fewest[0])
+        return None if fewest == _NONE else fewest
 
-    def _before(self, accepted: np.ndarray, token: int | None) -> np.ndarray:
-        """The states from which a token, or any, leads to one of ``accepted``."""
+    def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
+        """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
+        token."""
         before = np.zeros_like(accepted)
         if token is None:
-            sources, targets = self._steps
+            sources, targets = (self._transitions.sources, self._transitions.targets) if ends else self._inside
             before[sources[accepted[targets]]] = True
         elif self.class_of[token] >= 0:
             following = self.next_state[:, self.class_of[token]]
@@ -73,20 +130,36 @@ class Constraint:
         return before
 
     @cached_property
-    def _steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of states of which a token leads from the first to the second."""
-        sources, classes = np.nonzero(self.next_state >= 0)
+    def _transitions(self) -> Transitions:
+        return Transitions.of(self.next_state)
+
+    @cached_property
+    def _inside(self) -> tuple[np.ndarray, np.ndarray]:
+        """Pairs of states of which a token that is no end token leads from the first to the second."""
+        sources, classes = np.nonzero(self.next_state[:, :-1] >= 0)
         keys = np.unique(sources * self.num_states + self.next_state[sources, classes])
         return keys // self.num_states, keys % self.num_states
 
     @cached_property
-    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """State and class of all that leads somewhere, by where it leads; these states, and where each one's begin."""
-        sources, classes = np.nonzero(self.next_state >= 0)
-        targets = self.next_state[sources, classes]
-        order = np.argsort(targets, kind="stable")
-        reached, begins = np.unique(targets[order], return_index=True)
-        return sources[order], classes[order], reached, np.append(begins, len(order))
+    def _fewest(self) -> np.ndarray:
+        """Of tokens from each state to an accepted text, int64 ``[num_states]``; ``_NONE`` where no tokens lead to one.
+        Reads each pair of states once."""
+        sources = self._transitions.sources
+        into = np.searchsorted(self._transitions.targets, np.arange(self.num_states + 1))
+        fewest = np.where(self.accepting, 0, _NONE)
+        count, latest = 0, np.flatnonzero(self.accepting)
+        while latest.size:
+            count += 1
+            sizes = into[latest + 1] - into[latest]
+            pairs = np.arange(sizes.sum()) + np.repeat(into[latest] - np.cumsum(sizes) + sizes, sizes)
+            latest = np.unique(sources[pairs][fewest[sources[pairs]] > count])
+            fewest[latest] = count
+        return fewest
+
+    @property
+    def search_size(self) -> int:
+        """What ``most_probable`` reads at each position: pairs of states, and classes of sets."""
+        return len(self._transitions.sources) + len(self._transitions.classes)
 
     def after(self, state: int, tokens: Sequence[int]) -> int:
         """The state after ``tokens``; −1 where they lead nowhere."""
@@ -105,37 +178,45 @@ class Constraint:
                 −∞ for what must not be taken.
             accepted: bool ``[num_states]``; some run of finite scores leads there.
         """
-        sources, kinds, reached, begins = self._edges
+        t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
-        for position, of_position in enumerate(scores):
-            arriving = best[position, sources] + of_position[kinds]
-            best[position + 1, reached] = np.maximum.reduceat(arriving, begins[:-1])
+        of_set = np.empty((len(scores), len(t.begins) - 1))
+        for position, of_class in enumerate(scores):
+            np.maximum.reduceat(of_class[t.classes], t.begins[:-1], out=of_set[position])
+            arriving = best[position, t.sources] + of_set[position, t.set_of]
+            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into[:-1])
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
-            number = int(np.searchsorted(reached, at))
-            into = slice(begins[number], begins[number + 1])
-            step = int((best[position, sources[into]] + scores[position, kinds[into]]).argmax())
-            path[position], at = kinds[into][step], int(sources[into][step])
+            number = int(np.searchsorted(t.reached, at))
+            into = slice(t.into[number], t.into[number + 1])
+            step = into.start + int((best[position, t.sources[into]] + of_set[position, t.set_of[into]]).argmax())
+            classes = t.classes[t.begins[t.set_of[step]] : t.begins[t.set_of[step] + 1]]
+            path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
         return path
 
 
 @lru_cache(maxsize=16)
-def constraint_of(packed: bytes, end_tokens: frozenset[int]) -> Constraint:
-    """The constraint of ``Automaton.packed``. Requests of one automaton share it."""
-    return Constraint(unpacked(packed), end_tokens)
+def constraint_of(packed: bytes, end_tokens: frozenset[int], reasoning: bytes | None = None) -> Constraint:
+    """The constraint of ``Automaton.packed``, and of what comes before its text, if anything does. Requests of equal
+    ones share it."""
+    automaton = unpacked(packed)
+    return Constraint(automaton if reasoning is None else joined(unpacked(reasoning), automaton), end_tokens)
 
 
 class ConstrainedResponse:
     """How far the decided part of one response has led its constraint."""
 
-    def __init__(self, constraint: Constraint, prompt_length: int, template: Sequence[int | None]) -> None:
+    def __init__(
+        self, constraint: Constraint, prompt_length: int, template: Sequence[int | None], first_end: int = 0
+    ) -> None:
         """``template``: the response before its first step, with None for each mask. What the canvas has behind it may
-        be anything."""
+        be anything. ``first_end``: the canvas position before which no mask becomes an end token."""
         self.constraint = constraint
         self._start, self._stop = prompt_length, prompt_length + len(template)
-        self._completable = constraint.completable(template)
+        self._first_end = max(first_end, prompt_length)
+        self._completable = constraint.completable(template, self._first_end - prompt_length)
         self._position, self._state = prompt_length, 0
 
     def classes(self, known: np.ndarray, stop: int, positions: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -159,6 +240,7 @@ class ConstrainedResponse:
         table = np.zeros((stop - first, self.constraint.num_classes))
         inside = positions < stop
         table[positions[inside] - first] = np.nan_to_num(scores[inside], nan=_LEAST, posinf=-_LEAST, neginf=_LEAST)
+        table[: max(self._first_end - first, 0), -1] = -np.inf
         decided = np.flatnonzero(known[first:stop] >= 0)
         table[decided] = -np.inf
         table[decided, self.constraint.class_of[known[first:stop][decided]]] = 0.0

@@ -14,12 +14,14 @@ PARALLEL_OPTIONS = (
 """Request options that ask for parallel unmasking, each by the rule of its name; a request may set one of them."""
 COUNT_OPTIONS = ("tokens_per_step", "steps_per_block", "steps")
 """Request options that say how many tokens a step unmasks; a request may set one of them."""
+END_OPTIONS = ("confidence_eos_eot_inf", "logits_eos_inf")
+"""The switches of LLaDA's evaluation, against end tokens that come too early."""
 GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_fallback", "guide_correction")
 """Request options about how the guide decides; the fields of ``Guidance`` have their names without ``guide_``."""
 CHECKPOINT_OPTIONS = (
     *("block_length", "steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma"),
     *PARALLEL_OPTIONS,
-    *("block_add_threshold", "early_stop"),
+    *("block_add_threshold", "early_stop", *END_OPTIONS, "alg_temp"),
 )
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
@@ -108,6 +110,15 @@ class RequestOptions(BaseModel):
     delay_eos: bool | None = None
     """Hold back an end token while the position before it is masked and the response has no end token yet (ES-dLLM).
     Works with every cache method. Without a cache, it also selects the rest of ES-dLLM's sampler."""
+    confidence_eos_eot_inf: bool | None = None
+    """Fill positions whose predicted token ends the response or a turn after all others, and leave these tokens out of
+    all confidences (LLaDA's evaluation). For policies that measure a probability, an entropy or a margin."""
+    logits_eos_inf: bool | None = None
+    """Never choose an end token, the ``eos_token_id`` of config.json (LLaDA's evaluation). The end of a turn still ends
+    the response."""
+    alg_temp: float | None = Field(default=None, ge=0, le=1e6)
+    """Draw the positions that a step fills from the softmax of their confidences at this temperature (Dream). For the
+    same policies, without a rule of parallel unmasking. 0: take the most confident."""
     guided: bool | None = None
     """Let the engine's guide model decide what a step fills (Guided Diffusion). Schedules, unmasking policies and rules
     then have no effect."""
@@ -127,7 +138,7 @@ class RequestOptions(BaseModel):
     (``outputs[i].provisional``)."""
     response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = None
     """The response with given tokens: a token id where one is given, None where the model fills one in. ``gen_length``
-    is its length then; leave it unset."""
+    is only an upper bound then, and may stay unset."""
     return_given: bool | None = None
     """False: leave the given tokens of ``response_template`` out of what is returned, and of ``gen_length``."""
     return_order: bool | None = None
@@ -155,7 +166,8 @@ class RequestOptions(BaseModel):
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
     unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
-    step or SlowFast sampling runs one block at a time. Who says how the guide decides wants it."""
+    step or SlowFast sampling runs one block at a time. Positions are drawn by their confidences, or a rule takes them.
+    Who says how the guide decides wants it."""
     left_out: set[str] = set()
     counts = chosen.keys() & {*COUNT_OPTIONS}
     if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
@@ -168,4 +180,8 @@ def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str,
         left_out.add("guided")
     if "slow_fast" in chosen:
         left_out.add("block_add_threshold")
+    if chosen.get("alg_temp"):
+        left_out.update((*PARALLEL_OPTIONS, "block_add_threshold"))
+    elif chosen.keys() & {*PARALLEL_OPTIONS}:
+        left_out.add("alg_temp")
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

@@ -13,7 +13,12 @@ DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
 CONSTRAINT = "constraint"
-"""Where the automaton of ``structured_outputs`` travels in a request's ``extra_args``."""
+REASONING = "reasoning"
+"""Where the automaton of ``structured_outputs``, and that of what comes before its text, travel in a request's
+``extra_args``."""
+
+_TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
+"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
 
 
 class InvalidRequestError(VLLMValidationError, ValueError):
@@ -22,13 +27,16 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
-    carried = {CONSTRAINT} if constraint_in(params) is not None else set()
-    return parse_request_options({name: x for name, x in (params.extra_args or {}).items() if name not in carried})
+    given = params.extra_args or {}
+    carried = {name for name in (CONSTRAINT, REASONING) if automaton_in(params, name) is not None}
+    carried |= {name for name in _TRANSFERS if given.get(name) == {}}
+    return parse_request_options({name: x for name, x in given.items() if name not in carried})
 
 
-def constraint_in(params: SamplingParams) -> bytes | None:
-    """What a request's text must match, as ``Automaton.packed``; None: anything. Clients cannot send bytes."""
-    given = (params.extra_args or {}).get(CONSTRAINT)
+def automaton_in(params: SamplingParams, name: str) -> bytes | None:
+    """An automaton that a request carries as ``CONSTRAINT`` or ``REASONING``, as ``Automaton.packed``; None: it carries
+    none. Clients cannot send bytes."""
+    given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
 
 

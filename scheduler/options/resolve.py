@@ -8,21 +8,29 @@ from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, did_you_mean, explain, shortened
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
+    END_OPTIONS,
     GUIDE_OPTIONS,
     PARALLEL_OPTIONS,
     RequestOptions,
     with_defaults,
 )
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, constraint_in, request_options
+from dllm_engine.scheduler.options.request_options import (
+    CONSTRAINT,
+    REASONING,
+    InvalidRequestError,
+    automaton_in,
+    request_options,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.unmasking import PARALLEL_RULES
+from dllm_engine.text import did_you_mean
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -128,9 +136,9 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
     wanted = with_defaults(asked, engine.request_defaults)
     if wanted.get("guided") is False:
         return None
-    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold")
-    for name in (*others, *PARALLEL_OPTIONS):
-        if (value := getattr(options, name)) is not None:
+    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold", *END_OPTIONS)
+    for name in (*others, *(["alg_temp"] if options.alg_temp else []), *PARALLEL_OPTIONS):
+        if (value := getattr(options, name)) is not None and value is not False:
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
@@ -194,10 +202,10 @@ def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
                 f"return_given={own.return_given}: nothing is given; set response_template, or leave return_given unset"
             )
         return ()
-    if own.returned_length != max_tokens:
+    if max_tokens < (own.returned_length or 0):
         raise InvalidRequestError(
-            f"gen_length (max_tokens) is {max_tokens}, but by response_template {own.returned_length} tokens come "
-            f"back; leave gen_length unset"
+            f"max_tokens={max_tokens} (gen_length) is less than the {own.returned_length} tokens that come back by the "
+            f"template; raise it, or leave it unset"
         )
     if None not in template:
         raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")
@@ -233,6 +241,8 @@ def resolve_decoding(
     options = own.model_copy(update=filled)
     if params.max_tokens is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
+    if params.max_tokens < 1:
+        raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
     block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
@@ -256,6 +266,12 @@ def resolve_decoding(
             f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
             f"or set guide_fallback='draft' without guide_correction, or guided=False"
         )
+    for name in ("logit_bias", "min_tokens") if guidance is not None else ():
+        if value := getattr(params, name):
+            raise InvalidRequestError(
+                f"{name}={shortened(value)}: it is for the model's tokens, not for the guide's; leave it unset, or "
+                f"set guided=False"
+            )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
         prompt_length=prompt_length,
@@ -275,7 +291,10 @@ def resolve_decoding(
         slow_fast=resolve_slow_fast(decides, family),
         tokens_per_step=decides.tokens_per_step,
         certainty_sigma=decides.certainty_sigma,
+        alg_temp=decides.alg_temp or 0.0,
         guidance=guidance,
+        confidence_eos_eot_inf=bool(decides.confidence_eos_eot_inf),
+        logits_eos_inf=bool(decides.logits_eos_inf),
         block_add_threshold=decides.block_add_threshold,
         suffix_blocks=options.suffix_blocks,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
@@ -283,7 +302,8 @@ def resolve_decoding(
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
-        constraint=constraint_in(params),
+        constraint=automaton_in(params, CONSTRAINT),
+        reasoning=automaton_in(params, REASONING),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         return_order=bool(own.return_order),

@@ -4,7 +4,15 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.scheduler.unmasking import CONFIDENCES, PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.text import choices
+
+_MEASURED = {
+    "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
+    "alg_temp": (CONFIDENCES, "draws positions by their probability, entropy or margin"),
+    "confidence_eos_eot_inf": (CONFIDENCES, "changes probabilities, entropies and margins"),
+}
+"""Options that need a policy of certain measures, and what they do with these."""
 
 
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
@@ -17,11 +25,17 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
         raise InvalidRequestError(
             f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not count; leave one of them unset"
         )
-    if options.certainty_sigma is not None and UNMASKING_POLICIES[policy].measures not in WEIGHTED_MEASURES:
-        suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in WEIGHTED_MEASURES]
+    for name, (measures, what) in _MEASURED.items():
+        value = getattr(options, name)
+        if value and UNMASKING_POLICIES[policy].measures not in measures:
+            suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in measures]
+            raise InvalidRequestError(
+                f"{name}={value} {what}, which unmasking={policy!r} does not measure; choose {' or '.join(suited)}"
+            )
+    if options.alg_temp and rule is not None:
         raise InvalidRequestError(
-            f"certainty_sigma={options.certainty_sigma} weights probabilities and margins, which unmasking={policy!r} "
-            f"does not measure; choose {' or '.join(suited)}"
+            f"alg_temp={options.alg_temp} draws a fixed count of positions, and {rule.kind} counts them by their "
+            f"confidences; leave one of them unset"
         )
     return policy, rule
 
@@ -29,7 +43,7 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
 def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
-            f"unmasking={options.unmasking!r} is unknown; choose one of {', '.join(UNMASKING_POLICIES)}"
+            f"unmasking={options.unmasking!r} is unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
         )
     given = [(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if not given:

@@ -1,5 +1,7 @@
 """Fixtures of the command line's tests."""
 
+import logging
+
 import pytest
 
 from dllm_engine.cli import evaluate, tune
@@ -10,6 +12,13 @@ from dllm_engine.evaluation import runner
 def demo(engines):
     """The demo model, two requests at a time."""
     return engines("demo", skip_tokenizer_init=False, max_num_seqs=2, trace=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged(monkeypatch):
+    """As in a process of its own, where a command silences vLLM before it is imported."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.NullHandler()])
+    monkeypatch.setattr("vllm.engine.arg_utils.configure_logging_if_needed", lambda config: None)
 
 
 @pytest.fixture

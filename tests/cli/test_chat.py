@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from dllm_engine import DiffusionParams
-from dllm_engine.cli import chat
-from dllm_engine.cli.chat import DEMO_HINT, GREETING, PROMPT, Screen, rows_of
+from dllm_engine.cli import chat, engine
+from dllm_engine.cli.chat import COMMANDS, DEMO_HINT, GREETING, PROMPT, Screen, rows_of
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_BLOCKS
+from dllm_engine.front_end import FrontEnd
 from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
@@ -69,14 +69,14 @@ class Keyboard(io.StringIO):
 
 @pytest.fixture
 def run(demo, monkeypatch):
-    """``run(text, terminal=None, llm=demo, **params)``: the command, with the text typed into it."""
+    """``run(text, terminal=None, llm=demo, arguments=())``: the command, with the text typed into it."""
 
-    def run(text, terminal=None, llm=demo, **params):
-        monkeypatch.setattr(chat, "start_engine", lambda args: (llm, DiffusionParams(**params)))
+    def run(text, terminal=None, llm=demo, arguments=()):
+        monkeypatch.setattr(engine, "load", lambda _: llm)
         monkeypatch.setattr("sys.stdin", Keyboard(text, terminal))
         if terminal is not None:
             monkeypatch.setattr("sys.stdout", terminal)
-        return main(["chat"])
+        return main(["chat", *arguments])
 
     yield run
     assert_nothing_left(demo)
@@ -104,7 +104,12 @@ def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
     terminal = Terminal()
     llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
     told = "Tom lives in Paris. Ida lives in Oslo. "
-    assert run(f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm) == 0
+    assert (
+        run(
+            f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]
+        )
+        == 0
+    )
     for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
         assert f"\n{answer}\n{PROMPT}" in terminal.pictures[-1]
     assert max(picture.count("░") for picture in terminal.pictures) == 7, "after the first step of a block of 8"
@@ -157,12 +162,46 @@ def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
     assert "/clear" in error
 
 
-def test_what_fails_every_request_is_refused_at_once(run, demo, monkeypatch, capsys):
-    assert run("Hello!\n", steps=2) == 2
+def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
+    assert run("Hello!\n", arguments=["--steps", "2"]) == 2
     assert "steps=2" in capsys.readouterr().err
-    monkeypatch.setattr(type(demo), "has_chat_template", False)
+    monkeypatch.setattr(FrontEnd, "has_chat_template", False)
     assert run("Hello!\n") == 2
     assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["/ext", "/", "/clear now", "/save conversation.txt"])
+def test_a_command_that_is_unknown_is_no_message(run, capsys, line):
+    assert run(f"{line}\nHello!\n") == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{HELLO}\n"
+    assert printed.err.startswith(f"dllm: error: {line} is unknown; ")
+    assert printed.err.endswith(f"hoose one of {', '.join(COMMANDS)}\n")
+
+
+def test_help_lists_every_command(run, capsys):
+    assert run("/help\n") == 0
+    printed = capsys.readouterr()
+    assert all(f"{name} " in printed.out for name in COMMANDS)
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("message", [" /exit Hello!", "/etc/hosts: Hello!"])
+def test_a_message_may_begin_with_a_slash(run, demo, monkeypatch, message):
+    asked = []
+    monkeypatch.setattr(chat.Conversation, "answer", lambda self, said: asked.append(said))
+    assert run(f"{message}\n") == 0
+    assert asked == [message.strip()]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"caf\xe9", "Grüße".encode("latin-1"), b"\xed\xa0\x80"])
+def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, demo, monkeypatch, capsys, line):
+    run("")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\nHello!\n"), "utf-8"))
+    assert main(["chat"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{HELLO}\n"
+    assert printed.err == "dllm: error: the message is not UTF-8; send it in that encoding\n"
 
 
 # Drawing

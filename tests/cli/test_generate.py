@@ -1,13 +1,12 @@
 """``dllm generate`` around an engine that the tests share."""
 
+import argparse
 import json
 import re
 
 import pytest
 
-from dllm_engine import DiffusionParams
-from dllm_engine.cli import generate
-from dllm_engine.cli.engine import structured_outputs
+from dllm_engine.cli import engine, generate
 from dllm_engine.cli.main import main
 
 PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi!"]
@@ -15,13 +14,8 @@ PROMPTS = ["Hello!", "Reverse: Rome Tom Oslo", "Copy: Tom Rome", "Goodbye!", "Hi
 
 @pytest.fixture
 def run(demo, monkeypatch, tmp_path):
-    """``run(*arguments)``: the command, with the shared engine as the one it starts."""
-
-    def start_engine(args):
-        asked = structured_outputs(args)
-        return demo, DiffusionParams(temperature=args.temperature, seed=args.seed, structured_outputs=asked)
-
-    monkeypatch.setattr(generate, "start_engine", start_engine)
+    """``run(*arguments)``: the command, with the shared engine as the one it loads."""
+    monkeypatch.setattr(engine, "load", lambda arguments: demo)
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: main(["generate", *arguments])
 
@@ -123,7 +117,7 @@ def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
     arguments = write_input(tmp_path, {"prompt": "Hello!"}, "{")
     assert run(*arguments) == 1
     before = (tmp_path / "out.jsonl").read_bytes()
-    monkeypatch.setattr(generate, "start_engine", None)  # not even an engine is started
+    monkeypatch.setattr(engine, "load", None)  # not even an engine is started
     assert run(*arguments) == 1
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
@@ -156,11 +150,88 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run, tmp_path, demo, m
 
 
 def test_parameters_that_suit_no_line_stop_the_run(run, tmp_path, monkeypatch, capsys, demo):
-    params = DiffusionParams(gen_length=32, block_length=8, steps=2)
-    monkeypatch.setattr(generate, "start_engine", lambda args: (demo, params))
-    assert run(*write_input(tmp_path, {"prompt": "Hello!"})) == 2
+    monkeypatch.setattr(engine, "load", None)
+    settings = ["--gen-length", "32", "--block-length", "8", "--steps", "2"]
+    assert run(*write_input(tmp_path, {"prompt": "Hello!"}), *settings) == 2
     assert "steps=2 is out of range" in capsys.readouterr().err
     assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+REFUSED: dict[str, list[str | None]] = {
+    "--gen-length": ["0", "5000"],
+    "--block-length": ["0", "-3"],
+    "--steps": ["0", "9999"],
+    "--steps-per-block": ["0"],
+    "--tokens-per-step": ["0"],
+    "--unmasking": ["quickly"],
+    "--certainty-sigma": ["-1"],
+    "--threshold": ["2", "nan"],
+    "--factor": ["-1"],
+    "--entropy-bound": ["-1"],
+    "--entropy-budget": ["-1"],
+    "--margin": ["1.5"],
+    "--entropy-threshold": ["-1"],
+    "--slow-fast": ["{", '{"span_window": 0}'],
+    "--block-add-threshold": ["2"],
+    "--suffix-blocks": ["-1"],
+    "--guided": [None],
+    "--speculation-length": ["0"],
+    "--guide-top-k": ["0"],
+    "--guide-threshold": ["-1"],
+    "--guide-correction": [None],
+    "--guide-fallback": ["draft"],
+    "--temperature": ["-1", "nan"],
+    "--top-p": ["0", "3"],
+    "--top-k": ["-7"],
+    "--seed": [str(2**70)],
+    "--regex": ["(a", "a{3000}"],
+    "--json-schema": ['{"type": "thing"}', '{"$ref": "#"}'],
+    "--template": ["[[0]]", "no hole", "[[9999]]", "[[2]]<|mdm_mask|>"],
+    "--suffix": ["<|mdm_mask|>"],
+}
+"""Values that no prompt can be answered with, by the argument."""
+HARMLESS = ("--early-stop", "--delay-eos", "--ignore-eos", "--choice", "--raw", "--figures")
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+def test_a_request_that_cannot_be_served_is_refused_before_the_model_is_loaded(
+    run, tmp_path, monkeypatch, capsys, option, value
+):
+    monkeypatch.setattr(engine, "load", lambda arguments: pytest.fail("loaded"))
+    words = [option] if value is None else [f"{option}={value}"]
+    words += ["--gen-length", "8"] if option == "--suffix" else []
+    assert run("Hello!", *words) == 2
+    ways = 1
+    if option not in ("--template", "--suffix"):
+        assert run(*write_input(tmp_path, {"prompt": "Hello!"}), *words) == 2
+        assert main(["chat", *words]) == 2
+        ways = 3
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == ways
+    assert all(error.startswith("dllm: error: ") for error in errors)
+
+
+def test_every_argument_about_a_request_has_a_value_that_is_refused():
+    parser = argparse.ArgumentParser()
+    generate.add_parser(parser.add_subparsers())
+    (subparser,) = parser._subparsers._group_actions[0].choices.values()
+    about_requests = ("decoding", "structured output")
+    groups = [group for group in subparser._action_groups if group.title in about_requests]
+    names = {action.option_strings[0] for group in groups for action in group._group_actions}
+    assert names | {"--template", "--suffix"} <= {*REFUSED, *HARMLESS}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("word " * 3000, "maximum context length"), ("<|mdm_mask|>", "mask token"), ("caf\udce9", "must be UTF-8")],
+    ids=["too long", "mask token", "no text"],
+)
+def test_a_prompt_that_cannot_be_answered_is_refused_before_the_model_is_loaded(
+    run, monkeypatch, capsys, prompt, message
+):
+    monkeypatch.setattr(engine, "load", lambda arguments: pytest.fail("loaded"))
+    assert run(prompt) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_the_run_with_a_message(run, tmp_path, capsys):

@@ -12,6 +12,7 @@ from dllm_engine.batch.files import BatchRequest
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.plan import byte_size
 from dllm_engine.demo import demo_model_path
 from dllm_engine.text import json_rows, one_line
 
@@ -95,6 +96,66 @@ def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, 
     assert printed.err.count("\n") == 1
 
 
+def commands():
+    """The parser of each command by its name."""
+    (chosen,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    return chosen.choices
+
+
+def slips(name):
+    """A name with a letter left out, and with two swapped."""
+    middle = len(name) // 2
+    return name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[middle] + name[middle + 2 :]
+
+
+def refused(argv, capsys):
+    """The one line with which a command line is refused."""
+    with pytest.raises(SystemExit) as exit_status:
+        build_parser().parse_args(argv)
+    assert exit_status.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("dllm: error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+@pytest.mark.parametrize("command", [name for name in commands() if name not in ("serve", "lm-eval")])
+def test_every_flag_with_a_slip_is_told_the_closest(capsys, command):
+    """The other two pass on what they do not know."""
+    flags = commands()[command]._option_string_actions
+    for flag in (flag for flag in flags if len(flag) > 4):
+        for slip in (f"{flag}x", *slips(flag)):
+            if not any(known.startswith(slip) for known in flags):  # as an abbreviation
+                assert f"{slip} is unknown; did you mean '--" in refused([command, slip, "demo"], capsys)
+
+
+def test_every_choice_with_a_slip_is_told_the_closest(capsys):
+    tried = 0
+    for command, parser in commands().items():
+        for action in parser._actions:
+            for choice in map(str, action.choices or ()):
+                if not action.option_strings or len(choice) < 4:
+                    continue
+                error = refused([command, "demo", action.option_strings[0], f"{choice}x"], capsys)
+                assert f"is unknown; did you mean '{choice}'? Choose one of " in error
+                tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize("name", commands())
+def test_every_command_with_a_slip_is_told_its_name(capsys, name):
+    assert "; did you mean '" in refused([slips(name)[0]], capsys)
+
+
+def test_every_size_in_bytes_needs_a_unit(capsys):
+    sizes = [flag for flag, action in commands()["plan"]._option_string_actions.items() if action.type is byte_size]
+    assert len(sizes) >= 2
+    for flag in sizes:
+        assert "'24' is 24 bytes; give the unit too, as in 24GiB" in refused(["plan", "demo", flag, "24"], capsys)
+        assert build_parser().parse_args(["plan", "demo", flag, str(24 << 30)])
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -111,7 +172,9 @@ def test_unknown_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(argv)
     assert exit_status.value.code == 2
-    assert "usage: dllm" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert printed.startswith("dllm: error: ")
+    assert printed.count("\n") == 1
 
 
 def test_traceback_is_shown_on_request(monkeypatch):

@@ -10,6 +10,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.memory.weights import QUANTIZATIONS
 from tests.support.plans import FULL_METHODS
 
 LLADA = ["plan", "GSAI-ML/LLaDA-8B-Instruct", "--gpu-memory", "80GiB", "--cache-method", "sparse"]
@@ -62,6 +63,21 @@ def test_the_command_serves_with_the_plans_settings(capsys):
     assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
 
 
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_the_copy_to_serve_is_written_first(capsys, quantization):
+    asked = ["plan", "demo", "--gpu-memory", "4GiB", "--prompt", "64", "--response", "64"]
+    *_, before, last = planned(capsys, *asked, "--quantization", quantization).splitlines()
+    if quantization == "fp8":  # made at load time
+        assert before == ""
+        assert last.startswith("To serve it so: dllm serve demo --")
+        assert last.endswith("--quantization fp8_per_channel")
+    else:
+        groups = " --group-size 128" if quantization != "int8" else ""
+        script = f"python examples/quantize.py demo demo-{quantization} --scheme {quantization}{groups}"
+        assert before == f"To make the copy: {script}"
+        assert last.startswith(f"To serve it so: dllm serve demo-{quantization} --")
+
+
 def test_a_guide_is_counted_and_served(capsys):
     asked = ["plan", "demo", "--gpu-memory", "2GiB", "--prompt", "64", "--response", "64", "--guide-model", "demo"]
     assert "guide's weights" in planned(capsys, *asked)
@@ -70,7 +86,15 @@ def test_a_guide_is_counted_and_served(capsys):
     assert sizing["serve"][-2:] == ["--guide-model", "demo"]
 
 
-SIZES = {"80GiB": 80 << 30, "24GB": 24 * 10**9, "512MiB": 512 << 20, "1.5 gib": 3 << 29, "4096": 4096, "2T": 2 * 10**12}
+SIZES = {
+    "80GiB": 80 << 30,
+    "24GB": 24 * 10**9,
+    "512MiB": 512 << 20,
+    "1.5 gib": 3 << 29,
+    "4194304": 4 << 20,
+    "0": 0,
+    "2T": 2 * 10**12,
+}
 
 
 @pytest.mark.parametrize(("text", "size"), SIZES.items())

@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine import plugin
 from dllm_engine.cli.main import build_parser
-from dllm_engine.cli.serve import check_listening, stated_arguments, vllm_arguments, with_config_file
+from dllm_engine.cli.serve import check_flags, check_listening, stated_arguments, vllm_arguments, with_config_file
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
 
 
@@ -103,6 +103,23 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
 def test_arguments_that_mean_nothing_are_refused_before_a_server_starts(argv, message):
     with pytest.raises(ValueError, match=message):
         arguments("m", *argv)
+
+
+@pytest.mark.parametrize(
+    ("flag", "closest"),
+    [
+        ("--cache-metod", "--cache-method"),
+        ("--cache_metod=dual", "--cache-method"),
+        ("--max-modle-len", "--max-model-len"),
+        ("--aditional-config.dllm.trace", "--additional-config"),
+    ],
+)
+def test_a_flag_that_nobody_knows_is_told_the_closest(flag, closest):
+    parser = build_parser().parse_args(["serve", "demo"]).parser
+    with pytest.raises(ValueError, match=f"is unknown; did you mean '{closest}'"):
+        check_flags(parser, [flag, "1"])
+    known = ["--port", "8001", "-tp", "2", "--enforce-eager", "--max_model_len=128", "--no-enable-prefix-caching"]
+    check_flags(parser, [*known, "--hf-overrides.rope_theta", "5"])
 
 
 def test_options_are_spelled_as_vllm_allows():

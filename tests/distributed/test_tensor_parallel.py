@@ -44,6 +44,11 @@ RULES: list[dict[str, Any]] = [
     {"slow_fast": {"span_steps": 1, "span_threshold": 0.5, "fast_threshold": 0.3}},
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
+BIASED: list[dict[str, Any]] = [
+    {"logit_bias": {7: 3.0, 300: -9.0, 496: -2.0}, "min_tokens": 9},
+    {"confidence_eos_eot_inf": True, "logits_eos_inf": True},
+    {"alg_temp": 0.3, "seed": 5, "steps": 9, "logit_bias": {316: -4.0}},
+]
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4}}
 REFRESHED = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.4, "refresh": "response"}}
 D2_CACHE = {"cache_method": "d2_cache", "cache_options": {"masked_rows": 6, "rollout_p": 0.2}}
@@ -67,7 +72,7 @@ BLOCK_RULES: list[dict[str, Any]] = [
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
 CASES = {
-    **{f"none {model}": (model, {}, [{}, {"steps": 9}, *SAMPLED], ORDER) for model in [*PROMPTS][:3]},
+    **{f"none {model}": (model, {}, [{}, {"steps": 9}, *SAMPLED, *BIASED], ORDER) for model in [*PROMPTS][:3]},
     "sdar": ("sdar-tiny-a", {}, BLOCK_RULES, CHOSEN),
     "llada2": ("llada2-moe-tiny-a", {}, BLOCK_RULES, CHOSEN),
     "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),

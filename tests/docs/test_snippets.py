@@ -7,7 +7,6 @@ those after it. A new block runs, or has to be listed below with a reason.
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.preloaded import preloaded_programs, wait_until
-from tests.support.server import is_healthy
+from tests.support.server import free_port, is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -27,12 +26,12 @@ PAGES = [
 ]
 # Languages of programs; other blocks show output or data.
 PROGRAMS = ("bash", "python")
-PORT = 8000  # as the pages have it
+PORT = 8000
+"""Of the pages; a snippet runs with a free one in its place."""
 
 NEEDS_CHECKPOINT = "needs a released checkpoint"
 NEEDS_NETWORK = "installs from the network"
 TAKES_MINUTES = "takes minutes; tests/cli runs the command on less"
-BY_RESEARCH_TEST = "tests/docs/test_research.py runs it"
 # First line of a block: why it is not run.
 NOT_RUN = {
     "python3 scripts/dev.py test": "is this run",
@@ -41,11 +40,10 @@ NOT_RUN = {
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --tasks needle": TAKES_MINUTES,
     "dllm eval --model demo-blocks --count 100": TAKES_MINUTES,
+    "dllm lm-eval --model dllm-http": "asks a server; tests/evaluation/test_likelihood_route.py runs the model",
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,
-    '"""Keeps the tokens nearest before the window."""': BY_RESEARCH_TEST,
-    "import torch": BY_RESEARCH_TEST,
     "dllm eval --methods all --unmasking-rules one,threshold=0.9": TAKES_MINUTES,
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
@@ -59,7 +57,6 @@ NOT_RUN = {
     "dllm check --output check.json": "tests/cli/test_check.py runs it in its own process, where engines start faster",
     'pip install ".[cuda,test]"': "needs a GPU and the network",
     "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
-    "python3 scripts/cuda_check.py": NEEDS_NETWORK,
 }
 # First line of a block: what it prints.
 PRINTS = {
@@ -88,6 +85,13 @@ class Snippet:
     @property
     def is_server(self) -> bool:
         return self.first_line.startswith(("vllm serve ", "dllm serve "))
+
+    def on_port(self, port: int) -> str:
+        """The text with a server on this port instead of the pages'."""
+        text = self.text.replace(f"localhost:{PORT}", f"localhost:{port}").replace(f"--port {PORT}", f"--port {port}")
+        if not self.is_server or "--port" in text:
+            return text
+        return re.sub(r'^(\w+ serve (?:"[^"]*"|\S+))', rf"\1 --port {port}", text)
 
     def of(self, table: dict[str, str]) -> str | None:
         """The value of the entry that the first line begins with."""
@@ -121,6 +125,14 @@ def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
         fences = re.findall(r"^\s*```", (CHECKOUT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == 2 * len(snippets(page)), page
     assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json", "mermaid"}
+    assert not [snippet for snippet in ALL if snippet.language == "python" and snippet.of(NOT_RUN) is not None]
+
+
+def test_every_server_of_the_pages_and_who_asks_it_can_run_on_another_port():
+    servers = [snippet.on_port(7) for snippet in ALL if snippet.is_server]
+    assert servers
+    assert all(text.count("--port 7") == 1 for text in servers)
+    assert not [snippet.first_line for snippet in ALL if snippet.is_program and str(PORT) in snippet.on_port(7)]
 
 
 @pytest.fixture
@@ -150,38 +162,38 @@ def environ(folder):
 @pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])
 def test_snippets_of_a_page(folder, environ, page):
     server: subprocess.Popen[bytes] | None = None
+    port = free_port()
     try:
         for number, snippet in enumerate(to_run(page)):
             file = folder / f"snippet{number}.{'py' if snippet.language == 'python' else 'sh'}"
-            file.write_text(snippet.text, encoding="utf-8")
+            text = snippet.on_port(port)
+            file.write_text(text, encoding="utf-8")
             command = ["python", file] if snippet.language == "python" else ["bash", "-e", file]
             if snippet.is_server:
                 stop(server)
-                server = serve(command, folder, environ)
-                for url in re.findall(r"http://localhost\S+", snippet.text):
+                server = serve(command, folder, environ, port)
+                for url in re.findall(r"http://localhost\S+", text):
                     assert urllib.request.urlopen(url, timeout=30).status == 200
                 continue
             ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
             assert ran.returncode == 0, f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
             expected = [line for line in [snippet.of(PRINTS)] if line]
             expected += re.findall(r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE)
-            for text in expected:
-                assert text in ran.stdout, snippet.text
+            for line in expected:
+                assert line in ran.stdout, snippet.text
     finally:
         stop(server)
 
 
-def serve(command: list[str | Path], folder: Path, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
+def serve(command: list[str | Path], folder: Path, environ: dict[str, str], port: int) -> "subprocess.Popen[bytes]":
     """Starts a server and waits until it answers."""
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", PORT)), f"something else listens on port {PORT}, which the pages use"
     log = folder / "server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(
             command, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        wait_until(lambda: is_healthy(f"http://localhost:{PORT}"), 300, process, log)
+        wait_until(lambda: is_healthy(f"http://localhost:{port}"), 300, process, log)
     except AssertionError:
         stop(process)
         raise

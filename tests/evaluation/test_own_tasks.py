@@ -4,8 +4,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from dllm_engine.demo import DEMO_MODEL_DIR
-from dllm_engine.demo.tasks import NEEDLE_LENGTHS, needle_examples
-from dllm_engine.evaluation.own_tasks import MATCHES, read_tasks
+from dllm_engine.demo.tasks import NEEDLE_LENGTHS, TASKS, needle_examples
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, demo_tasks, read_tasks
 
 
 def test_prompts_are_text_or_messages(tmp_path):
@@ -24,6 +24,7 @@ def test_prompts_are_text_or_messages(tmp_path):
     [
         ("\n", "holds no tasks"),
         ("nonsense", "task 1 must be"),
+        ("caf\udce9", "tasks.jsonl: task 1 must be .* Invalid JSON"),
         ("[]", "task 1 must be .* Input should be an object"),
         ('{"prompt": "x", "answer": "y"}\n\n{"prompt": "x"}', "task 3 must be .* answer: Field required"),
         ('{"answer": "x"}', "prompt: Field required"),
@@ -35,7 +36,7 @@ def test_prompts_are_text_or_messages(tmp_path):
 )
 def test_a_line_that_is_no_task_is_named(tmp_path, content, message):
     file = tmp_path / "tasks.jsonl"
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         read_tasks(file)
 
@@ -67,3 +68,10 @@ def test_a_needle_stands_at_its_depth_of_a_prompt_of_its_length(length, depth, s
         assert place == round(share * (len(sentences) - 1))
         assert question == f"Give: {example.answer.partition('=')[0]}"
         assert length <= len(tokenizer.encode(example.prompt)) < length + 8
+
+
+def test_an_unknown_task_is_refused_with_all_that_there_are():
+    with pytest.raises(ValueError, match=r"unknown task 'nams'; did you mean 'names'\?") as error:
+        demo_tasks("nams", 1, 0)
+    for name in (DEMO_TASKS, *TASKS, NEEDLE, HOLES, "FILE.jsonl", "--lm-eval"):
+        assert name in str(error.value)

@@ -141,3 +141,9 @@ def test_a_parent_stays_while_one_of_its_responses_is_awaited(engines, tiny_llad
     llm.llm_engine.abort_request([f"1_{name}"], internal=True)
     assert not processor.parent_requests
     assert_nothing_left(llm)
+
+
+def test_a_response_longer_than_the_context_is_refused_before_anything_is_made_for_its_tokens(demo):
+    params = DiffusionParams(gen_length=10**12, block_length=1, steps_per_block=1)
+    with pytest.raises(InvalidRequestError, match="need a canvas of 1000000000003"):
+        demo.llm_engine.input_processor.process_inputs("x", PROMPT, params, ("generate",))

@@ -99,12 +99,57 @@ def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(cli
     assert not {"trace", "committed_at"} & first.keys()
 
 
+END = "1"
+"""The end token of the demo model."""
+
+
+def test_an_end_token_is_kept_out_by_a_bias(ask):
+    free = length_of(ask())
+    assert free < 32
+    assert length_of(ask(logit_bias={})) == length_of(ask(logit_bias={END: 0})) == free
+    assert length_of(ask(logit_bias={END: -100})) == 32
+    assert length_of(ask(logit_bias={END: 100})) == 1
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_a_response_has_a_least_length(client, endpoint):
+    path, body = ENDPOINTS[endpoint]
+    asked = {"model": "demo", "logit_bias": {END: 100}} | body
+    for length in (1, 13, 31, 32):
+        assert length_of(client.post(path, json=asked | {"min_tokens": length})) == min(length + 1, 32)
+    refused = client.post(path, json=asked | {"min_tokens": 33})
+    assert refused.status_code == 400
+    assert "min_tokens must be less than or equal to max_tokens=32" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 3}, {"vllm_xargs": {"min_tokens": 3}}], ids=str)
+def test_a_route_that_has_no_least_length_says_which_have_one(client, fields):
+    message = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}
+    for path, body in (RESPONSE, ("/v1/messages", message)):
+        if path == "/v1/messages" and "vllm_xargs" in fields:
+            continue
+        answer = client.post(path, json={"model": "demo"} | body | fields)
+        assert answer.status_code == 400
+        assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
+
+
+def test_the_switches_and_drawn_positions_are_options(client):
+    for options in ({"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}, {"alg_temp": 0.3}):
+        answer = client.post(COMPLETION[0], json={"model": "demo", "vllm_xargs": options} | COMPLETION[1])
+        assert answer.status_code == 200, answer.text
+        assert (length_of(answer) == 32) == ("logits_eos_inf" in options)
+
+
 def test_a_batch_of_chats_is_checked_too(client):
     body = {"model": "demo", "messages": [CHAT[1]["messages"]]}
     assert client.post("/v1/chat/completions/batch", json=body).status_code == 200
     answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
     assert answer.status_code == 400
     assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
+    for name, value in {"stream": True, "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
+        answer = client.post("/v1/chat/completions/batch", json=body | {name: value})
+        assert answer.status_code == 400
+        assert f"{name} is not supported for a batch of chats" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +173,20 @@ def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, na
     assert named in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, endpoint):
+    mask = demo.get_tokenizer().convert_ids_to_tokens(demo.model_config.hf_config.mask_token_id)
+    path, body = ENDPOINTS[endpoint]
+
+    def about(text):
+        return client.post(path, json=json.loads(json.dumps({"model": "demo"} | body).replace(QUESTION, text)))
+
+    refused = about(f"What does {mask} mean?")
+    assert refused.status_code == 400
+    assert "spell its text in another way, for example with a space in it" in refused.json()["error"]["message"]
+    assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_several_responses_are_drawn(client, endpoint):
     path, body = ENDPOINTS[endpoint]
@@ -144,3 +203,20 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     assert not processor.request_states
     assert not processor.parent_requests
     assert_nothing_left(demo)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "responses"),
+    [
+        ("/v1/completions", {"prompt": ["a"] * 513, "n": 2}, 1026),
+        ("/v1/completions", {"prompt": [[5, 6]] * 513, "n": 2}, 1026),
+        ("/v1/completions", {"prompt": [5, 6], "n": 1025}, 1025),
+        ("/v1/chat/completions", {"messages": CHAT[1]["messages"] * 2, "n": 1025}, 1025),
+        ("/v1/chat/completions/batch", {"messages": [CHAT[1]["messages"]] * 1025}, 1025),
+    ],
+)
+def test_a_request_has_a_bounded_number_of_responses(client, path, fields, responses):
+    answer = client.post(path, json={"model": "demo", "temperature": 1.0, "max_tokens": 2} | fields)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert f"are {responses} responses, more than the 1024" in message, message

@@ -1,10 +1,14 @@
 """Bodies that vLLM's request classes would trip over, against its HTTP application without an engine."""
 
 import asyncio
+import inspect
 import json
+from functools import cache
+from typing import get_args
 
 import pytest
 
+from dllm_engine.params import OWN_NAMES
 from dllm_engine.vllm_hooks.request_bodies import BodyCheck
 from tests.support.http_app import app_client
 
@@ -94,7 +98,7 @@ def through_the_check(*messages):
     async def receive():
         return next(pending)
 
-    asyncio.run(BodyCheck(application)({"type": "http", "method": "POST"}, receive, None))
+    asyncio.run(BodyCheck(application)({"type": "http", "method": "POST", "path": PATH}, receive, None))
     return received
 
 
@@ -116,3 +120,43 @@ def test_a_route_that_would_stop_the_engine_is_left_out(ours):
     client = app_client(ours=ours, tasks=("generate",))
     status = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code
     assert (status == 404) is ours
+
+
+@cache
+def every_route():
+    """A client of an application with all routes."""
+    return app_client("--enable-scale-out", tasks=("generate",))
+
+
+def routes_with_bodies():
+    """(path, names of the fields of its body) of each route that answers a POST."""
+    routes = every_route().app.routes
+    found = {}
+    for route in (route for route in routes if "POST" in (getattr(route, "methods", None) or ())):
+        annotations = [p.annotation for p in inspect.signature(route.endpoint).parameters.values()]
+        classes = [each for annotation in annotations for each in get_args(annotation) or [annotation]]
+        found[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
+    return found
+
+
+def test_no_route_has_a_field_of_its_own_of_that_name():
+    fields = routes_with_bodies()
+    assert {"max_tokens", "vllm_xargs"} <= fields["/v1/messages"] & fields["/v1/chat/completions/render"]
+    assert set().union(*fields.values()) & OWN_NAMES == {"top_p", "top_k"}
+
+
+@pytest.mark.parametrize("path", routes_with_bodies())
+def test_an_option_of_ours_is_refused_wherever_vllm_would_ignore_it(path):
+    client = every_route()
+    for name in OWN_NAMES - {"top_p", "top_k"}:
+        answer = client.post(path.replace("{response_id}", "7"), json={"messages": [], name: None})
+        assert answer.status_code == 400
+        assert name in answer.json()["error"]["message"]
+    assert "belongs into" in client.post(path, json={"steps": 8}).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"vllm_xargs": {"steps": 8}}, {"sampling_params": {"steps": 8}}, {"steps": 8}])
+def test_tokens_in_tokens_out_has_another_place_for_them(fields):
+    answer = every_route().post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | fields)
+    assert answer.status_code == 400
+    assert "sampling_params.extra_args" in answer.json()["error"]["message"]

@@ -1,10 +1,13 @@
 """Filling in with the demo model, in Python and over HTTP."""
 
+import asyncio
 import json
 import re
 from functools import partial
 
+import httpx
 import pytest
+from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
@@ -12,6 +15,7 @@ from dllm_engine.evaluation.runner import Answers, Runner
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
+CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
 BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
 
 
@@ -68,6 +72,22 @@ def test_samples_differ(demo):
 
 # HTTP
 
+BODIES = {
+    "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
+    "/v1/chat/completions": ({"messages": CHAT}, "max_tokens"),
+    "/v1/chat/completions/batch": ({"messages": [CHAT]}, "max_completion_tokens"),
+    "/v1/responses": ({"input": CHAT}, "max_output_tokens"),
+    "/v1/messages": ({"messages": CHAT}, "max_tokens"),
+    "/invocations": ({"messages": CHAT}, "max_completion_tokens"),
+}
+
+
+NAMES_OF = {
+    "/v1/completions": ["max_tokens"],
+    "/v1/chat/completions": ["max_tokens", "max_completion_tokens"],
+    "/v1/responses": ["max_output_tokens"],
+}
+
 
 def test_suffix_of_a_completion(complete):
     answer = complete(suffix=AFTER, max_tokens=4).json()
@@ -77,6 +97,19 @@ def test_suffix_of_a_completion(complete):
     lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(client, path):
+    body, _ = BODIES[path]
+    for name in NAMES_OF[path]:
+        answer = client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
+        refused = client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
+        assert refused.status_code == 400
+        assert "suffix" in refused.text
 
 
 def test_templates_over_http(client, complete):
@@ -94,6 +127,31 @@ def test_templates_over_http(client, complete):
     assert tokens["choices"][0]["token_ids"][1] == 5, tokens
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client, path):
+    body, name = BODIES[path]
+    template = {"vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}}
+    answers = [client.post(path, json={"model": "demo"} | body | template | {name: n}) for n in (14, 100, 10**6, 13)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 400], answers[0].text
+    assert BEFORE + WANTED + AFTER in answers[1].text
+    usages = [answer.json()["usage"] for answer in answers[:3]]
+    assert [usage.get("completion_tokens", usage.get("output_tokens")) for usage in usages] == [14] * 3
+    assert "max_tokens=13" in answers[3].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
+def test_in_python_too(demo, kind):
+    template = {"response_template": [None, 5, None]}
+    given = template if kind is DiffusionParams else {"extra_args": template, "temperature": 0.0}
+    for length in (3, 100, 10**6):
+        (output,) = demo.generate(PROMPT, kind(max_tokens=length, **given))
+        assert output.outputs[0].token_ids[1] == 5
+        assert len(output.outputs[0].token_ids) == 3
+    with pytest.raises(ValueError, match=r"max_tokens=2 .gen_length. is less than the 3 tokens"):
+        demo.generate(PROMPT, kind(max_tokens=2, **given))
+    assert demo.fill_in([PROMPT], [[" Tom=", 2]], DiffusionParams(gen_length=50))[0].outputs[0].text == "48"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -104,8 +162,22 @@ def test_templates_over_http(client, complete):
         ({"suffix": AFTER, "max_tokens": 0}, "max_tokens"),
         ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
         ({"vllm_xargs": {"template": "a"}}, "template is a str, not a list"),
+        ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
+        ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
+        ({"vllm_xargs": {"template": ["a" * 1000000, 1]}}, "given texts of 1000000 characters"),
+        ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
+        ({"suffix": "a", "max_tokens": 10**12}, "holes of 1000000000000 tokens"),
+        ({"vllm_xargs": {"response_template": "[" + "null," * 1000000}}, "response_template has 5000001 characters"),
+        ({"vllm_xargs": {"response_template": [7] * 100000}}, "response_template has 100000 entries"),
+        (
+            {"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}},
+            "and 491 more errors|and 992 more errors",
+        ),
         ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
-        ({"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4}, "gen_length .max_tokens. is 4"),
+        (
+            {"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4},
+            "max_tokens=4 .gen_length. is less than the 5 tokens",
+        ),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
         ({"vllm_xargs": {"response_template": "[null, "}}, "response_template"),
         ({"vllm_xargs": {"response_template": "[null, 600]"}}, "outside the vocabulary"),
@@ -120,6 +192,33 @@ def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
     assert re.search(message, answer.json()["error"]["message"]), answer.text
     assert_nothing_left(demo)
     assert complete(suffix=AFTER, max_tokens=4).json()["choices"][0]["text"] == WANTED
+
+
+def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypatch):
+    renderer, tokenizing, answered = demo.llm_engine.renderer, asyncio.Event(), asyncio.Event()
+    tokenize = renderer._tokenize_prompt_async
+
+    async def tokenize_when_another_is_answered(prompt, params):
+        tokenizing.set()
+        await answered.wait()
+        return await tokenize(prompt, params)
+
+    async def ask():
+        url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
+        async with httpx.AsyncClient(**url, timeout=120) as http:
+
+            def post(**fields):
+                body = {"model": "demo", "prompt": [5, 6, 7]} | fields
+                return asyncio.create_task(http.post("/v1/completions", json=body))
+
+            templated = post(vllm_xargs={"template": [BEFORE, 2]})
+            await asyncio.wait_for(tokenizing.wait(), 60)
+            plain = await post(max_tokens=4)
+            answered.set()
+            return plain, await templated
+
+    monkeypatch.setattr(renderer, "_tokenize_prompt_async", tokenize_when_another_is_answered)
+    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200]
 
 
 def test_the_demo_model_fills_in_items_of_its_answers(demo):

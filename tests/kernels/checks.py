@@ -5,15 +5,18 @@ memory that must not be read holds NaN.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.check.paged_case import PagedCase
+from dllm_engine.check.cases import Draw as Numbers
+from dllm_engine.check.cases import Sizes
+from dllm_engine.check.cases import paged_case as drawn_paged_case
 from dllm_engine.kernels.features import feature_rows
 from dllm_engine.kernels.noise import gumbel
+from dllm_engine.kernels.paged_tokens import PagedTokens
 from tests.kernels import formulas
 from tests.support.kernels import TOLERANCE, error
 
@@ -52,6 +55,38 @@ class Draw:
         """Pages of keys and of values, all NaN."""
         shape = num_pages, 2, slots_per_page, dim
         return torch.full(shape, torch.nan, dtype=dtype, device=self.device).unbind(1)
+
+
+class PagedCase(NamedTuple):
+    """Arguments of ``paged_attention``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    tokens: PagedTokens
+
+    def limits(self) -> torch.Tensor:
+        """A limit for each row, from none of its request's keys up to all of them."""
+        sizes, generator = self.cu_seqlens.cpu().diff(), torch.Generator().manual_seed(self.q.shape[0])
+        most = (self.tokens.head_len.cpu().amax(1) + sizes).repeat_interleave(sizes)
+        return (torch.rand(most.shape, generator=generator) * (most + 1)).int().to(self.q.device)
+
+    def arguments(self, attend_fresh: bool, limited: bool, return_lse: bool, max_seqlen: int | None = None) -> Any:
+        """Arguments of the function that launches the kernel."""
+        *paged, max_head_len = self.tokens
+        limits = self.limits() if limited else None
+        out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        lse = out.new_empty(out.shape[:2], dtype=torch.float32) if return_lse else None
+        return out, lse, *self[:4], limits, paged, max_head_len, attend_fresh, max_seqlen
+
+
+def paged_case(
+    rows: list[int], retained: list[list[int]], heads: int, dim: int, page_size: int = 4, packed: bool = False,
+    dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu",
+) -> PagedCase:  # fmt: skip
+    sizes = Sizes(heads, len(retained[0]), dim, hidden_size=0, vocab_size=0, page_size=page_size)
+    return PagedCase(*drawn_paged_case(Numbers(sizes, dtype, dtype, device, seed), rows, retained, packed))
 
 
 def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, limited: bool, rtol: float) -> None:

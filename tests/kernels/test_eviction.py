@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels import voting
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.voting import summed_probabilities, voting_scores
 from tests.kernels.checks import check_mean_query_scores, check_voting, log_sum_exp, refused
@@ -62,14 +61,6 @@ def test_errors_name_what_does_not_fit():
 @settings(max_examples=60, deadline=None)
 def test_votes_equal_the_formula_for_views_of_one_projection(**arguments):
     check_voting((voting_scores, summed_probabilities), **arguments)
-
-
-@pytest.mark.parametrize(("keys", "pairs", "probabilities"), [(7, 1000, 1), (1000, 7, 700), (1, 1, 1 << 24)])
-def test_votes_in_parts_equal_the_formula(monkeypatch, keys, pairs, probabilities):
-    monkeypatch.setattr(voting, "_KEYS_PER_TILE", keys)
-    monkeypatch.setattr(voting, "_PAIRS_PER_TILE", pairs)
-    monkeypatch.setattr(voting, "_PROBABILITIES_AT_ONCE", probabilities)
-    check_voting((voting_scores, summed_probabilities), 11, 40, 3, (6, 2), 8, torch.float32)
 
 
 @pytest.mark.parametrize("scale", [1e3, -1e3])

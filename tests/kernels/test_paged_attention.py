@@ -5,14 +5,11 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.check.paged_case import paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
-from tests.kernels import formulas
-from tests.kernels.checks import check_paged_attention
+from tests.kernels.checks import check_paged_attention, paged_case
 from tests.support.kernels import TOLERANCE
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
@@ -68,73 +65,6 @@ def test_a_row_with_nothing_to_attend_to_is_zero(packed):
     out = paged_attention(*case, attend_fresh=False, limits=torch.arange(5).int())
     assert not out[0].any()
     assert out[1:].all()
-
-
-@pytest.mark.parametrize("attend_fresh", [True, False])
-@pytest.mark.parametrize(
-    ("other_limits", "rows_per_call"),
-    [([10, 10, 10, 13], [3, 1]), ([10, 11, 13, 13], [4]), ([0, 0, 12, 12], [2]), ([13, 14, 15, 16], [4])],
-)
-def test_rows_of_equal_limits_attend_together(monkeypatch, attend_fresh, other_limits, rows_per_call):
-    """Two requests of two blocks each, and one of other limits: two runs of rows, three, rows that see nothing, or rows
-    that see everything."""
-    case = paged_case([4, 4, 4], [[12, 12], [12, 12], [9, 9]], heads=4, dim=8)
-    limits = torch.tensor([14, 14, 16, 16] * 2 + other_limits).int()
-    expected, expected_lse = formulas.paged_attention(*case, attend_fresh, limits)
-    lse = torch.empty(expected_lse.shape)
-    out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits, lse=lse)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
-    calls = sdpa_calls(monkeypatch)
-    out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
-    if attend_fresh:  # else every row sees all keys, or none
-        assert calls == [(2, 2, 8, 8), *((1, 2, 2 * rows, 8) for rows in rows_per_call)]
-
-
-def sdpa_calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    calls = []
-    attention = F.scaled_dot_product_attention
-
-    def counted(q: torch.Tensor, *arguments: object, **named: object) -> torch.Tensor:
-        calls.append(q.shape)
-        return attention(q, *arguments, **named)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    return calls
-
-
-@pytest.mark.parametrize(("bytes_at_once", "sizes"), [(1, [1] * 7), (20_000, [2, 2, 2, 1]), (1 << 20, [7])])
-@pytest.mark.parametrize("semantics", SEMANTICS)
-def test_requests_whose_keys_would_not_stay_in_a_cache_take_turns(monkeypatch, bytes_at_once, sizes, semantics):
-    attend_fresh, limited = semantics
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr("dllm_engine.kernels.cpu.paged_attention._COPIED_BYTES", bytes_at_once)
-    case = paged_case([8] * 7, [[60, 60]] * 7, heads=4, dim=8)
-    check_paged_attention(attend, case, attend_fresh, limited, rtol=1e-5)
-    calls = sdpa_calls(monkeypatch)
-    limits = torch.arange(53, 61).int().repeat(7) if limited else None
-    paged_attention(*case, attend_fresh=attend_fresh, limits=limits)
-    assert calls == [(size, 2, 16, 8) for size in sizes]
-
-
-@pytest.mark.parametrize(
-    ("rows", "retained", "heads", "packed", "expected"),
-    [
-        (
-            [8, 20, 8, 20, 8],
-            [[n, n] for n in (30, 0, 30, 0, 31)],
-            2,
-            False,
-            [(1, 2, 8, 8), (2, 2, 8, 8), (2, 2, 20, 8)],
-        ),
-        ([8, 8, 8], [[3, 17], [20, 1], [0, 5]], 4, True, [(3, 2, 16, 8)]),  # budgets per head
-    ],
-)
-def test_a_batch_takes_one_call_per_shape_in_it(monkeypatch, rows, retained, heads, packed, expected):
-    calls = sdpa_calls(monkeypatch)
-    paged_attention(*paged_case(rows, retained, heads, dim=8, packed=packed), attend_fresh=True)
-    assert sorted(calls) == expected
 
 
 def test_rows_behind_the_last_request_change_nothing():
@@ -205,7 +135,7 @@ rotary.rotate_(x, zeros[:, 0].contiguous(), torch.randn(4, 8))
 features.read_features(features.feature_rows(torch.randn(3, 2, 2, 8), 8), zeros[:, 0])
 token_statistics.token_statistics(x[0], -1, True, True)
 try:
-    token_statistics.token_statistics.triton_kernel
+    token_statistics.token_statistics.triton
 except ImportError as error:
     print(error)
 """

@@ -1,19 +1,19 @@
 """The Triton kernels against their formulas, on a GPU or interpreted, and compiled for a GPU where there is none."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from dllm_engine.check.paged_case import paged_case
-from dllm_engine.kernels.features import feature_rows
+from dllm_engine.check import cases
+from dllm_engine.check.cases import Draw, Sizes
+from dllm_engine.check.checks import compare
 from dllm_engine.kernels.noise import filtered_logits, gumbel, gumbel_max
 from dllm_engine.kernels.triton import (
     eviction,
@@ -27,23 +27,18 @@ from dllm_engine.kernels.triton import (
     voting,
 )
 from dllm_engine.kernels.triton import token_statistics as statistics
-from dllm_engine.kernels.triton.tiles import Tiles
 from tests.kernels import checks
-from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, compile_launches, runs_triton
+from tests.support.kernels import DEVICE, INTERPRETED, all_operators, compile_launches, runs_triton
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 each_type = pytest.mark.parametrize("dtype", [FLOAT16] if INTERPRETED else [FLOAT32, FLOAT16, BFLOAT16])
-"""Interpreted, float32 is what the engines of ``test_cuda_path.py`` run."""
 
 
 def in_each_type(test):
     return runs_triton(each_type(test))
 
 
-compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
-SHARED_MEMORY = 96 << 10
-"""Bytes that every GPU since 2020 lets a program have."""
-
+KERNEL_CASES = cases.BY_HEADS | cases.OTHERS
 CASES = {
     # name: (rows, retained per KV head, query heads, head_dim, page_size, packed, dtype, attend_fresh, limited, splits)
     "token-major": ([32, 32], [[96, 96], [96, 96]], 2, 64, 16, False, FLOAT32, True, False, 1),
@@ -67,7 +62,7 @@ def check_attention(*case, attend_fresh, limited, splits):
         paged_attention.paged_attention(out, lse, *arguments, splits)
         return out, lse
 
-    checks.check_paged_attention(attend, paged_case(*case, device=DEVICE), attend_fresh, limited, rtol=1e-3)
+    checks.check_paged_attention(attend, checks.paged_case(*case, device=DEVICE), attend_fresh, limited, rtol=1e-3)
 
 
 @runs_triton
@@ -77,80 +72,37 @@ def test_attention(name):
     check_attention(*case, attend_fresh=attend_fresh, limited=limited, splits=splits)
 
 
+@pytest.fixture
+def on_triton(monkeypatch):
+    """Operators take the way of a GPU; ``PAGED`` is small for the interpreter's sake."""
+    monkeypatch.setattr(cases, "PAGED", (([3, 1], [40, 17]), ([20], [70])))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=3))
+    return lambda: [monkeypatch.setattr(operator, "cpu", operator.triton) for operator in all_operators().values()]
+
+
+@in_each_type
+@pytest.mark.parametrize("sizes", [Sizes(4, 2, 32, 64, 150, 8), Sizes(7, 1, 96, 1100, 3000, 4)], ids=["even", "odd"])
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
+    expected = KERNEL_CASES[name](Draw(sizes, dtype, torch.float32, "cpu"))
+    if INTERPRETED:
+        on_triton()
+    error, bound = compare(KERNEL_CASES[name](Draw(sizes, dtype, dtype, DEVICE)), expected)
+    assert error <= bound
+
+
 @runs_triton
-@pytest.mark.parametrize("block_q", [16, 32])
-@pytest.mark.parametrize("name", ["grouped queries", "ranges per head", "limits over fresh rows"])
-def test_attention_with_other_tiles(monkeypatch, name, block_q):
-    monkeypatch.setattr(paged_attention, "choose_tiles", lambda *of_call: Tiles(block_q, 64, 4, 2))
-    *case, attend_fresh, limited, splits = CASES[name]
-    check_attention(*case, attend_fresh=attend_fresh, limited=limited, splits=splits)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
-def test_every_case_of_attention_in_every_type_and_head_dim_on_a_gpu(dim, dtype):
-    for rows, retained, heads, _, page_size, packed, _, attend_fresh, limited, splits in CASES.values():
-        # The cases are small for the interpreter's sake.
-        case = [8 * n for n in rows], [[12 * n + n % 5 for n in lengths] for lengths in retained], heads
-        for chosen in (splits, None):
-            check_attention(
-                *case, dim, page_size, packed, dtype, attend_fresh=attend_fresh, limited=limited, splits=chosen
-            )
-
-
-@in_each_type
-@pytest.mark.parametrize(("rows", "kv_heads", "missing"), [(30, 1, 0.0), (30, 3, 0.4), (0, 2, 0.0)])
-def test_write_slots(rows, kv_heads, missing, dtype):
-    checks.check_write_slots(slots.write_slots, rows, kv_heads, 7, missing, dtype, device=DEVICE)
-
-
-@in_each_type
-@pytest.mark.parametrize(
-    ("candidates", "heads", "dim"), [(70, (4, 2), 32), (70, (3, 3), 96), (70, (14, 2), 128), (0, (4, 2), 32)]
-)
-def test_mean_query_scores(candidates, heads, dim, dtype):
-    checks.check_mean_query_scores(eviction.mean_query_scores, 19, candidates, heads, dim, dtype, device=DEVICE)
-
-
-@in_each_type
-@pytest.mark.parametrize(("num_rows", "width"), [(25, 24), (25, 150), (25, 1100), (0, 16)])
-def test_features(num_rows, width, dtype):
+def test_nothing_is_launched_for_no_rows():
     kernels = features.write_features, features.read_features, features.add_features
-    checks.check_features(kernels, num_rows, width, 70, 0.25, dtype, device=DEVICE)
-
-
-@in_each_type
-@pytest.mark.parametrize(("num_rows", "num_heads", "head_dim"), [(5, 3, 64), (1, 1, 2), (9, 2, 96), (0, 4, 32)])
-def test_rotary(num_rows, num_heads, head_dim, dtype):
-    for rotary_dim in (head_dim, head_dim // 4 * 2 or head_dim):
-        checks.check_rotate(rotary.rotate_, num_rows, num_heads, head_dim, dtype, device=DEVICE, rotary_dim=rotary_dim)
-
-
-@in_each_type
-@pytest.mark.parametrize(
-    ("rows", "kv_heads", "dim", "missing"), [(60, 1, 24, 0.4), (60, 3, 64, 0.0), (60, 4, 96, 0.4), (0, 3, 8, 0.0)]
-)
-def test_similarity_sums(rows, kv_heads, dim, missing, dtype):
-    case = {"rows": rows, "kv_heads": kv_heads, "dim": dim, "slots_per_page": 7, "missing": missing, "dtype": dtype}
-    checks.check_similarity_sums(similarity.similarity_sums, **case, device=DEVICE)
-
-
-@in_each_type
-@pytest.mark.parametrize(
-    ("voters", "keys", "others", "heads", "dim"),
-    [
-        (19, 139, 2, (3, 3), 96),
-        (19, 139, 2, (14, 2), 64),
-        (1, 1, 158, (4, 2), 8),
-        (64, 96, 0, (4, 2), 8),
-        (0, 5, 1, (3, 3), 96),
-        (3, 0, 1, (14, 2), 64),
-    ],
-)
-def test_voting_scores(voters, keys, others, heads, dim, dtype):
-    kernels = voting.voting_scores, voting.summed_probabilities
-    checks.check_voting(kernels, voters, keys, others, heads, dim, dtype, device=DEVICE)
+    votes = voting.voting_scores, voting.summed_probabilities
+    similarities = {"rows": 0, "kv_heads": 3, "dim": 8, "slots_per_page": 7, "missing": 0.0, "device": DEVICE}
+    checks.check_write_slots(slots.write_slots, 0, 2, 7, 0.0, FLOAT16, device=DEVICE)
+    checks.check_mean_query_scores(eviction.mean_query_scores, 19, 0, (4, 2), 32, FLOAT16, device=DEVICE)
+    checks.check_features(kernels, 0, 16, 70, 0.25, FLOAT16, device=DEVICE)
+    checks.check_rotate(rotary.rotate_, 0, 4, 32, FLOAT16, device=DEVICE)
+    checks.check_similarity_sums(similarity.similarity_sums, **similarities)
+    checks.check_voting(votes, 0, 5, 1, (3, 3), 96, FLOAT16, device=DEVICE)
+    checks.check_voting(votes, 3, 0, 1, (14, 2), 64, FLOAT16, device=DEVICE)
 
 
 @in_each_type
@@ -207,10 +159,10 @@ def test_many_tokens_and_few_of_them_pass():
     logits = torch.randn(2, 5000, device=DEVICE)
     logits[0, 4500] = 9.0
     found = filters.filtered_logits(logits, 1.0, 1.0, 3, -1)
-    assert torch.equal(found, filtered_logits.kernel(logits, 1.0, 1.0, 3, -1))
+    assert torch.equal(found, filtered_logits.cpu(logits, 1.0, 1.0, 3, -1))
     zeros = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
     score, column = noise.gumbel_max(found, *zeros, 0, 1.0, -1, 2)
-    expected_score, expected = gumbel_max.kernel(found, *zeros, 0, 1.0, -1)
+    expected_score, expected = gumbel_max.cpu(found, *zeros, 0, 1.0, -1)
     assert torch.equal(column, expected)
     torch.testing.assert_close(score, expected_score, rtol=1e-14, atol=0)
 
@@ -252,104 +204,17 @@ def test_splits_of_a_vocabulary_are_chosen_for_a_gpu(num_rows):
     checks.check_token_statistics(statistics.token_statistics, logits, 126336, atol=2e-5)
 
 
-@compiles
-@pytest.mark.parametrize(
-    ("dtype", "dim", "rows", "attend_fresh", "limited"),
-    [
-        (BFLOAT16, 128, 32, True, False),
-        (BFLOAT16, 128, 1024, True, True),
-        (BFLOAT16, 256, 32, False, True),
-        (FLOAT16, 96, 1, False, False),
-        (FLOAT32, 256, 32, True, False),
-        (BFLOAT16, 8, 32, True, False),
-    ],
-)
-def test_attention_compiles_for_a_gpu(monkeypatch, dtype, dim, rows, attend_fresh, limited):
-    kernels = compile_launches(monkeypatch, paged_attention)
-    case = paged_case([rows], [[100] * 4], heads=8, dim=dim, page_size=16, dtype=dtype)
-    paged_attention.paged_attention(*case.arguments(attend_fresh, limited, True), 4)
-    attention, combine = (kernel.shared_memory for kernel in kernels)
-    assert len(attention) == len(combine) == 1
-    assert attention[0] <= SHARED_MEMORY
-
-
-@compiles
-@pytest.mark.parametrize(("heads", "rows"), [(4, 32), (28, 32), (4, 1024)])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_keys_and_values_arrive_while_the_tile_before_is_computed(monkeypatch, capability, heads, rows):
-    """In both loops, over pages and over fresh rows, a tile waits for its own loads and not for those of the next."""
-    kernels = compile_launches(monkeypatch, paged_attention, capability)
-    case = paged_case([rows], [[100] * 4], heads=heads, dim=128, page_size=16, dtype=BFLOAT16)
-    paged_attention.paged_attention(*case.arguments(True, False, False), 1)
-    ((attention,), _) = (kernel.compiled for kernel in kernels)
-    waits = re.findall(r"async_wait .*num = (\d+)", attention.asm["ttgir"])
-    assert waits == ["2", "0", "2", "0"]  # the zeros come after the loops
-    assert set(re.findall(r"cp\.async\.\w+\.shared\.global .*, (0x\w+),", attention.asm["ptx"])) == {"0x10"}
-
-
-def launch(module: ModuleType, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
-    """All kernels of a module, for 50 rows of a fused projection."""
-    x = torch.zeros(50, heads + kv_heads, dim, dtype=dtype)
-    places, lse = torch.zeros(50, kv_heads, dtype=torch.int64), torch.zeros(32, heads)
-    pages = x.new_zeros(10, 2, 16 * kv_heads, dim)[:, 1]
-    rows = feature_rows(x.new_zeros(3, 2, 16 * heads, dim), heads * dim)
-    hidden, row_places = rows.new_zeros(50, heads * dim), torch.zeros(50, dtype=torch.int64)
-    launches = {
-        slots: [(slots.write_slots, x[:, :kv_heads], pages, places)],
-        eviction: [(eviction.mean_query_scores, x[:, :heads], x[:, heads:], row_places[:18].view(3, 6), 40)],
-        features: [
-            *[(write, hidden, rows, row_places) for write in (features.add_features, features.write_features)],
-            (features.read_features, rows, row_places),
-        ],
-        rotary: [(rotary.rotate_, x, torch.arange(50), torch.zeros(50, dim))],
-        similarity: [(similarity.similarity_sums, x[:, heads:], pages, places)],
-        voting: [
-            (vote, x[:32, :heads], x[:, heads:], lse) for vote in (voting.voting_scores, voting.summed_probabilities)
-        ],
-    }
-    for kernel, *arguments in launches[module]:
-        kernel(*arguments)
-
-
-@compiles
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "dtype"), [(32, 32, 128, BFLOAT16), (14, 2, 96, BFLOAT16), (28, 4, 256, FLOAT32)]
-)
-@pytest.mark.parametrize("module", [slots, eviction, features, rotary, similarity, voting])
-def test_launches_compile_for_a_gpu(monkeypatch, module, heads, kv_heads, dim, dtype):
-    kernels = compile_launches(monkeypatch, module)
-    launch(module, heads, kv_heads, dim, dtype)
-    for kernel in kernels:
-        assert len(kernel.shared_memory) == 1
-        assert kernel.shared_memory[0] <= SHARED_MEMORY
-
-
-@compiles
-def test_kernels_of_float32_spill_no_registers(monkeypatch):
-    """On GPUs of compute capability 8.6, where four warps would, as they would in attention on most."""
-    attention, _ = compile_launches(monkeypatch, paged_attention, 86)
-    case = paged_case([16], [[100] * 4], heads=4, dim=128, page_size=16, dtype=FLOAT32)
-    paged_attention.paged_attention(*case.arguments(True, False, False), 1)
-    votes, sums = compile_launches(monkeypatch, voting, 86)
-    launch(voting, 32, 32, 128, FLOAT32)
-    assert attention.spilled == votes.spilled == sums.spilled == [0]
-
-
-@compiles
-@pytest.mark.parametrize("wanted", [(True, True), (False, False)])
-def test_token_statistics_compile_for_a_gpu(monkeypatch, wanted):
-    kernels = compile_launches(monkeypatch, statistics)
-    statistics.token_statistics(torch.zeros(2, 126464, dtype=BFLOAT16), 126336, *wanted, 16)
-    assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
-
-
-@compiles
-def test_sampling_compiles_for_a_gpu(monkeypatch):
-    kernels = [kernel for module in (noise, filters) for kernel in compile_launches(monkeypatch, module)]
-    logits, counters = torch.zeros(2, 126464, dtype=BFLOAT16), torch.zeros(3, 2, dtype=torch.int64)
-    noise.gumbel_max(logits, *counters, 0, 0.7, 126336, 16)
-    filters.filtered_logits(logits, 0.7, 0.9, 50, 126336)
-    assert all(len(kernel.shared_memory) == 1 for kernel in kernels)
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name):
+    """At the sizes of LLaDA-8B, and in the shared memory that every GPU since 2020 has."""
+    on_triton()
+    kernels = compile_launches(monkeypatch)
+    monkeypatch.setattr(cases, "PAGED", (([32], [600]),))
+    KERNEL_CASES[name](Draw(Sizes(32, 32, 128, 4096, 126_464), BFLOAT16, BFLOAT16, "cpu"))
+    shared_memory = [size for kernel in kernels for size in kernel.shared_memory]
+    assert shared_memory
+    assert max(shared_memory) <= 96 << 10
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this starts the interpreter")

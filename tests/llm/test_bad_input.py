@@ -1,8 +1,10 @@
 """What cannot be served as asked: the error names the setting, its value and the way out; the engine goes on."""
 
+import numpy as np
 import pytest
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import BeamSearchParams
@@ -90,6 +92,19 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.5}, ("top_p", "1.5")),
         ({"top_k": -2}, ("top_k", "-2")),
+        ({"min_tokens": 9}, ("min_tokens must be less than or equal to max_tokens=8", "9")),
+        (
+            {"min_tokens": 5, "gen_length": None, "response_template": [None, 5] * 4, "return_given": False},
+            ("min_tokens=5", "4 tokens come back", "0 … 4"),
+        ),
+        ({"logit_bias": {150: 1.0}}, ("logit_bias holds 150", "vocabulary of 150", "leave it out")),
+        ({"logit_bias": {"5": 1.0}}, ("logit_bias holds '5'",)),
+        ({"logit_bias": {5: float("nan")}}, ("logit_bias[5]=nan", "−10000 … 10000")),
+        ({"logit_bias": {5: float("inf")}}, ("logit_bias[5]=inf",)),
+        ({"logit_bias": {5: 10**400}}, ("logit_bias[5]=1000", "out of range")),
+        ({"logit_bias": {5: "high"}}, ("logit_bias[5]='high'",)),
+        ({"logit_bias": [5, 1.0]}, ("logit_bias is a list",)),
+        ({"logit_bias": dict.fromkeys(range(8193), 1.0)}, ("logit_bias has 8193 tokens", "at most 8192")),
         ({"n": 0}, ("n must", "0")),
         ({"min_p": 0.1, "temperature": 1.0}, ("min_p=0.1", "not supported")),
         ({"structured_outputs": Match(choice=["yes"])}, ("structured_outputs", "skip_tokenizer_init")),
@@ -102,12 +117,34 @@ def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
     refuse(llm, healthy, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
 
 
+OTHERS = [True, False, None, 0, -1, 1.5, float("nan"), float("inf"), 2**63, 10**400, 10**5000, "x", "1", b"x", object()]
+OTHERS += [[], ["x"], [True], [1.5], [2**70], {}, {"a": 1}, {1: "x"}, np.int64(1), np.float64(0.5), np.True_, 1j]
+"""Values of which each field can have some at most."""
+
+
+@pytest.mark.parametrize("field", [name for name in SamplingParams.__struct_fields__ if name[0] != "_"])
+def test_fields_of_other_types_are_refused_by_name(llm, healthy, field):
+    answered, messages = [], []
+    for value in OTHERS:
+        params = SamplingParams(max_tokens=4, temperature=0.5, top_k=3)
+        setattr(params, field, value)
+        try:
+            generate(llm, [PROMPT], params)
+            answered.append(value)
+        except (ValueError, VLLMValidationError) as error:
+            messages.append(str(error))
+    assert all(field in message or "unknown request option 'a'" in message for message in messages), messages
+    # vLLM's `LLM` sets the kind of outputs.
+    assert len(answered) <= 5 or field == "output_kind", answered
+    assert_nothing_left(llm)
+    assert answer(llm) == healthy
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         {"logprobs": -1, "prompt_logprobs": 1, "presence_penalty": 0.5, "frequency_penalty": -0.5},
-        {"repetition_penalty": 1.1, "min_tokens": 2, "logprob_token_ids": [5], "allowed_token_ids": [5, 6]},
-        {"logit_bias": {5: 1.0}, "bad_words": ["never"]},
+        {"repetition_penalty": 1.1, "logprob_token_ids": [5], "allowed_token_ids": [5, 6], "bad_words": ["never"]},
     ],
 )
 def test_what_is_not_supported_is_named(llm, healthy, settings):

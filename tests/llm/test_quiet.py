@@ -67,6 +67,18 @@ def test_a_quiet_engine_still_shows_our_warnings(monkeypatch, vllm_logger, level
     assert lines == shown
 
 
+@pytest.mark.parametrize(("is_terminal", "is_quiet"), [(True, True), (True, False), (False, True)])
+def test_a_line_on_a_terminal_says_what_takes_so_long(monkeypatch, capsys, is_terminal, is_quiet):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    if is_quiet:
+        quiet.quiet_arguments({})
+    with quiet.progress_line("Importing vLLM"):
+        during = capsys.readouterr().err
+    assert (during, capsys.readouterr().err) == (
+        ("Importing vLLM …", "\r\x1b[K") if is_terminal and is_quiet else ("", "")
+    )
+
+
 def test_every_logger_lies_in_vllms_tree():
     calls = [
         (path.name, ast.unparse(call.args[0]))

@@ -66,6 +66,14 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         # Tokens per step, and steps per block, take the place of steps.
         ({"steps": 4}, UNEVEN | {"tokens_per_step": 3}, {"steps": 8, "steps_per_block": (3, 3, 2)}),
         ({"steps": 4}, UNEVEN | {"steps_per_block": 5}, {"steps": 14, "steps_per_block": (5, 5, 4)}),
+        # Positions are drawn, or a rule takes them: who names one gets no default of the other.
+        (DRAWN := {"alg_temp": 0.5}, {}, {"alg_temp": 0.5, "parallel": None}),
+        (DRAWN, {"threshold": 0.5}, {"alg_temp": 0.0, "parallel": ("threshold", 0.5)}),
+        (DRAWN, {"alg_temp": 0.0}, {"alg_temp": 0.0}),
+        (SEVERAL, {"alg_temp": 0.5}, {"alg_temp": 0.5, "block_add_threshold": None, "parallel": None}),
+        (SEVERAL, {"alg_temp": 0.0}, {"alg_temp": 0.0, "block_add_threshold": 0.1}),
+        ({"logits_eos_inf": True}, {}, {"logits_eos_inf": True, "confidence_eos_eot_inf": False}),
+        ({"logits_eos_inf": True}, {"logits_eos_inf": False}, {"logits_eos_inf": False}),
         ({}, {}, {"slow_fast": None}),
         ({}, {"slow_fast": {}}, {"slow_fast": SlowFast()}),
         ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
@@ -191,6 +199,27 @@ def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
     assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
 
 
+@pytest.mark.parametrize(
+    ("stated", "default"),
+    [
+        # As Dream-v0-Instruct-7B is released.
+        (
+            {"alg": "origin", "alg_temp": None, "eps": 0.001, "steps": 512, "temperature": 0.0, "top_k": None}
+            | {"top_p": None, "mask_token_id": None, "output_history": False},
+            {},
+        ),
+        ({"temperature": 0.1, "top_p": 0.9}, {"temperature": 0.1, "top_p": 0.9}),
+        ({"top_p": 0.9, "top_k": 20}, {"top_p": 0.9, "top_k": 20}),
+    ],
+    ids=str,
+)
+def test_sampling_is_by_default_as_a_generation_config_states(engines, tmp_path, stated, default):
+    llm = engines(checkpoint(tmp_path, stated))
+    params = llm.get_default_sampling_params()
+    expected = {"temperature": 0.0, "top_p": 1.0, "top_k": 0} | default
+    assert {name: getattr(params, name) for name in expected} == expected
+
+
 def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
@@ -224,7 +253,7 @@ def test_an_engine_that_names_steps_or_a_rule_takes_no_rule_of_the_checkpoints(c
         (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
         (None, {"cache_method": "dual"}, ("config.json: 'dllm' takes no 'cache_method'",)),
         (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
-        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "at least 1")),
+        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "greater than or equal to 1")),
         ({"max_new_tokens": "many"}, None, ("generation_config.json", "max_new_tokens='many'")),
     ],
     ids=str,

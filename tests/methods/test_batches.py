@@ -4,11 +4,10 @@ import random
 from itertools import cycle
 
 import pytest
-import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
+from tests.support.engines import runner_of, scheduler_of
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
 
 REFRESHES = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
@@ -119,22 +118,6 @@ def test_aborting_in_any_state_leaks_no_page(engine, variant):
     prompts, params = [prompt(case[0], i) for i, case in enumerate(lengths)], [request(*case[1:]) for case in lengths]
     scopes = abort_all(llm, prompts, params, seed=5)
     assert scopes >= (ADAPTIVE_SCOPES if variant in ("dllm_cache", "maskkv") else {"all"})
-
-
-def test_requests_that_reuse_rows_of_equal_shape_share_one_attention_call_per_layer(engine, monkeypatch):
-    llm = engine("dual", "llada-tiny-a")
-    for i in range(6):
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": [i + 1] * 40}, request(40, 8, 40))
-    llm.llm_engine.step()
-    calls = []
-    attend = torch.nn.functional.scaled_dot_product_attention
-    counted = lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
-    llm.llm_engine.step()
-    monkeypatch.undo()
-    assert len(calls) == len(runner_of(llm).model.layers)
-    llm.llm_engine.abort_request([str(i) for i in range(6)])
-    assert_nothing_left(llm)
 
 
 def test_every_method_is_among_the_variants():

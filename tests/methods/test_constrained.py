@@ -29,6 +29,9 @@ WAYS = [
     {"early_stop": True, "threshold": 0.1},
     {"delay_eos": True},
     {"logprobs": 3},
+    {"logit_bias": dict.fromkeys(ENDS, 50.0)},
+    {"logits_eos_inf": True, "alg_temp": 0.3},
+    {"confidence_eos_eot_inf": True, "threshold": 0.1},
     {"response_template": [None] * 7 + [5] + [None] * 10 + [6] * 3},
 ]
 
@@ -70,6 +73,7 @@ def test_every_response_is_accepted(engines, request, method, model):
         tokens = list(output.outputs[0].token_ids)
         assert PlainConstraint(automaton.packed, ENDS).accepts(tokens)
         assert len(tokens) == 21 or tokens[-1] in ENDS
+        assert output.outputs[0].finish_reason == "stop"
     assert_nothing_left(llm)
 
 

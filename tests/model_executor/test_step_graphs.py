@@ -1,4 +1,4 @@
-"""Recorded steps: the tokens are those of steps that are not, as the device records and as a GPU would."""
+"""Recorded steps give the tokens of launched ones, on a fake of CUDA graphs."""
 
 import itertools
 import random
@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.check.paged_case import paged_case
-from dllm_engine.model_executor.recording.recorder import padded, padded_requests
+from dllm_engine.model_executor.cuda_graphs import padded, padded_requests
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from tests.kernels.checks import paged_case
 from tests.support.engines import assert_nothing_left, generate, runner_of
+from tests.support.fake_cuda_graphs import Capture, FakeGraphs, record_steps
 from tests.support.random_requests import any_text
-from tests.support.stand_in_recorder import NothingOfTheHost, StandInRecorder, record_steps
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
 BATCHES = [[17], [9, 30, 12], [21, 5, 8, 40, 11], [33]]
@@ -57,7 +57,7 @@ def recordable() -> list[tuple[dict[str, Any], str]]:
 @pytest.mark.parametrize(("method", "family"), [*recordable(), ({"cache_method": "block"}, "llada2")])
 def test_recorded_steps_give_the_same_tokens(engines, recording, request, method, family):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
-    expected = answers(engines(checkpoint, page_size=4, cuda_graphs=False, **method))
+    expected = answers(engines(checkpoint, page_size=4, **method))
     llm, recorder = recording(checkpoint, **method)
     assert answers(llm) == expected
     assert recorder.num_replayed > 2 * recorder.num_recorded > 0
@@ -88,7 +88,7 @@ def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recordin
         for asked in ({"steps_per_block": 2}, {}, {"threshold": 0.05, "steps_per_block": 2}, {"threshold": 0.05})
     ]
     settings = {"cache_method": "block", "trace": True, "enable_prefix_caching": False}
-    expected = generate(engines(tiny_sdar, page_size=4, cuda_graphs=False, **settings), prompts, params)
+    expected = generate(engines(tiny_sdar, page_size=4, **settings), prompts, params)
     llm, _ = recording(tiny_sdar, **settings)
     for found, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert found.outputs[0].token_ids == other.outputs[0].token_ids
@@ -105,7 +105,7 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
     prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
     checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")
-    expected = generate(engines(checkpoint, page_size=4, cuda_graphs=False, **method), prompts, params)
+    expected = generate(engines(checkpoint, page_size=4, **method), prompts, params)
     llm, _ = recording(checkpoint, **method)
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
@@ -125,7 +125,7 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     ],
 )
 def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):
-    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual", cuda_graphs=False), **asked)
+    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"), **asked)
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm, **asked) == expected
     assert len({size.choice for size in runner_of(llm).denoiser.graphs.fillings.graphs}) == 1
@@ -136,12 +136,15 @@ def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
     constrained = {"extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK}).packed}}
     for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}, constrained):
         answers(llm, **asked)
+    for asked in ({"logit_bias": {5: 1.0}}, {"min_tokens": 3}, {"logits_eos_inf": True}, {"alg_temp": 0.1}):
+        answers(llm, **asked)
+    answers(llm, confidence_eos_eot_inf=True)
     assert forward_sizes(llm)
     assert not filling_sizes(llm)
 
 
 def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada):
-    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual", cuda_graphs=False))
+    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
     store, recorded = runner_of(llm).store, recorder.num_recorded
@@ -153,8 +156,8 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
 @pytest.fixture
 def few_rows(monkeypatch):
     """Graphs have at most 16 rows, and padding is for free up to 8."""
-    monkeypatch.setattr("dllm_engine.model_executor.recording.recorder.SIZES", (8, 16))
-    monkeypatch.setattr("dllm_engine.model_executor.recording.recorder.FREE_ROWS", 8)
+    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.SIZES", (8, 16))
+    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.FREE_ROWS", 8)
 
 
 def test_long_steps_are_launched(recording, tiny_llada, few_rows):
@@ -173,8 +176,8 @@ def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
 
 
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
-    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual", cuda_graphs=False))
-    monkeypatch.setattr("dllm_engine.model_executor.recording.recorder.MAX_GRAPHS", 2)
+    expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
+    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.MAX_GRAPHS", 2)
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
     assert forward_sizes(llm) == [(8, 8), (1, 8)]
@@ -190,7 +193,7 @@ def test_the_recorder_would_notice_the_host():
     ones = torch.ones(3)
     for run in (lambda: ones * int(ones.sum()), lambda: ones + torch.tensor([1.0, 2.0, 3.0]), lambda: ones[ones > 0]):
         with torch.inference_mode(), pytest.raises(AssertionError, match=r"device|host"):
-            StandInRecorder()(run)
+            FakeGraphs()(run)
 
 
 class NotLaunched:
@@ -216,7 +219,7 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
         rotary.rotate_(heads, positions, phases)
         paged_attention.paged_attention(*case.arguments(True, False, False, max_seqlen))
 
-    with torch.inference_mode(), NothingOfTheHost():
+    with torch.inference_mode(), Capture():
         step(max_seqlen=8)
         with pytest.raises(AssertionError, match="asks the device for a number"):
             step(max_seqlen=None)
@@ -231,28 +234,15 @@ def test_methods_that_cannot_be_recorded_are_refused():
                 EngineOptions.parse({"cache_method": method, "cuda_graphs": True})
 
 
-@pytest.mark.parametrize(("method", "family"), [*recordable(), ({"cache_method": "block"}, "llada2")])
-def test_the_device_s_own_recordings_give_the_same_tokens(engines, request, method, family):
-    checkpoint = request.getfixturevalue(f"tiny_{family}")
-    launching = engines(checkpoint, page_size=4, cuda_graphs=False, **method)
-    expected = answers(launching)
-    assert runner_of(launching).denoiser.graphs is None
-    llm = engines(checkpoint, page_size=4, **method)
-    assert answers(llm) == expected
-    assert forward_sizes(llm)
-    assert filling_sizes(llm)
+def test_graphs_are_for_gpus():
+    def settled(device_type, enforce_eager=False, **options):
+        return EngineOptions.parse(options).on_device(device_type, enforce_eager).cuda_graphs
 
-
-def test_what_is_left_open_follows_the_device():
-    def settled(device_type, enforce_eager=False, weight_bytes=16 << 30, **options):
-        found = EngineOptions.parse(options).on_device(device_type, enforce_eager, weight_bytes)
-        return found.cuda_graphs, found.steps_per_dispatch
-
-    assert settled("cuda", cache_method="sparse") == (True, 8)
-    assert settled("cuda", enforce_eager=True, cache_method="sparse") == (False, 8)
-    assert settled("cuda", enforce_eager=True, cache_method="sparse", cuda_graphs=True) == (True, 8)
-    assert settled("cuda", cache_method="maskkv", steps_per_dispatch=3) == (False, 3)
-    assert settled("cuda", cache_method="dual", cuda_graphs=False) == (False, 8)
-    assert settled("cpu", cache_method="dual") == (True, 1)
-    assert settled("cpu", enforce_eager=True, cache_method="dual") == (False, 1)
-    assert settled("cpu", weight_bytes=4 << 20, cache_method="dual") == (True, 8)
+    assert settled("cuda", cache_method="sparse")
+    assert not settled("cuda", enforce_eager=True, cache_method="sparse")
+    assert settled("cuda", enforce_eager=True, cache_method="sparse", cuda_graphs=True)
+    assert not settled("cuda", cache_method="maskkv")
+    assert not settled("cuda", cache_method="dual", cuda_graphs=False)
+    assert not settled("cpu", cache_method="dual")
+    with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and the device is 'cpu'"):
+        settled("cpu", cache_method="dual", cuda_graphs=True)

@@ -12,7 +12,7 @@ from tests.support.engines import (
     scheduler_of,
     set_steps_per_dispatch,
 )
-from tests.support.stand_in_recorder import ForbidDeviceSync, record_steps
+from tests.support.fake_cuda_graphs import ForbidDeviceSync, record_steps
 from tests.support.stepped_engines import run_in_steps
 
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
@@ -99,7 +99,10 @@ def count_runs(runner, monkeypatch):
 def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, options, recorded):
     llm = engine(method, **options)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
-    expected = [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)]
+    params += [asked(logit_bias={3: 2.0, 5: -1.0}, min_tokens=9), asked(alg_temp=0.3, seed=1, steps=12)]
+    params += [asked(confidence_eos_eot_inf=True, logits_eos_inf=True), asked()]
+    prompts = PROMPTS * 2
+    expected = [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
     runner = runner_of(llm)
     monkeypatch.setattr(runner.denoiser, "graphs", None)
@@ -112,7 +115,7 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
             return step(*args)
 
     monkeypatch.setattr(runner.denoiser, "_step", watched)
-    assert [list(output.outputs[0].token_ids) for output in generate(llm, PROMPTS, params)] == expected
+    assert [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)] == expected
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
     lengths.clear()

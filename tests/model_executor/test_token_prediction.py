@@ -3,18 +3,20 @@
 import threading
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
+from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.constrained import best_of_class
 from tests.support.engines import generate, runner_of
+from tests.support.fake_cuda_graphs import ForbidDeviceSync
 from tests.support.plans import spec_of
 
 VOCAB = 150
@@ -85,15 +87,16 @@ def test_filters_and_draw_of_a_chunk_take_a_launch_each():
     """And the statistics one; a GPU sorts nothing."""
     launched = Counter()
 
-    class Launches(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            launched[func.name().partition(".")[0]] += not func.is_view
-            return func(*args, **(kwargs or {}))
+    class Launches(ForbidDeviceSync):
+        def call(self, func, args, kwargs):
+            name = func.args[0].name if isinstance(func, partial) else func.name().partition(".")[0]
+            launched[name] += not getattr(func, "is_view", False)
+            return func(*args, **kwargs)
 
     rows = random_logits(), SamplingSettings(0.7, 0.9, 20, tempered=False), counters(9)
     with Launches():
         predictor_of().predict(*rows, with_entropy=False, with_margin=False)
-    of_ours = {"dllm::filtered_logits": 1, "dllm::gumbel_max": 1, "dllm::token_statistics": 1}
+    of_ours = {"filtered_logits": 1, "gumbel_max": 1, "token_statistics": 1}
     assert +launched == of_ours | {"aten::gather": 1, "aten::add": 1, "aten::sub": 1, "aten::exp": 1}
 
 
@@ -107,6 +110,8 @@ SETTINGS = [
     SamplingSettings(0.0, 1.0, 7, True),
     SamplingSettings(0.8, 0.9, 20, True),
     SamplingSettings(0.8, 0.9, 20, False),
+    SamplingSettings(0.0, 1.0, 0, False, LAST := frozenset({3, 10, 148})),
+    SamplingSettings(0.8, 0.9, 20, True, LAST),
 ]
 
 
@@ -186,6 +191,50 @@ def test_vocabulary_shards_on_two_ranks_equal_the_whole(settings, cut):
     for sharded in on_two_ranks(work):
         assert_same(sharded, whole)
     assert settings.filters or max(sizes) <= 4 * 23, "more than the four likeliest tokens that are asked for"
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("rows_at_once", [4, 100])
+def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, rows_at_once):
+    logits, biased = random_logits(9), []
+    changed, generator = logits.clone(), torch.Generator().manual_seed(1)
+    for first, stop in ((0, 4), (2, 9)):
+        rows = torch.zeros(9, dtype=torch.bool)
+        rows[first:stop] = True
+        tokens = torch.randperm(VOCAB, generator=generator)[:20]
+        numbers = torch.randn(20, generator=generator) * 5
+        numbers[:3] = -torch.inf
+        biased.append(BiasedRows(rows, tokens.numpy(), numbers.numpy()))
+        changed[first:stop] = changed[first:stop].index_add(1, tokens, numbers.expand(stop - first, -1))
+    expected = predict(changed, settings)
+    plain = logits.log_softmax(-1)
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
+
+    def found(group=ALONE, first=0, end=VOCAB):
+        predictor = predictor_of(group, first, end)
+        return predictor.predict(logits, settings, counters(9), True, True, num_logprobs=4, biased=biased)
+
+    for got in (found(), *on_two_ranks(lambda rank, group: found(group, *((0, 100) if rank == 0 else (100, VOCAB))))):
+        assert torch.equal(got.token, expected.token)
+        for name in ("probability", "negative_entropy", "margin"):
+            torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+        torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
+        torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
+
+
+def test_what_is_least_confident_may_be_predicted_and_counts_nowhere():
+    logits = random_logits(5)
+    logits[:3, 7] = 30.0
+    got = predict(logits, SamplingSettings(0.0, 1.0, 0, False, frozenset({7})))
+    others = logits.clone()
+    others[:, 7] = -torch.inf
+    without = predict(others)
+    assert torch.equal(got.token, logits.argmax(-1))
+    assert (got.probability[:3] == 0).all()
+    for name, least in (("negative_entropy", -1e30), ("margin", -1.0)):
+        assert (getattr(got, name)[:3] == least).all()
+        assert torch.equal(getattr(got, name)[3:], getattr(without, name)[3:])
+    assert torch.equal(got.probability[3:], without.probability[3:])
 
 
 def test_logprobs_of_given_tokens_are_those_of_the_softmax(monkeypatch):

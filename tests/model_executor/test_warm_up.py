@@ -1,7 +1,6 @@
 """What a GPU's worker does before the first request, here on a CPU: with stand-ins for graphs and for compiling."""
 
 import importlib
-import pkgutil
 import random
 import re
 from types import SimpleNamespace
@@ -9,15 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dllm_engine.kernels
 from dllm_engine import DiffusionParams
-from dllm_engine.kernels._operator import Operator
 from dllm_engine.model_executor import warm_up
 from dllm_engine.model_executor.warm_up import WarmUp
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
+from tests.support.fake_cuda_graphs import FakeGraphs
+from tests.support.kernels import all_operators
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
-from tests.support.stand_in_recorder import StandInRecorder
 
 
 @pytest.fixture
@@ -84,21 +82,19 @@ def compilations(monkeypatch):
     found: set = set()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
 
-    def launching(operator, kernel):
+    def launching(operator, cpu):
         def run(*arguments):
-            operator.triton_kernel(*arguments)
-            return kernel(*arguments)
+            operator.triton(*arguments)
+            return cpu(*arguments)
 
         return run
 
-    for module in pkgutil.iter_modules(dllm_engine.kernels.__path__):
-        for operator in vars(importlib.import_module(f"dllm_engine.kernels.{module.name}")).values():
-            if isinstance(operator, Operator) and operator.triton_kernel:
-                launches = importlib.import_module(operator.triton_kernel.__module__)
-                for name, kernel in list(vars(launches).items()):
-                    if name.endswith("_kernel") and not isinstance(kernel, Compilations):
-                        monkeypatch.setattr(launches, name, Compilations(kernel, found))
-                monkeypatch.setattr(operator, "kernel", launching(operator, operator.kernel))
+    for operator in all_operators().values():
+        launches = importlib.import_module(operator.triton.__module__)
+        for name, kernel in list(vars(launches).items()):
+            if name.endswith("_kernel") and not isinstance(kernel, Compilations):
+                monkeypatch.setattr(launches, name, Compilations(kernel, found))
+        monkeypatch.setattr(operator, "cpu", launching(operator, operator.cpu))
     return found
 
 
@@ -130,7 +126,7 @@ def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     prompts, params = [[5] * 40, [6] * 3, [7] * 64], DiffusionParams(gen_length=64, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in generate(engine(method), prompts, params)]
     engine(method).reset_prefix_cache()  # a warm-up writes to any page, since it comes before the first request
-    recorder = StandInRecorder()
+    recorder = FakeGraphs()
     llm = warmed(method, recorder)
     assert_nothing_left(llm)
     recorded, replayed = recorder.num_recorded, recorder.num_replayed
@@ -140,7 +136,7 @@ def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     assert recorder.num_replayed > replayed + 64
 
 
-class Forgetful(StandInRecorder):
+class Forgetful(FakeGraphs):
     """Replays give what was recorded, whatever the tensors hold by then."""
 
     def __init__(self, graphs_of: str) -> None:
@@ -152,7 +148,7 @@ class Forgetful(StandInRecorder):
         return (lambda: result) if (result.dtype == torch.int64) == (self.graphs_of == "filling") else replay
 
 
-class Failing(StandInRecorder):
+class Failing(FakeGraphs):
     def __call__(self, run):
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -30,6 +30,12 @@ Readings where the papers leave room:
 * Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
   response's length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. A confidence
   of ``threshold`` itself is not enough.
+* What is added to logits (``logit_bias``, and −∞ for end tokens by ``min_tokens`` and ``logits_eos_inf``) is added
+  before all else. A constraint takes what has a logit of −∞ where nothing else is accepted, but no end token before
+  ``min_tokens``.
+* ``confidence_eos_eot_inf``: confidences are those of the distribution without end tokens, once the tokens are chosen.
+  A position that would get an end token comes after all others, and passes no rule unless there are no others.
+* ``alg_temp``: confidences with Gumbel noise of that temperature, a number per forward pass and position.
 * ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
   it is masked and the response has no end token.
 """
@@ -48,6 +54,10 @@ from tests.oracles.constrained import PlainConstraint, held_tokens
 from tests.oracles.models import PlainModel
 
 RULES = ("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast")
+DOUBT = 1e30
+"""The entropy of a position that comes after all others."""
+RULED_OUT = -1e9
+"""What a constraint scores a token with whose logit is −∞."""
 Uniform = Callable[[int, int], torch.Tensor]
 """Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
 
@@ -126,10 +136,15 @@ class Decoding:
     uniform: Uniform | None = None
     """The random numbers of a temperature above 0."""
     order_noise: Callable[[int, int], float] | None = None
-    """Those of the policies ``random`` and ``origin``, for a (forward pass, canvas position)."""
+    """Those of the policies ``random`` and ``origin`` and of ``alg_temp``, for a (forward pass, canvas position)."""
     top_p: float = 1.0
     top_k: int = 0
     delay_eos: bool = False
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    logits_eos_inf: bool = False
+    confidence_eos_eot_inf: bool = False
+    alg_temp: float = 0.0
     response_template: list[int | None] | None = None
     constraint: bytes | None = None
     order: list[list[int]] = field(default_factory=list)
@@ -165,6 +180,8 @@ class Decoding:
         template = self.template = self.response_template or [None] * self.gen_length
         given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
         self.last_given = max(given, default=0)
+        self.first_end = start + self.min_tokens
+        self.every_end = [*self.model.end_tokens, *self.model.turn_ends]
         self.canvas = self.prompt + [self.model.mask if token is None else token for token in template]
         self.canvas += [self.model.mask] * behind
         self.length = len(self.canvas)
@@ -357,7 +374,7 @@ class Decoding:
         self.commit(chosen)
 
     def decide_between(self, scored: list[Scored], count: int) -> None:
-        if 0 < count < len(scored):
+        if 0 < count < len(scored) and not all(self.comes_last(entry.token) for entry in scored[count - 1 : count + 1]):
             self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
 
     def commit(self, chosen: list[Scored]) -> None:
@@ -420,7 +437,11 @@ class Decoding:
                 tempered = row / self.temperature
                 row = self._filtered(tempered)
                 row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
-            return self.noisy(row, start + place)
+            row = self.noisy(row, start + place)
+            row = torch.where(row == -math.inf, RULED_OUT, row)
+            if start + place < self.first_end:
+                row[self.stop_token_ids] = -math.inf
+            return row
 
         response = [None if token == self.model.mask else token for token in self.canvas[start:]]
         stop = min(self.window[1] - start, self.gen_length)
@@ -450,7 +471,8 @@ class Decoding:
         if self.held_back(position, scored.token):
             return scored._replace(confidence=-math.inf)
         weight = self.prior[position - len(self.prompt)] if self.prior else 1.0
-        return scored._replace(confidence=scored.confidence * weight)
+        noise = -math.log(-math.log(self.order_noise(len(self.order), position))) if self.alg_temp else 0.0
+        return scored._replace(confidence=scored.confidence * weight + self.alg_temp * noise)
 
     def measure(self, position: int, policy: str) -> Scored:
         row = untempered = self.row(position)
@@ -463,6 +485,9 @@ class Decoding:
         held = self.held.get(position)
         if held is not None:
             token, token_gap = held, math.inf
+        if self.confidence_eos_eot_inf:
+            row, untempered = row.clone(), untempered.clone()
+            row[self.every_end] = untempered[self.every_end] = -math.inf
         plain, p = untempered.softmax(-1), row.softmax(-1)
         top = p.topk(2).values
         noise = self.order_noise(len(self.order), position) if self.order_noise else math.nan
@@ -476,13 +501,25 @@ class Decoding:
             "random": noise,
             "origin": noise,
         }[policy]
+        if self.comes_last(token):
+            confidence = {"entropy": -DOUBT, "low_entropy": -DOUBT, "topk_margin": -1.0}.get(policy, confidence)
         return Scored(float(confidence), position, token, token_gap)
+
+    def comes_last(self, token: int) -> bool:
+        """Whether a token is filled in after all others."""
+        return self.confidence_eos_eot_inf and token in self.every_end
 
     def row(self, position: int) -> torch.Tensor:
         """The logits that predict a position."""
         row = self.logits[max(position - self.model.is_dream, 0)].clone()
+        for token, number in self.logit_bias.items():
+            row[token] += number
         if position < self.last_given:
             row[self.stop_token_ids] = -math.inf
+        if position < self.first_end:
+            row[[*self.stop_token_ids, *self.every_end]] = -math.inf
+        if self.logits_eos_inf:
+            row[list(self.model.end_tokens)] = -math.inf
         return row
 
     def noisy(self, row: torch.Tensor, position: int) -> torch.Tensor:
@@ -505,7 +542,9 @@ class Decoding:
         if self.factor is not None:
             values, bound, strict = [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)], self.factor, True
         elif self.entropy_bound is not None:  # the last of a set is its largest
-            values, bound, strict = [sum(doubts[:n]) for n in range(len(doubts))], self.entropy_bound, False
+            sums = [sum(doubts[:n]) for n in range(len(doubts))]
+            values = [DOUBT if n and doubts[n] == DOUBT else total for n, total in enumerate(sums)]
+            bound, strict = self.entropy_bound, False
         elif self.entropy_budget is not None:
             values, bound, strict = list(accumulate(doubts)), self.entropy_budget, True
         elif self.entropy_threshold is not None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -49,11 +50,47 @@ class Layer:
     expert_bias: torch.Tensor | float
 
 
+def rope_speeds(config: dict[str, Any], width: int, longest: int = 0) -> tuple[torch.Tensor, float]:
+    """Angles per position of ``width`` numbers of a head, float64 ``[width / 2]``, and what cosine and sine are times.
+
+    Linear: positions are divided by the factor. Dynamic (NTK): the base is what makes the slowest pair of the longest
+    sequence as fast as trained, where that is longer than the trained one. YaRN (arXiv 2309.00071): pairs that turn
+    less than ``beta_slow`` times in the trained length are slowed down by the factor, those that turn more than
+    ``beta_fast`` times are left, and between them the share grows with the number of the pair.
+    """
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    base, factor = float(rope.get("rope_theta") or config["rope_theta"]), rope.get("factor", 1.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    trained = config.get("max_sequence_length") or config["max_position_embeddings"]
+    if kind == "dynamic" and longest > trained:
+        base *= (factor * longest / trained - factor + 1) ** (width / (width - 2))
+    pair = torch.arange(width // 2, dtype=torch.float64)
+    speed = base ** (-2 * pair / width)
+    if kind == "linear":
+        return speed / factor, 1.0
+    if kind != "yarn":
+        return speed, 1.0
+    trained = rope.get("original_max_position_embeddings", trained)
+    first, last = (
+        width * math.log(trained / (2 * math.pi * turns)) / (2 * math.log(base))  # the pair that turns so often
+        for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
+    )
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, width - 1)
+    slowed = ((pair - first) / (last - first or 0.001)).clamp(0, 1)
+    louder = [0.1 * rope.get(name, 1) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
+    scale = louder[0] / louder[1] if "mscale" in rope and "mscale_all_dim" in rope else 0.1 * math.log(factor) + 1
+    return speed * (1 - slowed) + speed / factor * slowed, rope.get("attention_factor", scale)
+
+
 class PlainModel:
     """A checkpoint's weights in float32 and its forward pass."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, longest: int = 0) -> None:
+        """``longest``: the longest sequence that it is served for."""
         c = self.config = json.loads((folder / "config.json").read_text())
+        self.longest = longest
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors.update({name: tensor.float() for name, tensor in load_file(file).items()})
@@ -61,7 +98,7 @@ class PlainModel:
         self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
         self.mask = c["mask_token_id"]
-        self.end_tokens = (c["eos_token_id"],)
+        self.end_tokens, self.turn_ends = (c["eos_token_id"],), ()
         transformers_names = "hidden_size" in c
         if transformers_names:
             self.heads, self.kv_heads, num_layers = (
@@ -190,8 +227,8 @@ class PlainModel:
         turned = int(x.shape[-1] * (self.config.get("partial_rotary_factor") or 1))
         x, rest = x[..., :turned], x[..., turned:]
         half = turned // 2
-        speed = self.config["rope_theta"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        speed, scale = rope_speeds(self.config, turned, self.longest)
         angle = torch.tensor(list(positions), dtype=torch.float64)[:, None] * speed
-        cos, sin = angle.cos().float()[:, None], angle.sin().float()[:, None]
+        cos, sin = (angle.cos() * scale).float()[:, None], (angle.sin() * scale).float()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

@@ -13,7 +13,7 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
@@ -28,7 +28,7 @@ NUM_ENGINES, NUM_REQUESTS = 36, 14
 """Three engines of each cache method."""
 GUIDE_DECIDES = (
     *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
-    *("block_add_threshold", "delay_eos", "logprobs"),
+    *("block_add_threshold", "delay_eos", "logprobs", "alg_temp", "min_tokens", "logit_bias", *END_OPTIONS),
 )
 """Options that a guided request cannot have."""
 INTERVALS = {"prompt_refresh_interval": [1, 2, 3]}
@@ -142,6 +142,14 @@ def draw_requests(
         elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
             asked.pop("steps", None)
             asked["steps_per_block"] = draw.choice([1, 3])
+        if draw.random() < 0.2:
+            asked["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9) for _ in range(draw.choice([1, 40]))}
+        if draw.random() < 0.2:
+            asked["min_tokens"] = draw.randrange(asked["gen_length"] + 1)
+        if draw.random() < 0.2:
+            asked[draw.choice(END_OPTIONS)] = True
+        if not asked.keys() & {*PARALLEL_OPTIONS} and draw.random() < 0.2:
+            asked["alg_temp"] = draw.choice([0.1, 1.0])
         if trims_suffix and draw.random() < 0.3:
             asked["suffix_blocks"] = draw.randrange(3)
         if has_guide and draw.random() < 0.3:

@@ -50,7 +50,7 @@ def matches(kind: str, grammar, text: str) -> bool:
 def admitted(monkeypatch):
     """``admitted(llm, params)``: whether the engine takes such a request. Builds without a process."""
 
-    def build_here(grammar, vocabulary, limits):
+    def build_here(_, grammar, vocabulary, limits):
         try:
             return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
         except ValueError as error:
@@ -61,7 +61,7 @@ def admitted(monkeypatch):
         try:
             llm.llm_engine.input_processor.process_inputs("x", prompt, params, ("generate",))
         except InvalidRequestError as error:
-            return not re.search("too short|more states|spell no text|unmasking|suit", str(error))
+            return not re.search("too short|more states|max_automaton_search|spell no text|unmasking|suit", str(error))
         return True
 
     monkeypatch.setattr(automata, "_build_apart", build_here)
@@ -85,8 +85,16 @@ def test_every_answer_of_random_weights_matches(engines, request, admitted, refe
     assert_nothing_left(llm)
 
 
-def answers_that_match(llm, admitted, max_examples: int) -> int:
-    """How many there were; all others fail."""
+def test_every_answer_behind_reasoning_matches(engines, request, admitted):
+    for method in ("none", "dual"):
+        settings = {"reasoning_parser": "qwen3"}
+        llm = engines("demo", cache_method=method, skip_tokenizer_init=False, structured_outputs_config=settings)
+        assert answers_that_match(llm, admitted, request.config.getoption("--red-team"), "</think>") > BATCH / 2
+        assert_nothing_left(llm)
+
+
+def answers_that_match(llm, admitted, max_examples: int, marker: str = "") -> int:
+    """How many there were; all others fail. ``marker``: what ends the reasoning before an answer."""
     tokenizer, found = llm.get_tokenizer(), []
 
     @settings(max_examples=max_examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
@@ -102,7 +110,9 @@ def answers_that_match(llm, admitted, max_examples: int) -> int:
         prompts = [tokenizer.encode(PROMPT)] * len(cases)
         for (kind, grammar, params), output in zip(cases, generate(llm, prompts, [c[2] for c in cases]), strict=True):
             (completion,) = output.outputs
-            assert matches(kind, grammar, completion.text), (kind, grammar, params, completion.text)
+            text = completion.text.partition(marker)[2] if marker else completion.text
+            assert matches(kind, grammar, text), (kind, grammar, params, completion.text)
+            assert completion.finish_reason == "stop"
             found.append(completion.text)
 
     ask()

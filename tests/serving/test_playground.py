@@ -185,9 +185,11 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
     assert all(page.figure(name) > 0 for name in ("rate", "pages_held", "tokens_retained"))
     slider = page.element("step")
     assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("24", "24")
-    for step in (1, 5, 12, 24):
+    for step in (1, 5, 12, 23, 24):
         page.move("step", step)
-        page.wait(lambda step=step: page.masked == 32 - step)
+        page.wait(lambda step=step: page.masked == (32 - step if step < 24 else 0))
+        assert len(page.all(".cell.unused")) == (0 if step < 24 else 8), "behind the end of the answer"
+        assert ("not used" in page.all(".block")[3].text) == (step == 24)
         assert page.figure("forward_passes") == step
         assert len(page.all(".cell.new")) == 1
         assert slider.get_attribute("aria-valuetext") == f"step {step} of 24, block {(step - 1) // 8 + 1}"
@@ -198,7 +200,7 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
     # Played from there to the end.
     page.element("play").click()
     assert page.text("play") == "Pause"
-    page.wait(lambda: page.masked == 8)
+    page.wait(lambda: page.masked == 0)
     page.wait(lambda: page.text("play") == "Play")
 
 
@@ -250,7 +252,7 @@ def test_several_running_blocks_are_shown_as_they_fill(page):
     before = page.masked
     page.move("step", 2)
     page.wait(lambda: page.masked < before)
-    assert len(page.all(".cell.new")) == before - page.masked
+    assert len(page.all(".cell.new")) == before - len(page.all(".cell.masked, .cell.unused"))
     page.move("step", int(page.element("step").get_attribute("max")))
     page.wait(lambda: page.cells.startswith(page.answer))
 

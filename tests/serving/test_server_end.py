@@ -12,7 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.shutdown import STOPPING, ServerStopping, serve_gracefully
+from dllm_engine.vllm_hooks.shutdown import STOPPING, RefuseWhileShuttingDown, ServerStopping, serve_gracefully
 from tests.support.http_app import app_client
 
 
@@ -24,6 +24,8 @@ class Engine:
         self.engine_core = SimpleNamespace(resources=resources)
         self.errored, self.stopped_after = False, None
         self.told, self.queue, self.processed = [], [], []
+        self.likelihoods = SimpleNamespace(told=[])
+        self.likelihoods.end = self.likelihoods.told.append
         waiting = SimpleNamespace(queue=SimpleNamespace(put=self.queue.append))
         self.output_processor = SimpleNamespace(
             request_states={"waiting": waiting},
@@ -43,7 +45,8 @@ def serve(engine, *, until):
         closed.append(True)
 
     server = SimpleNamespace(should_exit=False, shutdown=close)
-    app = SimpleNamespace(state=SimpleNamespace(engine_client=engine, server=server))
+    state = SimpleNamespace(engine_client=engine, server=server, likelihoods=engine.likelihoods)
+    app = engine.app = SimpleNamespace(state=state)
 
     async def serve_http(app, sock, **kwargs):
         assert sock is None
@@ -56,6 +59,7 @@ def serve(engine, *, until):
 
     asyncio.run(run())
     assert closed == [True]
+    assert engine.likelihoods.told == engine.told
 
 
 async def stop(engine):
@@ -82,7 +86,41 @@ def test_an_api_server_beside_others_lets_its_requests_finish_before_it_stops():
 
     engine = Engine(owns_processes=False)
     serve(engine, until=finish_meanwhile)
-    assert engine.stopped_after == 7
+    assert 0 < engine.stopped_after <= 7
+
+
+def test_a_server_that_stops_waits_for_requests_that_have_no_status_yet():
+    """One of them waits for its automaton, of which the engine knows nothing; the other streams."""
+    sent = []
+
+    async def ask(engine, path, begins):
+        async def inner(scope, receive, send):
+            await begins.wait()
+            await send({"type": "http.response.start", "status": 200})
+            await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append((path, message["status"]))
+
+        await RefuseWhileShuttingDown(inner)({"type": "http", "path": path, "app": engine.app}, None, send)
+
+    async def stop_while_one_waits(engine):
+        at_once, later = asyncio.Event(), asyncio.Event()
+        at_once.set()
+        asked = [asyncio.create_task(ask(engine, *each)) for each in (("/streams", at_once), ("/waits", later))]
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(stop(engine))
+        await asyncio.sleep(0.3)
+        assert engine.stopped_after is None
+        later.set()
+        await stopping
+        assert sent == [("/streams", 200), ("/waits", 200)]
+        for task in asked:
+            task.cancel()
+
+    engine = Engine()
+    serve(engine, until=stop_while_one_waits)
+    assert 0 < engine.stopped_after <= 7
 
 
 def test_requests_that_a_stopping_engine_aborts_get_an_error_and_others_go_on():

@@ -10,19 +10,24 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import requests
+from dllm_engine.structured_output import automata, requests
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
+BYTE_LETTERS = bytes_to_unicode()
+"""How byte-level tokens are written."""
 REGEX, CHOICES = r"[a-z]{3,8} [0-9]{2}", ["yes", "no, never"]
+WIDE = "[a-z ]*[aeiou][a-z ]{11}"
+"""Its automaton has a state for each set of places that a vowel may have had."""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["Ida", "Tom"]}, "is_old": {"type": "boolean"}},
@@ -67,6 +72,34 @@ def test_answers_match(demo, kind, params):
     assert_nothing_left(demo)
 
 
+@pytest.mark.parametrize("settings", [{}, {"block_length": 4}, {"threshold": 0.3}, {"temperature": 1.0, "seed": 3}])
+@pytest.mark.parametrize("against", [{"min_tokens": 9}, {"logits_eos_inf": True}, {"logit_bias": {1: -50.0}}])
+def test_end_tokens_are_kept_away_as_far_as_a_text_allows(demo, settings, against):
+    def ask(regex):
+        structure = StructuredOutputsParams(regex=regex)
+        params = DiffusionParams(gen_length=16, structured_outputs=structure, **settings, **against)
+        return demo.chat(CHAT, params, use_tqdm=False)[0].outputs[0]
+
+    answer = ask("[a-z]+( [a-z]+)*")
+    assert re.fullmatch("[a-z]+( [a-z]+)*", answer.text)
+    assert len(answer.token_ids) >= against.get("min_tokens", 16)
+    if "min_tokens" in against:
+        with pytest.raises(
+            InvalidRequestError, match="min_tokens=9: no text that structured_outputs accepts is so long"
+        ):
+            ask("yes|no")
+    else:
+        assert ask("yes|no").text in ("yes", "no")
+
+
+def test_what_nothing_else_may_follow_is_still_the_models_choice(demo):
+    """That an end token has to be chosen in spite of all does not change what comes before it."""
+    structure = StructuredOutputsParams(choice=[f"{a}{b}" for a in "ab" for b in "0123456789"])
+    asked = [DiffusionParams(structured_outputs=structure, gen_length=12, logits_eos_inf=x) for x in (False, True)]
+    texts = [output.outputs[0].text for output in demo.chat([CHAT] * 2, asked, use_tqdm=False)]
+    assert texts[0] == texts[1]
+
+
 def test_asynchronous_engines_build_before_they_check(demo):
     async def answer(regex):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=16)
@@ -82,12 +115,13 @@ def test_what_is_prepared_for_one_engine_is_not_taken_by_another(demo):
     config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
     size = config.model_config.hf_config.vocab_size
     model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=size + 1))
-    other = SimpleNamespace(additional_config={}, model_config=model_config)
+    unset = SimpleNamespace(reasoning_parser="")
+    other = SimpleNamespace(additional_config={}, model_config=model_config, structured_outputs_config=unset)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="two (engines)?"))
 
     async def sizes():
         await requests.prepare(params.structured_outputs, tokenizer, config)
-        found = [requests.constrained(params, tokenizer, of_engine) for of_engine in (config, other)]
+        found = [requests.constrained(params, [5], tokenizer, of_engine) for of_engine in (config, other)]
         return [len(unpacked(constrained.extra_args["constraint"]).class_of) for constrained in found]
 
     assert asyncio.run(sizes()) == [size, size + 1]
@@ -187,6 +221,60 @@ def test_bad_requests_are_answered_with_400(openai, demo, fields, message, strea
     assert_nothing_left(demo)
 
 
+CHAT_SCHEMA = {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}
+ROUTES = {
+    "/v1/completions": {"prompt": PROMPT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions": {"messages": CHAT, "structured_outputs": {"regex": "(a"}},
+    "/v1/chat/completions/batch": {"messages": [CHAT, CHAT], "structured_outputs": {"regex": "(a"}},
+    "/v1/responses": {"input": PROMPT, **CHAT_SCHEMA},
+    "/inference/v1/generate": {"token_ids": [5, 6], "sampling_params": {"structured_outputs": {"regex": "(a"}}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
+    """What is wrong with the expression or schema is known then, and answered with a status."""
+    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
+    asked = {"model": "demo", "stream": True} if stream and "batch" not in route else {"model": "demo"}
+    answer = client.post(route, json=asked | ROUTES[route])
+    assert answer.status_code == 400, answer.text
+    assert re.search("not a regex that Python can read|the keyword 'not'", answer.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    monkeypatch.setattr(automata, "MOST_WAITING", 0)
+    body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 503, answer.text
+    assert "send the request again later" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({"vllm_xargs": {"block_length": 200}}, 200),
+        ({"ignore_eos": True}, 200),
+        ({"vllm_xargs": {"block_add_threshold": 0.5, "threshold": 0.9}}, 200),
+        ({}, None),
+    ],
+)
+def test_what_a_step_searches_is_bounded_by_its_positions(client, options, positions):
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": 200, "structured_outputs": {"regex": WIDE}} | options
+    answer = client.post("/v1/completions", json=body)
+    if positions is None:
+        assert re.fullmatch(WIDE, answer.json()["choices"][0]["text"])
+    else:
+        assert answer.status_code == 400, answer.text
+        assert re.search(
+            f"searches {positions} positions of an automaton of size [0-9]+, .* max_automaton_search is 16777216",
+            answer.json()["error"]["message"],
+        )
+
+
 def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
     flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     client = served(demo, "--served-model-name", "demo", *flags)
@@ -213,12 +301,12 @@ def test_other_tools_than_those_called_are_answered_as_ever(openai):
 
 
 def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
-    building, answered, automaton_of = threading.Event(), threading.Event(), requests.automaton_of
+    building, answered, build_apart = threading.Event(), threading.Event(), automata._build_apart
 
     def build_when_another_is_answered(*args):
         building.set()
         assert answered.wait(60), "the server serves nobody meanwhile"
-        return automaton_of(*args)
+        return build_apart(*args)
 
     async def ask():
         url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
@@ -235,7 +323,23 @@ def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
             answered.set()
             return plain, await constrained
 
-    monkeypatch.setattr(requests, "automaton_of", build_when_another_is_answered)
+    monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
     assert plain == " Ida=07, Tom=48"
     assert re.fullmatch("built(once)?", constrained)
+
+
+@pytest.mark.parametrize("text", ["é", "你", "🙂"])
+def test_a_prompt_that_ends_inside_a_character_is_refused_by_its_bytes(client, demo, text):
+    """A plain response goes on with the character."""
+    spelled = demo.get_tokenizer().convert_tokens_to_ids([BYTE_LETTERS[byte] for byte in text.encode()])
+    for count in range(len(spelled) + 1):
+        body = {"model": "demo", "prompt": [*demo.get_tokenizer().encode("Tom"), *spelled[:count]], "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        answer = client.post("/v1/completions", json=body | {"structured_outputs": {"regex": "[0-9]{2}"}})
+        if count in (0, len(spelled)):
+            assert re.fullmatch("[0-9]{2}", answer.json()["choices"][0]["text"]), answer.text
+        else:
+            assert answer.status_code == 400
+            assert f"ends inside a character, with the bytes {text.encode()[:count].hex(' ')} of it" in answer.text
+    assert_nothing_left(demo)

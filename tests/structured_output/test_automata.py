@@ -1,6 +1,9 @@
+import asyncio
 import itertools
+import pickle
 import re
 import threading
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -8,13 +11,15 @@ import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
+from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.automata import automaton_of, take_counts
-from dllm_engine.structured_output.build import Grammar, Limits, build
-from dllm_engine.structured_output.grammar import grammar_of
+from dllm_engine.structured_output import automata, requests
+from dllm_engine.structured_output.automata import MOST_WAITING, automaton_of, awaited_automaton, take_counts
+from dllm_engine.structured_output.build import Grammar, Limits, answer, build
+from dllm_engine.structured_output.grammar import LONGEST_GRAMMAR, grammar_of
 from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 from tests.support.automaton_walks import accepts, laid_out
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
@@ -34,11 +39,12 @@ def in_process(monkeypatch):
     """Builds without a process, and what was built."""
     built = []
 
-    def record(grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
+    def run(build: object, command: list[str], sent: bytes, *limits: object) -> tuple[int, bytes, bytes]:
+        grammar, *others = pickle.loads(sent)
         built.append(grammar)
-        return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
+        return 0, answer(grammar, *others), b""
 
-    monkeypatch.setattr(automata, "_build_apart", record)
+    monkeypatch.setattr(automata._Build, "run", run)
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     return built
 
@@ -66,11 +72,9 @@ def test_grammars(told, grammar):
         ({"regex": "a", "whitespace_pattern": " *"}, "structured_outputs.whitespace_pattern: not"),
         ({"json": {}, "disable_additional_properties": True}, "set additionalProperties to false"),
         ({"choice": []}, "structured_outputs.choice: the list is empty"),
-        ({"regex": "(a"}, "structured_outputs.regex: '(a' is not a regex that Python can read: missing )"),
         ({"regex": "\ud800"}, "a lone surrogate"),
         ({"json": "{"}, "structured_outputs.json: the schema is no JSON"),
         ({"json": {"a": {1}}}, "structured_outputs.json: the schema is no JSON"),
-        ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
         ({"json": '{"items":' * 3000 + "{}" + "}" * 3000}, "structured_outputs.json: "),
         ({"json_object": False}, "structured_outputs.json_object: only true"),
     ],
@@ -78,6 +82,40 @@ def test_grammars(told, grammar):
 def test_refused(told, named):
     with pytest.raises(InvalidRequestError, match=re.escape(named)):
         grammar_of(StructuredOutputsParams(**told))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_length"),
+    [
+        ("regex", lambda length: "a" * length),
+        ("choice", lambda length: ["b" * (length - 4)]),
+        ("choice", lambda length: ["", *(f"{i:04}" for i in range((length - 4) // 8))]),
+        ("json", lambda length: {"enum": ["c" * (length - 14)]}),
+        ("json", lambda length: '{"enum": ["' + "c" * (length - 14) + '"]}'),
+    ],
+)
+def test_grammars_are_limited_by_their_length_and_not_read(kind, of_length, monkeypatch):
+    monkeypatch.setattr(Grammar, "expression", property(lambda grammar: pytest.fail("it was read")))
+    assert grammar_of(StructuredOutputsParams(**{kind: of_length(LONGEST_GRAMMAR)})).kind == kind
+    with pytest.raises(InvalidRequestError, match=f"structured_outputs.{kind}: .* more than the {LONGEST_GRAMMAR} "):
+        grammar_of(StructuredOutputsParams(**{kind: of_length(LONGEST_GRAMMAR + 16)}))
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [
+        ({"regex": "(a"}, "structured_outputs.regex: '(a' is not a regex that Python can read: missing )"),
+        ({"regex": "(?=a)" + "b" * 9000}, "structured_outputs.regex: look-around in the regex '(?=a)bbb"),
+        ({"regex": "c" * 9000 + "(a"}, "is not a regex that Python can read: missing )"),
+        ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
+        ({"json": {"type": "integer", "maximum": 10**3000}}, "structured_outputs.json: #/maximum: a bound may have"),
+        ({"json": {"enum": []}}, "structured_outputs.json: #/enum: [] is no list with an entry"),
+    ],
+)
+def test_constructs_that_are_not_supported_are_named_where_the_automaton_is_built(tokenizer, in_process, told, named):
+    with pytest.raises(InvalidRequestError, match=re.escape(named)) as refused:
+        automaton_of(grammar_of(StructuredOutputsParams(**told)), tokenizer, 410, LIMITS)
+    assert len(str(refused.value)) < 700
 
 
 def test_bytes_of_a_byte_level_tokenizer(tokenizer):
@@ -124,7 +162,7 @@ def test_automata_are_kept(tokenizer, in_process):
     others = [(Grammar("regex", "a"), tokenizer, 410, limits), (grammar, train_tokenizer(NOTE, 400), 410, limits)]
     others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, replace(LIMITS, max_states=100))]
     for other in others:
-        assert automaton_of(*other) is not automaton
+        automaton_of(*other)
     counts = take_counts()
     assert (counts["automaton_builds"], counts["automaton_cache_hits"]) == (4, 0)
 
@@ -172,6 +210,78 @@ def test_requests_at_the_same_time_build_once(tokenizer, monkeypatch, in_process
     assert len(set(map(id, found))) == len(in_process) == 1
 
 
+class Held:
+    """Builds that go on when a test says so, or end when they are stopped."""
+
+    def __init__(self, monkeypatch):
+        self.begun, self.ended, self.go_on = [], [], threading.Event()
+        monkeypatch.setattr(automata, "_cache", automata._Cache())
+        monkeypatch.setattr(automata, "_build_apart", self.build)
+
+    def build(self, build_: object, grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
+        self.begun.append(grammar.text)
+        while not self.go_on.wait(0.01) and not build_.is_stopped:
+            pass
+        self.ended.append(grammar.text)
+        if build_.is_stopped:
+            raise RuntimeError("stopped")
+        return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
+
+
+def test_builds_that_nobody_waits_for_end_and_hold_up_no_other(tokenizer, monkeypatch):
+    held, vocabulary = Held(monkeypatch), vocabulary_of(tokenizer, 410)
+    with ExitStack() as calls:
+        for number in range(24):
+            calls.enter_context(awaited_automaton(Grammar("regex", f"a{number}"), vocabulary, LIMITS))
+        again = calls.enter_context(awaited_automaton(Grammar("regex", "a0"), vocabulary, LIMITS))
+        wait_until(lambda: len(held.begun) == automata._AT_ONCE, 60)
+    with awaited_automaton(Grammar("regex", "b"), vocabulary, LIMITS) as future:
+        wait_until(lambda: "b" in held.begun, 60)
+        held.go_on.set()
+        assert future.result(60)
+    assert held.begun == ["a0", "a1", "b"]
+    assert sorted(held.ended) == ["a0", "a1", "b"]
+    assert list(automata._cache.builds) == [(Grammar("regex", "b"), vocabulary.digest, LIMITS)]
+    assert isinstance(again.exception(60), RuntimeError)
+
+
+def test_a_build_goes_on_while_somebody_waits_for_it(tokenizer, monkeypatch):
+    held, vocabulary, grammar = Held(monkeypatch), vocabulary_of(tokenizer, 410), Grammar("regex", "a")
+    with awaited_automaton(grammar, vocabulary, LIMITS) as future:
+        with awaited_automaton(grammar, vocabulary, LIMITS) as other:
+            assert other is future
+        held.go_on.set()
+        assert accepts(future.result(60), tokenizer.encode("a"))
+
+
+def test_the_queue_of_builds_is_bounded(tokenizer, monkeypatch):
+    held, vocabulary = Held(monkeypatch), vocabulary_of(tokenizer, 410)
+    with ExitStack() as calls:
+        for number in range(automata._AT_ONCE + MOST_WAITING):
+            calls.enter_context(awaited_automaton(Grammar("regex", f"a{number}"), vocabulary, LIMITS))
+        for grammar, is_refused in ((Grammar("regex", "b"), True), (Grammar("regex", "a7"), False)):
+            with pytest.raises(RetryableRequestError, match="32 requests wait") if is_refused else nullcontext():
+                calls.enter_context(awaited_automaton(grammar, vocabulary, LIMITS))
+        assert len(automata._cache.waiting) == MOST_WAITING
+        held.go_on.set()
+
+
+def test_an_engine_that_dies_ends_the_waiting(demo, monkeypatch):
+    held, config = Held(monkeypatch), demo.llm_engine.vllm_config
+    structured = StructuredOutputsParams(regex="waiting")
+
+    async def ask():
+        asked = [asyncio.create_task(requests.prepare(structured, demo.get_tokenizer(), config)) for _ in range(2)]
+        while not held.begun:
+            await asyncio.sleep(0.01)
+        requests.end_waiting(EngineDeadError())
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert [type(error) for error in asyncio.run(ask())] == [EngineDeadError] * 2
+    wait_until(lambda: held.ended == ["waiting"], 60)
+    assert not requests._waiting
+
+
 @pytest.mark.slow
 def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
@@ -192,8 +302,27 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
 def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     broken = Vocabulary(*laid_out([b"a"])[:1], np.array([0, 5]))
-    with pytest.raises(RuntimeError, match="building an automaton failed"):
-        automata._cache.automaton(Grammar("regex", "a"), broken, LIMITS)
+    with awaited_automaton(Grammar("regex", "a"), broken, LIMITS) as future:
+        assert type(future.exception(60)) is GenerationError
+        assert "building its automaton failed" in str(future.exception())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed from outside", "no longer waited for"])
+def test_a_building_process_ends(tokenizer, monkeypatch, is_killed):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
+    hostile, vocabulary = Grammar("regex", "(a|b)*a(a|b){25}"), vocabulary_of(tokenizer, 410)
+
+    def builders():
+        return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
+
+    with awaited_automaton(hostile, vocabulary, Limits(1 << 24, 600)) as future:
+        wait_until(builders, 60)
+        if is_killed:
+            builders()[0].kill()
+            assert type(future.exception(60)) is RetryableRequestError
+            assert "ended from outside" in str(future.exception())
+    wait_until(lambda: not builders(), 60)
 
 
 ENDS_DURING_A_BUILD = """

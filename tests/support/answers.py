@@ -28,15 +28,17 @@ class Answer:
     """Rows computed, as the figures say; fewer than were fed where layers leave some out."""
 
 
-def answer_of(output: "RequestOutput", gen_length: int | None = None, num_given: int = 0) -> Answer:
+def answer_of(
+    output: "RequestOutput", gen_length: int | None = None, num_given: int = 0, whole_text: bool = False
+) -> Answer:
     """Its figures agree with its trace. ``gen_length``: of a response that an end token may have ended. ``num_given``:
-    its tokens that a template gave."""
+    its tokens that a template gave. ``whole_text``: whether a constraint asks for one."""
     (completion,) = output.outputs
     figures, tokens = completion.diffusion, list(completion.token_ids)
     whole = list(range(len(output.prompt_token_ids) + (gen_length or len(tokens))))
     computed = [whole if rows is None else rows for rows in figures.computed_positions]
     order = figures.unmasked_per_step
-    assert completion.finish_reason == "length" or gen_length is not None
+    assert completion.finish_reason == ("stop" if whole_text else "length") or gen_length is not None
     assert figures.denoising_steps == figures.forward_passes == len(order) == len(computed)
     assert figures.tokens_unmasked == sum(map(len, order)) >= len(tokens) - num_given
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
@@ -62,6 +64,7 @@ def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
             output,
             asked["gen_length"] if asked.get("stop_token_ids") else None,
             sum(token is not None for token in asked.get("response_template", ())),
+            "constraint" in asked,
         )
         for output, (_, asked) in zip(outputs, requests, strict=True)
     ]

@@ -58,6 +58,9 @@ class EngineInProcess:
     async def is_tracing_enabled(self) -> bool:
         return False
 
+    async def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        return self.llm_engine.collective_rpc(*args, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         return self._checked_generate(self, *args, **kwargs)
 

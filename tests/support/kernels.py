@@ -7,10 +7,6 @@ CPU. Without either, what a launch would run can still be compiled for a GPU.
 import importlib
 import os
 import pkgutil
-import re
-import subprocess
-import tempfile
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -80,29 +76,13 @@ class CompilesForCuda:
         """Bytes per program, of each launch."""
         return [compiled.metadata.shared for compiled in self.compiled]
 
-    @property
-    def spilled(self) -> list[int]:
-        """Bytes of a thread's own memory, of each launch."""
-        from triton import knobs
 
-        found = []
-        for compiled in self.compiled:
-            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-                file.write(compiled.asm["cubin"])
-                file.flush()
-                command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-                usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            found.append(sum(map(int, re.findall(r"\b(?:STACK|LOCAL):(\d+)", usage))))
-        return found
-
-
-def compile_launches(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, capability: int = 90
-) -> list[CompilesForCuda]:
-    """Let the launches of a module's kernels compile them instead."""
+def compile_launches(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> list[CompilesForCuda]:
+    """Let the launches of all kernels compile them instead."""
     kernels = []
-    for name in vars(module).copy():
-        if name.endswith("_kernel"):
-            kernels.append(CompilesForCuda(getattr(module, name), capability))
-            monkeypatch.setattr(module, name, kernels[-1])
+    for module in {importlib.import_module(operator.triton.__module__) for operator in all_operators().values()}:
+        for name in vars(module).copy():
+            if name.endswith("_kernel"):
+                kernels.append(CompilesForCuda(getattr(module, name), capability))
+                monkeypatch.setattr(module, name, kernels[-1])
     return kernels

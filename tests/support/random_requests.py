@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.constraint import Constraint
-from tests.oracles.decoding import Decoding
+from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers
 
 if TYPE_CHECKING:
@@ -111,7 +113,7 @@ def in_constraints(requests: list[Request], number: int, vocab_size: int, mask: 
         while True:
             automaton = random_automaton(draw, vocab_size, {mask})
             constraint = Constraint(automaton, frozenset(asked.get("stop_token_ids", ())))
-            if constraint.completable(template)[0][0]:
+            if constraint.completable(template, asked.get("min_tokens", 0))[0][0]:
                 asked["constraint"] = automaton.packed
                 break
     return requests
@@ -124,6 +126,17 @@ def random_automaton(draw: random.Random, vocab_size: int, never: set[int]) -> A
     following = [[draw.randrange(-1, num_states) for _ in range(num_classes)] for _ in range(num_states)]
     accepting = [draw.random() < 0.5 for _ in range(num_states)]
     return Automaton(np.array(class_of, np.int32), np.array(following, np.int32), np.array(accepting))
+
+
+def noise_of(seed: int, vocab_size: int) -> tuple[Uniform, Callable[[int, int], float]]:
+    """The engine's random numbers of a request, for tokens and for the order; their own tests hold them to plain
+    arithmetic."""
+
+    def draw(forward: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
+        return uniform(*(torch.tensor(value) for value in (seed, forward, position)), tokens)
+
+    vocabulary = torch.arange(vocab_size)
+    return lambda *at: draw(*at, vocabulary), lambda *at: float(draw(*at, torch.tensor(NO_TOKEN)))
 
 
 def any_text(vocab_size: int, never: set[int]) -> Automaton:

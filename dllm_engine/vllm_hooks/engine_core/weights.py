@@ -27,9 +27,13 @@ def guard_weights(
     args: tuple = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """For the calls that change weights."""
-    if method not in _CHANGES or not is_ours(self):
+    """For the calls that change weights, and for ``masked_logprobs``, which returns one rank's answer (None while no
+    request may begin) and how often weights have changed."""
+    if method not in (*_CHANGES, "masked_logprobs") or not is_ours(self):
         return collective_rpc(self, method, timeout, args, kwargs)
+    if method == "masked_logprobs":
+        answers = collective_rpc(self, method, timeout, args, kwargs) if self.scheduler.admits else [None]
+        return [answers[0], self.scheduler.num_weight_changes]
     assert isinstance(method, str)
     _refuse_while_running(self, method, "a response must not come from two sets of weights")
     if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
@@ -42,6 +46,7 @@ def guard_weights(
             check_folder(str(path))
             check_checkpoint(str(path), self.vllm_config.model_config.hf_config)
         self.scheduler.weights_incomplete_since = method  # also if it fails on its way
+    self.scheduler.num_weight_changes += 1
     result = collective_rpc(self, method, timeout, args, kwargs)
     self.scheduler.weights_incomplete_since = None if method in _COMPLETE else method
     return result

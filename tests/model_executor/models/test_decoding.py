@@ -4,18 +4,15 @@ Greedy decoding is in ``tests/methods/test_random_requests.py``.
 """
 
 import random
-from collections.abc import Callable
 
 import pytest
-import torch
 
-from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from tests.oracles.decode import decode
-from tests.oracles.decoding import Decoding, Uniform
+from tests.oracles.decoding import Decoding
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.answers import answers
-from tests.support.random_requests import random_automaton
+from tests.support.random_requests import noise_of, random_automaton
 
 PROMPTS = [
     [(7 * i * i + 3 * i * k + 11 * k) % 140 for i in range(length)]
@@ -46,17 +43,6 @@ SAMPLED_SETTINGS = {
 CONSTRAINT = random_automaton(random.Random(0), tiny_checkpoints.VOCAB_SIZE, {tiny_checkpoints.MASK})
 
 
-def noise_of(seed: int) -> tuple[Uniform, Callable[[int, int], float]]:
-    """The engine's random numbers of a request, for tokens and for the order; their own tests hold them to plain
-    arithmetic."""
-
-    def draw(forward: int, position: int, tokens: torch.Tensor) -> torch.Tensor:
-        return uniform(*(torch.tensor(value) for value in (seed, forward, position)), tokens)
-
-    vocabulary = torch.arange(tiny_checkpoints.VOCAB_SIZE)
-    return lambda *at: draw(*at, vocabulary), lambda *at: float(draw(*at, torch.tensor(NO_TOKEN)))
-
-
 @pytest.mark.parametrize("constraint", [{}, {"constraint": CONSTRAINT.packed}], ids=["free", "constrained"])
 @pytest.mark.parametrize("name", SAMPLED_SETTINGS)
 def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, tiny_sdar, name, constraint):
@@ -64,7 +50,7 @@ def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, tiny_sdar, name
     folders = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar, "dream, filters": unsure_dream}
     folder = folders.get(name) or folders[name.split(",")[0]]
     settings, expected = SAMPLED_SETTINGS[name] | constraint | {"seed": 17}, dict[int, Decoding]()
-    tokens, order = noise_of(17)
+    tokens, order = noise_of(17, tiny_checkpoints.VOCAB_SIZE)
     for prompt in PROMPTS:
         if len(prompt) not in expected and len(expected) < 2:
             run = decode(PlainModel(folder), prompt, **settings, uniform=tokens, order_noise=order)

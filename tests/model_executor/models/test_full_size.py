@@ -1,45 +1,20 @@
-"""A checkpoint takes the memory of its weights once, and is read ahead of what is done with it."""
+"""Checkpoints are read ahead of what is done with their tensors."""
 
+import re
+import sys
 import threading
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.machine import peak, resident, restart_peak
-from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.model_executor.loading import files
 from dllm_engine.model_executor.loading.files import mapped_tensors, read_ahead, with_progress
 from dllm_engine.model_executor.loading.parameters import is_finite
 from tests.support import tiny_checkpoints
-from tests.support.engines import runner_of, start_engine, tokens_of
-from tests.support.released_layout import make
+from tests.support.engines import start_engine, tokens_of
 
-SLACK = 64 << 20
-"""Bytes of an engine beside its weights."""
 SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-
-
-def test_weights_are_held_once_while_they_are_loaded_and_afterwards(engines, tmp_path):
-    """At the peak, the head as well in both layouts: a third of these weights."""
-    make(tmp_path, "llada-8b/4", layers=2, num_shards=3)
-    weights = weight_bytes(load_config(str(tmp_path)), 1, 2)
-    before = restart_peak()
-    llm = engines(tmp_path, dtype="bfloat16", cache_method="dual")
-    head = runner_of(llm).model.embedding.weight.nbytes
-    assert resident() - before <= weights + SLACK
-    assert peak() - before <= weights + head + SLACK
-    assert len(tokens_of(llm, [11, 12, 13], **SETTINGS)) == 16
-
-
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_embeddings_are_not_packed_and_a_head_is_only_packed(engines, tmp_path, is_tied):
-    model = runner_of(engines(tiny_checkpoints.write_llada(tmp_path, weight_tying=is_tied))).model
-    assert not hasattr(model.embedding, "cpu_linear")
-    assert model.embedding.weight.shape == (192, 64)
-    assert model.lm_head.weight.numel() == (192 * 64 if is_tied else 0)
-    assert hasattr(model.lm_head, "cpu_linear")
 
 
 def test_vllms_own_ways_to_read_give_the_same_tokens(engines, tiny_llada):
@@ -58,8 +33,10 @@ def test_a_tensor_that_comes_twice_is_named(tmp_path):
 # Reading
 
 
-def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "redirected"])
+def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeypatch, is_terminal):
     monkeypatch.setattr(files, "_BAR_DELAY_SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
     paths = sorted(folder.glob("*.safetensors"))
     expected = {name: tensor for path in paths for name, tensor in load_file(path).items()}
@@ -67,7 +44,9 @@ def test_tensors_are_those_of_the_files_in_their_order(tmp_path, capsys, monkeyp
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert [name for name, _ in mapped_tensors(paths)] == list(found)
-    assert "Loading weights" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert bool(re.search(r"Loading weights: 100%.* \[\d\d:\d\d<00:00, .*B/s\]", shown)) == is_terminal
+    assert bool(shown) == is_terminal
 
 
 def test_no_more_is_read_ahead_than_allowed(monkeypatch):

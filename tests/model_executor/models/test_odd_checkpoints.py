@@ -6,16 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.demo import demo_model_path
-from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_checkpoint, check_config
+from dllm_engine.model_executor.models.checkpoint import check_checkpoint, check_config
 from dllm_engine.model_executor.models.configs import parse_config, read_json_object
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
 LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
-SDAR_MOE = tiny_checkpoints.SDAR_MOE_CONFIG
+SDAR_MOE, LLADA2 = tiny_checkpoints.SDAR_MOE_CONFIG, tiny_checkpoints.LLADA2_CONFIG
 INDEX = "model.safetensors.index.json"
 
 
@@ -82,7 +83,7 @@ def test_a_value_that_makes_no_sense_is_named_with_its_key(config, stated):
         (SDAR_MOE | {"mlp_only_layers": [2]}, "mlp_only_layers names layer 2 of num_hidden_layers=2"),
         (SDAR_MOE | {"mlp_only_layers": [-1]}, "mlp_only_layers.0=-1"),
         (SDAR_MOE | {"architectures": ["SDARForCausalLM"]}, "goes with the architecture 'SDARMoeForCausalLM'"),
-        (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future, sliding_window: not known of LLaDA-MoE"),
+        (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future=1, sliding_window=8: not known of LLaDA-MoE"),
         (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
         (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
@@ -103,28 +104,32 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
         (MOE, {"hidden_act": "gelu", "partial_rotary_factor": 0.5, "attention_bias": True, "clip_qkv": 8.0}),
         (MOE, {"norm_topk_prob": True, "moe_router_score_function": "sigmoid", "routed_scaling_factor": 2.5}),
         (SDAR_MOE, {"hidden_act": "gelu", "attention_bias": True}),
-        (DREAM, {"hidden_act": "gelu", "use_sliding_window": True}),
-        *[(config, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}) for config in (SDAR_MOE, DREAM)],
-        *[(config, {"rope_scaling": {"type": "linear", "factor": 2.0}}) for config in (MOE, DREAM)],
-        *[(without(config, "mask_token_id"), {"mask_token_id": None}) for config in (LLADA, DREAM)],
+        (LLADA, {"layer_norm_with_affine": False, "bias_for_layer_norm": True, "multi_query_attention": True}),
+        (LLADA, {"block_group_size": 2, "rope_full_precision": False}),
+        (DREAM, {"hidden_act": "gelu", "use_sliding_window": True, "use_mrope": True, "attention_bias": False}),
+        (DREAM, {"expand_token_id": 7, "delete_token_id": 8, "layer_types": ["sliding_attention"]}),
+        (SDAR_MOE, {"use_sliding_window": True, "qk_layernorm": False, "partial_rotary_factor": 0.5}),
+        (LLADA2, {"expert_capacity": 4, "use_sliding_window": True, "delete_token_id": 8, "split_token_id": 9}),
+        (LLADA2, {"norm_head": True, "norm_softmax": True, "score_function": "softmax", "norm_topk_prob": False}),
+        (LLADA2, {"use_rmsnorm": False, "use_bias": True, "use_qkv_bias": True, "use_linear_attention": True}),
+        (LLADA2, {"using_split_qkv_in_self_attention": True, "router_dtype": "bf16", "rotary_dim": 16}),
     ],
 )
 def test_a_variant_that_is_not_implemented_is_named(config, stated):
     for key, value in stated.items():
-        read = parse_config(config | {key: value}, "folder")
-        (architecture,) = read.architectures
-        with pytest.raises(ValueError, match=r"config\.json") as caught:
-            check_config(read) or MODEL_CLASSES[architecture].decoder_shape(read)
-        message = {"rope_scaling": "yarn" if "yarn" in str(value) else "linear", "mask_token_id": f"has no '{key}'"}
-        assert message.get(key, f"{key}={value!r}") in str(caught.value)
+        message = refusal(config | {key: value})
+        assert "folder/config.json: " in message
+        assert f"{key}={value!r}" in message or f"{key}.0={value[0]!r}" in message
 
 
-def test_released_configs_and_what_they_state_besides_are_accepted(reference_checkpoints):
-    stated = [
-        *RELEASED_CONFIGS.values(),
-        {**LLADA, "of_the_future": {"a": 1}},
-        {**DREAM, "auto_map": {"AutoModel": "x"}},
-    ]
+@pytest.mark.parametrize("config", [LLADA, DREAM])
+def test_a_config_without_a_mask_token_is_no_diffusion_models(config):
+    with pytest.raises(ValueError, match=r"config\.json has no 'mask_token_id'"):
+        check_config(parse_config(without(config, "mask_token_id"), "folder"))
+
+
+def test_released_configs_and_those_of_the_reference_are_accepted(reference_checkpoints):
+    stated = RELEASED_CONFIGS.values()
     folders = [Path(demo_model_path()), *reference_checkpoints.iterdir()]
     for config in [*stated, *(read_json_object(folder / "config.json") for folder in folders)]:
         read = parse_config(config, "folder")
@@ -211,6 +216,64 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message
 def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
     with pytest.raises(ValueError, match="n_layers=0"):
         start_engine(tiny_llada, hf_overrides=override)
+
+
+def function_that_sets(changes):
+    def override(config):
+        for name, value in changes.items():
+            setattr(config, name, value)
+        return config
+
+    return override
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"of_the_future": 1}, "of_the_future=1: not known of SDAR"),
+        ({"of_the_future": {"a": 1}}, "of_the_future={'a': 1}: not known of SDAR"),
+        ({"mask_token_id": "x"}, "mask_token_id='x'"),
+        ({"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"num_attention_heads": 3}, "num_key_value_heads=2 does not divide num_attention_heads=3"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"rope_theta": "1e4"}, "rope_theta='1e4'"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type='longrope' is not supported, only 'default',",
+        ),
+        ({"rope_parameters": {"type": "linear", "factor": 0}}, "factor=0"),
+        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e4}, "but rope_theta=50000.0 elsewhere"),
+    ],
+)
+def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, message):
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides = [changes] if len(changes) > 1 else [changes, function_that_sets(changes)]  # where the last one counts
+    for override in overrides:
+        arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=override, skip_tokenizer_init=True)
+        with pytest.raises(ValueError, match=rf"{tiny_sdar}/config\.json") as caught:
+            arguments.create_model_config()
+        assert message in str(caught.value)
+
+
+def test_defaults_that_follow_from_other_keys_follow_overrides(tiny_llada):
+    config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None}, "folder")
+    config.update({"num_attention_heads": 2, "hidden_size": 32})
+    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 128)
+    config.n_heads = 4
+    assert config.num_key_value_heads == 4
+    for name in ("torch_dtype", "dtype"):
+        config.update({name: "float16"})
+        assert config.dtype == torch.float16
+        config.update({name: "bfloat16"})
+        assert config.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_expands_tokens_is_known_by_its_generation_config(tmp_path):
+    write(tiny_checkpoints.write_dream(tmp_path), "generation_config.json", '{"expand_token_id": 7}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: expand_token_id=7: models that expand or delete"):
+        start_engine(tmp_path)
 
 
 def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):

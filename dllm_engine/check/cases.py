@@ -1,0 +1,154 @@
+"""Cases of the kernels: each calls one with drawn numbers, and returns what it computes or writes."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from dllm_engine.kernels import eviction, features, noise, rotary, similarity, slots, token_statistics, voting
+from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.kernels.paged_tokens import PagedTokens
+
+ROWS = 300
+PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),
+         ([260, 40], [99, 41]))  # fmt: skip
+"""Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles, with and without splits."""
+Results = list[torch.Tensor]
+PagedCase = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PagedTokens]
+
+
+class Sizes(NamedTuple):
+    """Sizes of a model, and of its pages."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    page_size: int = 32
+
+
+class Draw:
+    """The same numbers whatever the device: rounded to ``dtype``, held in ``held``."""
+
+    def __init__(self, sizes: Sizes, dtype: torch.dtype, held: torch.dtype, device: str, seed: int = 0) -> None:
+        self.sizes, self.dtype, self.held, self.device = sizes, dtype, held, device
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device, self.held)
+
+    def integers(self, low: int, high: int, count: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), generator=self.generator).to(self.device)
+
+    def slots(self, pages: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Different slots of ``pages``, and −1 for about a quarter of them."""
+        order = torch.randperm(pages.shape[0] * pages.shape[1], generator=self.generator)[: torch.Size(shape).numel()]
+        return order.view(shape).masked_fill(torch.rand(shape, generator=self.generator) < 0.25, -1).to(self.device)
+
+    def queries_and_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``ROWS`` rows of a fused projection: views of one tensor."""
+        fused = self.normal(ROWS, self.sizes.num_heads + self.sizes.num_kv_heads, self.sizes.head_dim)
+        return fused[:, : self.sizes.num_heads], fused[:, self.sizes.num_heads :]
+
+
+def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False) -> PagedCase:
+    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h.
+    Slots without a token hold NaN. ``packed``: a range of slots for each head; else token-major, with gaps."""
+    heads, kv_heads, dim, *_, page_size = draw.sizes
+    num_slots, head_len = page_size * kv_heads, torch.tensor(retained, dtype=torch.int32)
+    head_start = head_len.cumsum(1) - head_len if packed else torch.arange(kv_heads).expand_as(head_len)
+    stride = torch.full((len(rows),), 1 if packed else kv_heads)
+    ends = torch.where(head_len > 0, head_start + (head_len - 1) * stride[:, None] + 1, 0).amax(1)
+    num_pages = -(-ends // num_slots)
+    tables = torch.randperm(len(rows) * (int(num_pages.max()) + 1), generator=draw.generator).view(len(rows), -1)
+    pool = torch.full((tables.numel(), 2, num_slots, dim), torch.nan, dtype=draw.held, device=draw.device)
+    for request, head in itertools.product(range(len(rows)), range(kv_heads)):
+        place = head_start[request, head] + torch.arange(retained[request][head]) * stride[request]
+        pool[tables[request, place // num_slots], :, place % num_slots] = draw.normal(len(place), 2, dim)
+    tables = tables.masked_fill(torch.arange(tables.shape[1]) >= num_pages[:, None], 2**30)
+    numbers = (x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len))
+    q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
+    return q, k, v, cu_seqlens, PagedTokens._make((pool[:, 0], pool[:, 1], *numbers, None))
+
+
+def attend_to_pages(draw: Draw, packed: bool) -> Results:
+    results: Results = []
+    for rows, retained in PAGED:
+        lengths = [[n - packed * head % 7 * 5 for head in range(draw.sizes.num_kv_heads)] for n in retained]
+        case, some = paged_case(draw, rows, lengths, packed), draw.integers(0, max(retained) + 99, sum(rows)).int()
+        for attend_fresh, limits in itertools.product((True, False), (None, some)):
+            lse = torch.empty(case[0].shape[:2], dtype=torch.float32, device=draw.device)
+            attend = partial(paged_attention, *case, attend_fresh=attend_fresh, limits=limits)
+            results += [attend(lse=lse), lse, attend()]
+    return results
+
+
+def use_slots(draw: Draw) -> Results:
+    keys, slots_per_page = draw.queries_and_keys()[1], draw.sizes.page_size * draw.sizes.num_kv_heads
+    pages = draw.normal(-(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim)[:, 1]
+    targets = draw.slots(pages, *keys.shape[:2])
+    sums = similarity.similarity_sums(keys, pages, targets)
+    slots.write_slots(keys, pages, targets)
+    return [sums, pages[1:]]
+
+
+def rotate(draw: Draw) -> Results:
+    q, k = draw.queries_and_keys()
+    for rotary_dim in (draw.sizes.head_dim, draw.sizes.head_dim // 4 * 2):  # of a head, and of a part of it
+        frequencies = 500_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
+        table = rotary.rotary_table(2048, frequencies).to(draw.device)
+        rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
+    return [q, k]
+
+
+def score_candidates(draw: Draw) -> Results:
+    spans = torch.tensor([[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]], device=draw.device)
+    q, k = draw.queries_and_keys()
+    scores = eviction.mean_query_scores(q, k, spans, 250)
+    return [scores[0], scores[1, :70]]
+
+
+def vote(draw: Draw) -> Results:
+    q, k = draw.queries_and_keys()
+    votes = q[-32:], k, draw.normal(32, draw.sizes.num_heads).float() + 6.0  # about the log of a sum of ROWS scores
+    return [voting.voting_scores(*votes), voting.summed_probabilities(*votes)]
+
+
+def use_features(draw: Draw) -> Results:
+    values, hidden = draw.normal(ROWS, 2 * draw.sizes.hidden_size).chunk(2, dim=1)
+    rows = features.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
+    targets = draw.slots(rows, ROWS)
+    features.write_features(values, rows, targets)
+    features.add_features(hidden, rows, targets)
+    return [rows, hidden, features.read_features(rows, targets)]
+
+
+def predict(draw: Draw) -> Results:
+    logits = draw.normal(8, draw.sizes.vocab_size) * 4
+    logits[0], logits[1, 3] = logits[0].round(), 50.0  # many ties; the token that may not be drawn is the likeliest
+    seeds, forwards, positions = draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8)
+    drawn = noise.gumbel_max(logits, seeds, forwards, positions, 0, 0.7, 3)
+    top_p, both, top_k = (noise.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
+    # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
+    filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
+    return [*token_statistics.token_statistics(logits, 3, True, True), *drawn, *filtered]
+
+
+Case = Callable[[Draw], Results]
+BY_HEADS: dict[str, Case] = {
+    "paged_attention, token-major": partial(attend_to_pages, packed=False),
+    "paged_attention, ranges per head": partial(attend_to_pages, packed=True),
+    "write_slots, similarity_sums": use_slots,
+    "rotate_": rotate,
+    "mean_query_scores": score_candidates,
+    "voting_scores, summed_probabilities": vote,
+}
+"""Cases that depend on the sizes of heads, by the names of their kernels."""
+OTHERS: dict[str, Case] = {
+    "write_features, add_features, read_features": use_features,
+    "token_statistics, gumbel_max, filtered_logits": predict,
+}

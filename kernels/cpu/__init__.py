@@ -1,1 +1,0 @@
-"""Parts of operators' CPU paths that fill a file of their own."""

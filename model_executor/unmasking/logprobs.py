@@ -1,0 +1,54 @@
+"""Log-probabilities under the plain softmax of logits, of which each tensor-parallel rank has a shard."""
+
+import torch
+from vllm.distributed.parallel_state import GroupCoordinator
+
+from dllm_engine.kernels.token_statistics import token_statistics
+from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
+
+
+def logits_of(shard: VocabularyShard, tokens: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+    """The logit of a given token per row, ``[num_rows]``, on every rank. ``tokens``: int64 ``[num_rows]``."""
+    columns, size = tokens - shard.first_token, shard.logits.shape[-1]
+    found = shard.logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
+    if tp_group.world_size == 1:
+        return found
+    # The token is in one rank's shard.
+    elsewhere = (columns < 0) | (columns >= size)
+    return gather_from_ranks(found.masked_fill(elsewhere, -torch.inf), tp_group).amax(dim=0)
+
+
+def log_total_of(shard: VocabularyShard, tp_group: GroupCoordinator) -> torch.Tensor:
+    """The log of the sum of exponentials of each row's logits, float32 ``[num_rows]``, on every rank."""
+    log_total = token_statistics(shard.logits, -1, False, False)[2]
+    return log_total if tp_group.world_size == 1 else gather_from_ranks(log_total, tp_group).logsumexp(dim=0)
+
+
+def token_logprobs(
+    shard: VocabularyShard,
+    tokens: torch.Tensor,
+    num_logprobs: int,
+    tp_group: GroupCoordinator,
+    log_total: torch.Tensor | None,
+) -> TokenLogprobs:
+    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest. ``tokens`` as for
+    ``logits_of``; ``log_total`` as ``log_total_of`` returns it, where it is known."""
+    logits, first_token = shard
+    log_total = log_total_of(shard, tp_group) if log_total is None else log_total
+    token_logit = logits_of(shard, tokens, tp_group)
+    top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
+    top_tokens = top_tokens + first_token
+    larger = (logits > token_logit[:, None]).sum(dim=-1)
+    if tp_group.world_size > 1:
+        top_tokens, top = (torch.cat(gather_shards(x, tp_group), dim=-1) for x in (top_tokens, top))
+        top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
+        top_tokens = top_tokens.gather(-1, kept)
+        larger = gather_from_ranks(larger, tp_group).sum(dim=0)
+    return TokenLogprobs(
+        token=token_logit.float() - log_total,
+        rank=larger + 1,
+        top_tokens=top_tokens,
+        top=top.float() - log_total[:, None],
+    )

@@ -1,0 +1,80 @@
+"""What a request's parameters say of single tokens, in a model's vocabulary."""
+
+import math
+from dataclasses import replace
+
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine.families import every_end_token, model_end_tokens
+from dllm_engine.options import shortened
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import end_token_ids
+from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.scheduler.token_bias import TokenBias
+
+MOST_BIASES = 8192
+"""As many are checked, sent and added in milliseconds."""
+LARGEST_BIAS = 1e4
+"""More than logits differ by; added to one, float32 still tells tokens apart."""
+
+
+def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
+    """``spec`` with the request's end tokens, and what is added to the logits of which tokens.
+
+    Raises ``InvalidRequestError`` for numbers that cannot be honoured.
+    """
+    ends = end_token_ids(params, hf_config)
+    first_end, biases = spec.prompt_length, []
+    if spec.template:
+        # Where something given follows.
+        biases.append(TokenBias.barring(ends, spec.last_given))
+    if params.min_tokens:
+        if params.min_tokens > spec.num_sent:
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is out of range: {spec.num_sent} tokens come back; it must be 0 … "
+                f"{spec.num_sent}"
+            )
+        first_end = spec.place_of_sent(params.min_tokens)
+        # Also those that `ignore_eos` lets pass, as in vLLM.
+        every_end = ends.union(every_end_token(hf_config), params.all_stop_token_ids)
+        biases.append(TokenBias.barring(every_end, first_end))
+    if spec.logits_eos_inf:
+        biases.append(TokenBias.barring(model_end_tokens(hf_config), spec.canvas_length))
+    if params.logit_bias:
+        given = sorted((token, number) for token, number in params.logit_bias.items() if number)
+        biases.append(TokenBias(spec.canvas_length, tuple(given)))
+    return replace(
+        spec,
+        end_tokens=ends,
+        token_biases=tuple(bias for bias in biases if bias.values),
+        least_confident=frozenset(every_end_token(hf_config) if spec.confidence_eos_eot_inf else ()),
+        first_end=first_end,
+    )
+
+
+def check_token_numbers(params: SamplingParams, vocab_size: int) -> None:
+    """Raise ``InvalidRequestError`` for token ids that the vocabulary has not, and for what cannot be added to
+    logits."""
+    for token in params.stop_token_ids or ():
+        if not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
+            )
+    biases = params.logit_bias or {}
+    if not isinstance(biases, dict):
+        raise InvalidRequestError(
+            f"logit_bias is a {type(biases).__name__}; it must map token ids to numbers, such as {{5: -100}}"
+        )
+    if len(biases) > MOST_BIASES:
+        raise InvalidRequestError(f"logit_bias has {len(biases)} tokens; leave some out, at most {MOST_BIASES} can be")
+    for token, number in biases.items():
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias holds {shortened(token)}, no token id of the vocabulary of {vocab_size}; leave it out"
+            )
+        is_number = isinstance(number, int | float)
+        if not is_number or not (number == -math.inf or -LARGEST_BIAS <= number <= LARGEST_BIAS):
+            raise InvalidRequestError(
+                f"logit_bias[{token}]={shortened(number)} is out of range: it must be a number of "
+                f"−{LARGEST_BIAS:g} … {LARGEST_BIAS:g}; −100 keeps a token out, 100 brings it in"
+            )

@@ -1,0 +1,234 @@
+"""``/v1/likelihoods``: what ``log_likelihoods`` and ``masked_logprobs`` compute, over HTTP."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from dllm_engine.evaluation.likelihood import log_likelihoods, num_canvases, weighted_masks
+from dllm_engine.evaluation.likelihood_route import EngineNotReadyError, PassQueue
+from tests.support.engines import assert_nothing_left
+
+CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
+PROMPT = "User: Tom=48. Ida=07. Give: Ida\nBot:"
+ANSWERS = [" Ida=07", " Ida=48", " Ida=07, Tom=48, and the rest of a longer answer"]
+
+
+@pytest.fixture
+def ask(client):
+    return lambda **fields: client.post("/v1/likelihoods", json=fields)
+
+
+@pytest.fixture
+def ids(demo):
+    return demo.get_tokenizer().encode
+
+
+def test_they_are_the_bounds_that_python_computes(ask, demo, ids):
+    prompt, answers = ids(PROMPT), [ids(answer) for answer in ANSWERS]
+    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], num_samples=20, seed=3)
+    assert expected[0] > expected[1]
+    settings = {"num_samples": 20, "seed": 3}
+    for fields in (
+        {"prompt": PROMPT, "answers": ANSWERS},
+        {"messages": CHAT, "answers": ANSWERS},
+        {"prompt": prompt, "answers": answers, "model": "demo"},
+    ):
+        reply = ask(**fields, **settings)
+        assert reply.status_code == 200, reply.text
+        assert [each["log_likelihood"] for each in reply.json()["data"]] == pytest.approx(expected, rel=1e-5)
+        assert [each["num_tokens"] for each in reply.json()["data"]] == [len(answer) for answer in answers]
+    assert reply.json()["usage"]["prompt_tokens"] == len(prompt) + sum(map(len, answers))
+    assert_nothing_left(demo)
+
+
+def test_masks_of_the_clients_own_choice(ask, demo, ids):
+    prompt, answer, masks = ids(PROMPT), ids(ANSWERS[0]), [[0, 1, 2, 3], [2], []]
+    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for mask in masks]
+    (each,) = ask(prompt=prompt, answers=[answer], masks=masks).json()["data"]
+    for found, expected in zip(each["logprobs"], demo.masked_logprobs(canvases), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert "log_likelihood" not in each
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"answers": []}, "answers"),
+        ({"answers": [""]}, "answers[0] is empty"),
+        ({"answers": ["a", "<|mdm_mask|>"]}, "answers[1] contains the mask token"),
+        ({"answers": [[5, 6000]]}, "answers[0] contains token id 6000"),
+        ({"answers": [[5] * 250]}, "answers[0]: prompt"),
+        ({"answers": [[5]] * 257}, "answers"),
+        ({"answers": "a"}, "answers"),
+        ({"prompt": "<|mdm_mask|>"}, "the prompt contains the mask token"),
+        ({"prompt": None}, "either prompt or messages"),
+        ({"messages": CHAT}, "either prompt or messages"),
+        ({"prompt": [5] * 300}, "256"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_samples": 10**9}, "num_samples"),
+        ({"num_samples": 1024, "answers": [[5] * 100] * 10}, "num_samples=1024: forward passes over"),
+        ({"seed": -1}, "seed"),
+        ({"masks": [[0], [1]], "answers": [[5, 5], [5]]}, "masks[1] must hold different positions"),
+        ({"masks": [[0, 0]]}, "masks[0] must hold different positions"),
+        ({"masks": [[0]] * 10**5}, "100000 masks: forward passes over"),
+        ({"stream": True}, "stream"),
+        ({"threshold": 0.5}, "threshold"),
+        ({"model": "other"}, "other"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_computed_is_refused_by_name(ask, fields, named):
+    reply = ask(**{"prompt": PROMPT, "answers": ["a"]} | fields)
+    assert reply.status_code in (400, 404)
+    assert named in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}),
+        ("/v1/completions", {"prompt": [5, 6], "prompt_logprobs": 0}),
+        ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 1}),
+    ],
+)
+def test_log_probabilities_of_a_prompt_are_refused_with_a_word_about_it(client, path, fields):
+    reply = client.post(path, json={"model": "demo"} | fields)
+    assert reply.status_code == 400
+    assert "/v1/likelihoods" in reply.json()["error"]["message"]
+
+
+def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
+    scheduler = demo.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "weights_incomplete_since", "update_weights")
+    reply = ask(prompt=PROMPT, answers=["a"])
+    assert reply.status_code == 503
+    assert "its weights changed; ask again" in reply.json()["error"]["message"]
+    with pytest.raises(ValueError, match="weights are incomplete"):
+        list(demo.masked_logprobs([([5, 6], [1])]))
+
+
+@pytest.mark.parametrize(("length", "num_samples"), [(1, 1), (3, 7), (3, 6), (7, 127), (7, 128), (7, 126), (5000, 9)])
+def test_the_number_of_canvases_is_known_before(length, num_samples):
+    import numpy as np
+
+    assert num_canvases(length, num_samples) == len([*weighted_masks(length, num_samples, np.random.default_rng(0))])
+
+
+# Passes
+
+
+class Engine:
+    """Passes of at most ten rows, of which it notes the sizes; a log-probability is the first token of a canvas."""
+
+    def __init__(self, *failures):
+        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=10))
+        self.passes, self.failures, self.num_weight_changes = [], list(failures), 0
+
+    async def collective_rpc(self, method, args):
+        sequences, _ = args
+        self.passes.append([sequence[0] for sequence in sequences])
+        await asyncio.sleep(0)
+        if self.failures:
+            raise self.failures.pop()
+        return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
+
+
+def computed(engine, *requests, during=lambda tasks, queue: None):
+    """What each request, a list of (mark, number of rows) of canvases, gets."""
+
+    async def one(queue, request):
+        found = []
+        await queue.compute(engine, iter([([mark] * size, [0]) for mark, size in request]), found.extend)
+        return found
+
+    async def run():
+        queue = PassQueue()
+        tasks = [asyncio.create_task(one(queue, request)) for request in requests]
+        await asyncio.sleep(0)
+        during(tasks, queue)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_canvases_of_all_requests_share_passes_in_turn():
+    engine = Engine()
+    many, few = [(1, 4)] * 5, [(2, 4)] * 2
+    assert computed(engine, many, few, []) == [[1.0] * 5, [2.0] * 2, []]
+    assert engine.passes == [[1, 2], [1, 2], [1, 1], [1]]
+
+
+def test_a_canvas_longer_than_a_pass_takes_one_of_its_own():
+    engine = Engine()
+    assert computed(engine, [(1, 12), (2, 3), (3, 3)]) == [[1.0, 2.0, 3.0]]
+    assert engine.passes == [[1], [2, 3]]
+
+
+def test_a_client_that_leaves_takes_its_canvases_along():
+    engine = Engine()
+    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, queue: tasks[0].cancel())
+    assert isinstance(left, asyncio.CancelledError)
+    assert stayed == [2.0, 2.0]
+    assert sum(passed.count(1) for passed in map(list, engine.passes)) <= 2
+
+
+def test_a_server_that_stops_ends_all_requests_with_its_error():
+    error = RuntimeError("stopping")
+    found = computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda tasks, queue: queue.end(error))
+    assert found == [error, error]
+
+
+def test_a_pass_that_fails_fails_the_requests_in_it_and_no_other():
+    error = RuntimeError("lost")
+    assert computed(Engine(error), [(1, 10)] * 2, [(2, 10)]) == [error, [2.0]]
+
+
+def test_a_likelihood_never_comes_from_two_sets_of_weights():
+    engine = Engine()
+
+    def change(tasks, queue):
+        engine.num_weight_changes += 1
+
+    first, second = [(1, 10)] * 2, [(2, 10)]
+    found = computed(engine, first, second, during=change)
+    assert found == [[1.0, 1.0], [2.0]]  # none had begun
+    engine.collective_rpc = changing(engine)
+    (found,) = computed(engine, first)
+    assert isinstance(found, EngineNotReadyError)
+
+
+def changing(engine):
+    rpc = engine.collective_rpc
+
+    async def changed(method, args):
+        engine.num_weight_changes += 1
+        return await rpc(method, args)
+
+    return changed
+
+
+# lm_eval
+
+
+def test_lm_evals_model_asks_a_server_for_the_same_likelihoods(client, demo, monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    from dllm_engine.evaluation import lm_eval_model
+
+    def post(url, json, headers, **kwargs):
+        assert url.startswith("http://localhost:8000/v1/")
+        return client.post(url.removeprefix("http://localhost:8000"), json=json, headers=headers)
+
+    monkeypatch.setattr(lm_eval_model.http, "post", post)
+    url = "http://localhost:8000/v1/completions"
+    settings = {"model": "demo", "tokenizer": demo.model_config.model, "tokenizer_backend": "huggingface"}
+    remote = lm_eval_model.DiffusionAPI(base_url=url, mc_num=16, **settings)
+    local = lm_eval_model.DiffusionLM(demo, mc_num=16, check_greedy=False)
+    asked = [Instance("loglikelihood", {}, (PROMPT, answer), i) for i, answer in enumerate(ANSWERS)]
+    found, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+    too_long = Instance("loglikelihood", {}, (PROMPT, " a" * 300), 0)
+    with pytest.raises(RuntimeError, match=r"/v1/likelihoods.*256"):
+        remote.loglikelihood([too_long])

@@ -1,0 +1,254 @@
+"""RoPE as configs state it, in every family and spelling, against a plain version and vLLM's."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+
+from dllm_engine.kernels.rotary import rotary_table
+from dllm_engine.model_executor.models.configs import Config, parse_config
+from dllm_engine.model_executor.models.rope import inverse_frequencies
+from dllm_engine.scheduler.page_layout import head_dim_of
+from tests.model_executor.models.test_forward import assert_close, dense_logits
+from tests.oracles.models import PlainModel, rope_speeds
+from tests.support import tiny_checkpoints
+from tests.support.engines import runner_of, tokens_of
+
+WRITERS = {
+    "LLaDA": tiny_checkpoints.write_llada,
+    "LLaDA-MoE": tiny_checkpoints.write_llada_moe,
+    "Dream": tiny_checkpoints.write_dream,
+    "SDAR": tiny_checkpoints.write_sdar,
+    "SDAR-MoE": tiny_checkpoints.write_sdar_moe,
+    "LLaDA2": tiny_checkpoints.write_llada2,
+}
+CONFIGS: dict[str, dict[str, Any]] = {family: writer.args[0] for family, writer in WRITERS.items()}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "dynamic": {"factor": 3},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 40},
+}
+YARNS: list[dict[str, Any]] = [
+    {},
+    {"attention_factor": 1.7},
+    {"beta_fast": 8, "beta_slow": 2.0},
+    {"truncate": False},
+    {"mscale": 1.2, "mscale_all_dim": 0.7},
+]
+
+
+def spellings(kind: str, base: float, **more: Any) -> dict[str, dict[str, Any]]:
+    """Keys that state the same RoPE."""
+    scaling = SCALINGS[kind] | more
+    return {
+        "rope_scaling with type": {"rope_theta": base, "rope_scaling": {"type": kind} | scaling},
+        "rope_scaling": {"rope_theta": base, "rope_scaling": {"rope_type": kind} | scaling},
+        "rope_parameters": {"rope_parameters": {"rope_type": kind, "rope_theta": base} | scaling},
+        "both, and the base twice": {
+            "rope_theta": base,
+            "rope_scaling": {"type": kind} | scaling,
+            "rope_parameters": {"rope_type": kind, "rope_theta": base} | scaling,
+        },
+    }
+
+
+def stating(family: str, rope: dict[str, Any]) -> dict[str, Any]:
+    """The family's config with other keys of RoPE."""
+    return {name: value for name, value in CONFIGS[family].items() if not name.startswith("rope_")} | rope
+
+
+def table_of(config: Config, num_positions: int) -> torch.Tensor:
+    return rotary_table(
+        num_positions, *inverse_frequencies(config, num_positions, head_dim_of(config), torch.device("cpu"))
+    )
+
+
+def plain_table(stated: dict[str, Any], num_positions: int, width: int) -> torch.Tensor:
+    speed, scale = rope_speeds(stated, width, num_positions)
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * speed
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).float()
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_each_spelling_means_the_same(family, kind):
+    for keys in spellings(kind, 50_000.0).values():
+        config = parse_config(stating(family, keys), "folder")
+        width = int(head_dim_of(config) * (0.5 if family == "LLaDA2" else 1))
+        torch.testing.assert_close(
+            table_of(config, 300), plain_table(config.to_dict() | keys, 300, width), atol=2e-5, rtol=0
+        )
+        assert (config.rope_theta, config.rope_parameters["rope_type"]) == (50_000.0, kind)
+        longest = {"linear": 640, "dynamic": 768}.get(kind, 256)
+        assert config.longest_sequence == longest
+
+
+@pytest.mark.parametrize("more", YARNS, ids=str)
+@pytest.mark.parametrize("family", ["LLaDA", "LLaDA2"])
+def test_yarns_own_settings(family, more):
+    for keys in spellings("yarn", 10_000.0, **more).values():
+        config = parse_config(stating(family, keys), "folder")
+        width = int(head_dim_of(config) * (0.5 if family == "LLaDA2" else 1))
+        torch.testing.assert_close(
+            table_of(config, 160), plain_table(config.to_dict() | keys, 160, width), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tables_are_vllms(family, kind):
+    config = parse_config(stating(family, spellings(kind, 50_000.0)["rope_parameters"]), "folder")
+    # vLLM counts positions before linear scaling, and takes the length that NTK's base depends on for the trained one.
+    rows = {"linear": 100, "default": 250}.get(kind, 300)
+    stated = config.rope_parameters | ({"max_trained_positions": 256} if kind == "dynamic" else {})
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(head_dim_of(config), rows, rope_parameters=stated, dtype=torch.float32)
+    theirs = rope.cos_sin_cache
+    torch.testing.assert_close(table_of(config, 300)[: len(theirs)], theirs[:300], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_models_compute_with_it(engines, tmp_path, family, kind):
+    longest = {"LLaDA": "max_sequence_length"}.get(family, "max_position_embeddings")
+    spelling = "rope_scaling with type" if family in ("Dream", "SDAR") else "rope_parameters"
+    rope = spellings(kind, 3000.0)[spelling]
+    folder = WRITERS[family](tmp_path, seed=3, **{longest: 64, "rope_theta": None, "rope_scaling": None} | rope)
+    llm = engines(folder, max_model_len=None)
+    served = llm.model_config.max_model_len
+    assert served == {"linear": 160, "dynamic": 192}.get(kind, 64)
+    plain = PlainModel(folder, served)
+    ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (served,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert_close(dense_logits(llm, ids, block_length=plain.block_length)[0], plain.logits(ids))
+
+
+def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_path):
+    rope = {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64}
+    folder = tiny_checkpoints.write_sdar(tmp_path, **rope)
+    for asked, positions in ((64, 64), (90, 92)):
+        table = runner_of(engines(folder, max_model_len=asked)).model.rotary_table
+        torch.testing.assert_close(
+            table, plain_table(rope | {"rope_theta": 1_000_000}, positions, 24), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4}}, "rope_theta=50000.0, but rope_theta=10000.0"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            "rope_type='default', but rope_type='linear' elsewhere; state one of them",
+        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "'linear' and rope_type='yarn'"),
+        *[
+            ({name: {"rope_type": kind, "factor": 2.0}}, f"{name}.rope_type={kind!r} is not supported, only 'default',")
+            for name in ("rope_scaling", "rope_parameters")
+            for kind in ("longrope", "llama3", "mrope", "su", "ntk", "proportional", "deepseek_yarn", 3)
+        ],
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs a factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor=0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_scaling.factor='4'"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta='1e4'"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta=0"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3}}, "alpha=3 is no key of rope_type='dynamic'"),
+        ({"rope_parameters": {"factor": 2.0}}, "factor=2.0 is no key of rope_type='default'"),
+        ({"rope_parameters": {"mrope_section": [8, 8]}}, "mrope_section=[8, 8] is no key of rope_type='default'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "full_attention={'rope_theta': 10000.0} is no key",
+        ),
+        ({"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
+        ({"rope_type": "linear"}, "rope_type='linear': not known of"),
+    ],
+)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_not_supported_or_differs_is_named(family, keys, message):
+    with pytest.raises(ValueError, match=r"^folder/config\.json: ") as caught:
+        parse_config(stating(family, {"rope_theta": 1e4} | keys), "folder")
+    assert message in str(caught.value)
+
+
+def test_a_part_of_a_head_is_turned_in_llada2_alone():
+    stated = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    for family, config in CONFIGS.items():
+        keys = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
+        keys = {name: value for name, value in keys.items() if not name.startswith("rope_")} | stated
+        if family != "LLaDA2":
+            with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 is not supported, only 1"):
+                parse_config(keys, "folder")
+            continue
+        assert table_of(parse_config(keys, "folder"), 9).shape == (9, 4)
+        with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25, but partial_rotary_factor=0\.5 elsewhere"):
+            parse_config(keys | {"partial_rotary_factor": 0.5}, "folder")
+        for share, message in ((0.2, "cannot turn 3 numbers"), (0.01, "cannot turn 0 numbers")):
+            with pytest.raises(ValueError, match=message):
+                parse_config(config | {"partial_rotary_factor": share}, "folder")
+        with pytest.raises(ValueError, match="rotary_dim=4, but partial_rotary_factor turns 8"):
+            parse_config(config | {"rotary_dim": 4}, "folder")
+
+
+# hf_overrides: vLLM sets flat values before it standardizes RoPE, and tables afterwards; functions do as they like.
+
+
+OVERRIDES: list[dict[str, Any]] = [
+    {"rope_theta": 3000.0},
+    {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
+    {"rope_scaling": {"type": "dynamic", "factor": 3}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}, "rope_theta": 3000.0},
+    {"rope_parameters": {"rope_theta": 3000.0}},
+]
+
+
+@pytest.mark.parametrize("changes", OVERRIDES, ids=str)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_overrides_take_the_place_of_what_the_file_states(family, changes):
+    for keys in spellings("linear", 70_000.0).values():
+        config = parse_config(stating(family, keys), "folder")
+        config.update(changes)
+        scaling = {"rope_scaling": SCALINGS["linear"] | {"type": "linear"}} if set(changes) == {"rope_theta"} else {}
+        alone = parse_config(stating(family, scaling | changes), "folder")
+        base = 3000.0 if "3000" in str(changes) else 70_000.0
+        assert config.rope_parameters == alone.rope_parameters | {"rope_theta": base}
+        assert config.rope_theta == base
+        assert config.longest_sequence == alone.longest_sequence
+
+
+def test_an_override_of_the_share_that_is_turned_takes_the_place_of_the_files():
+    stated = stating("LLaDA2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
+    del stated["partial_rotary_factor"]
+    for changes in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
+        config = parse_config(stated, "folder")
+        config.update(changes)
+        assert (config.rope_theta, table_of(config, 9).shape) == (1e4, (9, 4))
+
+
+def test_an_override_changes_the_answer_as_the_file_would(engines, tmp_path):
+    rope = {"rope_type": "linear", "factor": 4.0}
+    plain = tiny_checkpoints.write_dream(tmp_path / "plain")
+    stretched = tiny_checkpoints.write_dream(tmp_path / "stretched", rope_parameters=rope)
+    asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
+    expected = tokens_of(engines(stretched), **asked)
+    assert expected != tokens_of(engines(plain), **asked)
+
+    def stretch(config):
+        config.rope_parameters = rope
+        return config
+
+    for overrides in ({"rope_parameters": rope}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, stretch):
+        assert tokens_of(engines(plain, hf_overrides=overrides), **asked) == expected
+
+
+def test_a_config_that_transformers_5_saved_is_read_again(tmp_path):
+    for family, config in CONFIGS.items():
+        for kind in SCALINGS:
+            first = parse_config(stating(family, spellings(kind, 50_000.0)["rope_scaling"]), "folder")
+            first.save_pretrained(tmp_path)
+            saved = json.loads((tmp_path / "config.json").read_text())
+            again = parse_config(saved | {"model_type": config["model_type"]}, "folder")
+            assert again.rope_parameters == first.rope_parameters
+            assert again.longest_sequence == first.longest_sequence

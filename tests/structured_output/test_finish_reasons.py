@@ -1,0 +1,153 @@
+"""A text that matches is never reported as cut off: by every way in, where it fills the response exactly too."""
+
+import re
+from itertools import cycle
+
+import pytest
+from openai import BadRequestError, OpenAI
+from pydantic import BaseModel
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm_engine import DiffusionParams
+from tests.structured_output.test_answers import ASKED, CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
+
+FORMS = {name: {"structured_outputs": fields} for name, (fields, _) in ASKED.items()}
+FORMS["format"] = {"response_format": FORMAT}
+UNBOUNDED = ["[a-z]+", r"[0-9]{3}.*", "(ab|c)*"]
+
+
+class Person(BaseModel):
+    name: str
+    is_old: bool
+
+
+@pytest.fixture(scope="module")
+def openai(client):
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
+def fewest_tokens(ask) -> int:
+    """The length of the shortest text that matches, which a shorter response is refused with."""
+    with pytest.raises((BadRequestError, ValueError)) as refused:
+        ask(1)
+    return int(re.search(r"accepts has (\d+) tokens", str(refused.value))[1])
+
+
+def posted(client, path, **body):
+    answer = client.post(f"/v1/{path}", json={"model": "demo"} | body)
+    if answer.status_code != 200:
+        raise ValueError(answer.text)
+    return answer
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("form", "path"), list(zip(FORMS, cycle(["completions", "chat/completions"]))))
+def test_a_text_that_fills_its_response(client, form, path, stream):
+    body = FORMS[form] | ({"prompt": PROMPT} if path == "completions" else {"messages": CHAT})
+    length = fewest_tokens(lambda length: posted(client, path, max_tokens=length, **body))
+    sampled = {"n": 2, "temperature": 1.0, "seed": 1, "stream": stream}
+    answer = posted(client, path, max_tokens=length, **body, **sampled)
+    chunks = chunks_of(answer.text) if stream else [answer.json()]
+    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None]
+    assert reasons == ["stop"] * 2
+
+
+def test_openais_client_parses_it(openai):
+    def ask(length):
+        return openai.chat.completions.parse(
+            model="demo", messages=CHAT, response_format=Person, max_tokens=length
+        ).choices[0]
+
+    choice = ask(fewest_tokens(ask))
+    assert choice.finish_reason == "stop"
+    assert choice.message.parsed.is_old in (True, False)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("named", "reason"), [(False, "tool_calls"), (True, "stop")], ids=["required", "named"])
+def test_calls(openai, named, reason, stream):
+    choice = {"type": "function", "function": {"name": "look_up"}} if named else "required"
+
+    def ask(length, **asked):
+        asked |= {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": length}
+        return openai.chat.completions.create(**asked)
+
+    answer = ask(fewest_tokens(ask), stream=stream)
+    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+    assert choices[-1].finish_reason == reason
+    assert any((choice.delta if stream else choice.message).tool_calls for choice in choices)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(openai, stream):
+    schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+
+    def ask(length, **asked):
+        return openai.responses.create(model="demo", input="Ida?", text=schema, max_output_tokens=length, **asked)
+
+    answer = ask(fewest_tokens(ask), stream=stream)
+    answer = [*answer][-1].response if stream else answer
+    assert answer.status == "completed"
+    assert is_person(answer.output_text)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "end_turn"),
+        ({"tool_choice": {"type": "any"}}, "tool_use"),
+        ({"tool_choice": {"type": "tool", "name": "look_up"}}, "tool_use"),
+    ],
+    ids=["format", "any", "named"],
+)
+def test_messages(client, body, reason, stream):
+    if "tool_choice" in body:
+        body = body | {"tools": [{"name": "look_up", "input_schema": SCHEMA}]}
+
+    def ask(length, **asked):
+        return posted(client, "messages", messages=CHAT, max_tokens=length, **body, **asked)
+
+    answer = ask(fewest_tokens(ask), stream=stream)
+    messages = [chunk.get("delta", {}) for chunk in chunks_of(answer.text)] if stream else [answer.json()]
+    assert [m["stop_reason"] for m in messages if m.get("stop_reason")] == [reason]
+
+
+@pytest.mark.parametrize("params", [DiffusionParams, SamplingParams])
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_texts_that_could_go_on(demo, params, ignore_eos):
+    for regex in UNBOUNDED:
+        asked = params(
+            structured_outputs=StructuredOutputsParams(regex=regex),
+            max_tokens=9, ignore_eos=ignore_eos, temperature=1.0, n=3, seed=2,
+        )  # fmt: skip
+        (output,) = demo.generate([PROMPT], asked, use_tqdm=False)
+        for completion in output.outputs:
+            assert re.fullmatch(regex, completion.text, re.DOTALL), completion
+            assert completion.finish_reason == "stop"
+            assert completion.stop_reason is None
+
+
+def test_templates(demo):
+    asked = StructuredOutputsParams(regex=r" Ida=[0-9]{2}")
+    tokens = demo.get_tokenizer().encode(" Ida=07", add_special_tokens=False)
+    for given in (True, False):
+        template = [*tokens[:-2], None, None]
+        params = DiffusionParams(structured_outputs=asked, response_template=template, return_given=given)
+        (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
+        assert completion.finish_reason == "stop"
+        assert re.fullmatch(r" Ida=[0-9]{2}" if given else "[0-9]{2}", completion.text)
+
+
+def test_a_stop_string_still_ends_a_text_before_it(demo):
+    asked = StructuredOutputsParams(regex="[0-9]{6};")
+    params = DiffusionParams(structured_outputs=asked, gen_length=7, stop=[";"])
+    (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
+    assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (6, "stop", ";")
+
+
+def test_a_response_without_structured_output_is_cut_off_as_ever(demo):
+    params = DiffusionParams(gen_length=4, ignore_eos=True)
+    (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
+    assert completion.finish_reason == "length"

@@ -1,0 +1,256 @@
+"""Structured output behind reasoning, as vLLM's reasoning parsers read it."""
+
+import asyncio
+import copy
+import json
+import random
+import re
+import shutil
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from openai import OpenAI
+from pydantic import BaseModel
+from tokenizers import AddedToken
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.reasoning import ReasoningParserManager
+from vllm.sampling_params import StructuredOutputsParams
+
+from dllm_engine import DiffusionParams
+from dllm_engine.scheduler.constraints.automaton import joined
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.structured_output.build import Grammar, Limits, build
+from dllm_engine.structured_output.reasoning import ReasoningArguments, reasoning_before
+from dllm_engine.structured_output.vocabulary import vocabulary_of
+from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
+from tests.support.automaton_walks import walk
+from tests.support.byte_level_tokenizers import TALE, train_tokenizer
+from tests.support.engines import assert_nothing_left
+from tests.support.http_app import EngineInProcess, served
+
+MARKERS = "<think> </think> <seed:think> </seed:think> <mm:think> </mm:think> <tool_call> </tool_call>".split()
+MARKERS += "<response> </response> [THINK] [/THINK] <|START_THINKING|> <|END_THINKING|> <|im_end|>".split()
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}<think>"
+    "{% if enable_thinking is defined and not enable_thinking %}</think>{% endif %}"
+)
+NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@cache
+def tokenizer_of(has_markers: bool):
+    """``has_markers``: with a token for each marker."""
+    tokenizer = train_tokenizer(TALE, 400, "<|end|>")
+    if has_markers:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.add_tokens([AddedToken(marker, special=False) for marker in MARKERS])
+    return tokenizer
+
+
+@cache
+def automaton_of(grammar: Grammar, has_markers: bool):
+    vocabulary = vocabulary_of(tokenizer_of(has_markers), 512)
+    return build(grammar, Limits(4096, 60), vocabulary.token_bytes, vocabulary.starts)
+
+
+def engine_config(parser: str, *, enable_in_reasoning: bool = False):
+    settings = {"reasoning_parser": parser, "reasoning_parser_plugin": "", "enable_in_reasoning": enable_in_reasoning}
+    return SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings))
+
+
+@pytest.mark.parametrize("parser", ReasoningParserManager.list_registered())
+@pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "text"])
+def test_every_parser_reads_what_is_written(parser, has_markers):
+    """Or says that it cannot be used, in a refusal that names it."""
+    tokenizer = tokenizer_of(has_markers)
+    arguments = {"tokenizer": tokenizer, "vllm_config": engine_config(parser)}
+    prompt = tokenizer.encode("There once was")
+    grammar, refusal = None, ""
+    try:
+        grammar = reasoning_before(ReasoningArguments(), prompt, **arguments)
+    except InvalidRequestError as error:
+        refusal = str(error)
+    if refusal:
+        assert f"reasoning_parser='{parser}'" in refusal
+        return
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], model="m")
+
+    def content(text: str) -> str | None:
+        found = ReasoningParserManager.get_reasoning_parser(parser)(tokenizer).extract_reasoning(text, request)
+        return found and found[1]  # Cohere's read nothing by themselves
+
+    assert reasoning_before(ReasoningArguments(True), prompt, **arguments) is None
+    if grammar is None:  # as vLLM, for parsers that reason only behind a marker in the prompt
+        return
+    end = json.loads(grammar.text)[0]
+    assert reasoning_before(ReasoningArguments(False), prompt, **arguments) == grammar
+    if has_markers and end in MARKERS:
+        assert reasoning_before(ReasoningArguments(), [*prompt, *tokenizer.encode(end)], **arguments) is None
+    if content(f'Hm{end}{{"a": 1}}') != '{"a": 1}':
+        return  # it wants more markers than these
+    automata = (automaton_of(each, has_markers) for each in (grammar, Grammar("regex", r'\{"a": [0-9]+\}')))
+    spelled = [tokenizer.decode([token]).encode() for token in range(len(tokenizer))]
+    behind_reasoning = joined(*automata)
+    for seed in range(20):
+        text = walk(behind_reasoning, spelled, random.Random(seed), 12).decode()
+        assert re.fullmatch(r'\{"a": [0-9]+\}', content(text) or ""), text
+
+
+def test_structured_output_in_reasoning_begins_at_once():
+    tokenizer = tokenizer_of(True)
+    for within, found in ((True, None), (False, "reasoning")):
+        config = engine_config("qwen3", enable_in_reasoning=within)
+        grammar = reasoning_before(ReasoningArguments(), [5], tokenizer, config)
+        assert (grammar and grammar.kind) == found
+
+
+# Engines: one whose tokenizer spells the marker, one for which it is a token
+
+FLAGS = ("--structured-outputs-config", '{"reasoning_parser": "qwen3"}', "--chat-template", TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def spelling(engines):
+    return engines("demo", skip_tokenizer_init=False, structured_outputs_config={"reasoning_parser": "qwen3"})
+
+
+@pytest.fixture(scope="module")
+def marking(engines, reference_checkpoints, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("marking") / "llada"
+    shutil.copytree(reference_checkpoints / "llada-tiny-a", folder, copy_function=shutil.copyfile)
+    tokenizer_of(True).save_pretrained(folder)
+    return engines(folder, skip_tokenizer_init=False, structured_outputs_config={"reasoning_parser": "qwen3"})
+
+
+@pytest.fixture(params=["spelling", "marking"], scope="module")
+def llm(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def reasoning_client(llm):
+    return served(llm, "--served-model-name", "m", *FLAGS)
+
+
+@pytest.fixture(scope="module")
+def openai(reasoning_client):
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=reasoning_client, max_retries=0)
+
+
+class Person(BaseModel):
+    name: str
+    is_old: bool
+
+
+SHOWN = {"thinking": ({}, True), "left out": ({"include_reasoning": False}, False), "off": (NO_THINKING, False)}
+
+
+@pytest.mark.parametrize("way", SHOWN)
+def test_openais_client_parses_the_answer(openai, way):
+    fields, reasons = SHOWN[way]
+    asked = {"model": "m", "messages": CHAT, "max_tokens": 64, "response_format": Person, "extra_body": fields}
+    (choice,) = openai.chat.completions.parse(**asked).choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Person)
+    assert bool(choice.message.reasoning) == reasons
+
+
+@pytest.mark.parametrize("way", SHOWN)
+def test_streams_have_reasoning_and_answer_apart(reasoning_client, way):
+    fields, reasons = SHOWN[way]
+    sampled = {"temperature": 1.0, "n": 2, "seed": 4, "stream": True}
+    body = {"model": "m", "messages": CHAT, "max_tokens": 64, "response_format": FORMAT} | fields | sampled
+    parts = {0: {"content": "", "reasoning": ""}, 1: {"content": "", "reasoning": ""}}
+    for chunk in chunks_of(reasoning_client.post("/v1/chat/completions", json=body).text):
+        for choice in chunk["choices"]:
+            for name, text in parts[choice["index"]].items():
+                parts[choice["index"]][name] = text + (choice["delta"].get(name) or "")
+    for part in parts.values():
+        assert is_person(part["content"])
+        assert bool(part["reasoning"]) == reasons
+
+
+@pytest.mark.parametrize(
+    ("way", "named", "stream"),
+    [("thinking", False, False), ("left out", True, False), ("off", False, True), ("thinking", True, True)],
+)
+def test_calls_that_must_be_made_are_made(openai, way, named, stream):
+    choice = {"type": "function", "function": {"name": "look_up"}} if named else "required"
+    asked = {"model": "m", "messages": CHAT, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 80}
+    answer = openai.chat.completions.create(**asked, stream=stream, extra_body=SHOWN[way][0])
+    messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    calls = [call.function for message in messages for call in message.tool_calls or ()]
+    assert calls[0].name == "look_up"
+    assert is_person("".join(call.arguments or "" for call in calls))
+
+
+def test_responses_and_messages(openai, reasoning_client):
+    schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+    answer = openai.responses.create(model="m", input="Ida?", text=schema, max_output_tokens=64)
+    assert answer.status == "completed"
+    assert [item.type for item in answer.output] == ["reasoning", "message"]
+    assert is_person(answer.output_text)
+    tools = {"tools": [{"name": "look_up", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+    body = {"model": "m", "messages": CHAT, "max_tokens": 80} | tools
+    answer = reasoning_client.post("/v1/messages", json=body).json()
+    assert answer["stop_reason"] == "tool_use"
+    assert is_person(json.dumps(answer["content"][-1]["input"]))
+
+
+def test_texts_in_python_are_reasoning_marker_and_answer(llm):
+    asked = StructuredOutputsParams(json=SCHEMA)
+    params = DiffusionParams(structured_outputs=asked, gen_length=48, temperature=1.0, n=3, seed=1)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    for completion in output.outputs:
+        reasoning, marker, answer = completion.text.partition("</think>")
+        assert reasoning
+        assert marker
+        assert is_person(answer)
+        assert completion.finish_reason == "stop"
+    assert_nothing_left(llm)
+
+
+def test_a_template_may_give_the_marker(llm):
+    tokenizer = llm.get_tokenizer()
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    template = [None] * 6 + end + [None] * 4
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), response_template=template)
+    (completion,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
+    assert re.fullmatch("[0-9]{4}", completion.text.partition("</think>")[2])
+
+
+def test_there_is_room_for_the_marker_or_a_refusal(llm):
+    def ask(gen_length):
+        asked = StructuredOutputsParams(regex="[0-9]{4}")
+        params = DiffusionParams(structured_outputs=asked, gen_length=gen_length)
+        return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0]
+
+    with pytest.raises(ValueError, match="with the marker that ends reasoning before it") as refused:
+        ask(1)
+    fewest = int(re.search(r"has (\d+) tokens", str(refused.value))[1])
+    assert fewest > 1
+    assert re.fullmatch(r"</think>[0-9]{4}", ask(fewest).text)
+
+
+@pytest.mark.parametrize("ended", [None, False, True])
+@pytest.mark.parametrize("rendered", [False, True], ids=["raw", "rendered"])
+def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
+    prompt = {"prompt_token_ids": spelling.get_tokenizer().encode(PROMPT)} | ({"type": "token"} if rendered else {})
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), gen_length=24)
+
+    async def answer():
+        outputs = EngineInProcess(spelling).generate(prompt, params, "asked", reasoning_ended=ended)
+        return [output async for output in outputs][-1].outputs[0]
+
+    text = asyncio.run(answer()).text
+    assert re.fullmatch("[0-9]{4}" if ended else "(.|\n)*</think>[0-9]{4}", text)
+    assert params.extra_args is None
+
+
+def test_clients_cannot_send_automata(reasoning_client):
+    for name in ("reasoning", "constraint"):
+        body = {"model": "m", "prompt": "a", "structured_outputs": {"regex": "a"}, "vllm_xargs": {name: "x"}}
+        answer = reasoning_client.post("/v1/completions", json=body)
+        assert answer.status_code == 400
+        assert f"unknown request option '{name}'" in answer.text
