@@ -6,7 +6,7 @@
 #  1  each kernel against its plain version on the CPU, at the sizes of the model     kernels.json
 #  2  one FULL and one REUSE step over their floors: launched, and recorded           launched.json, recorded.json
 #  3  answers of every cache method against those of a CPU                            answers.json
-#  4  cache methods at batch 1, 8 and 64 over the plain model and their floors        bench-*.json
+#  4  cache methods at batch 1, 8 and 64                                              bench-*.json
 #  5  paged attention over its floor                                                  attention.json
 #  6  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
 #
@@ -71,7 +71,7 @@ steps() { # NAME SECONDS OPTIONS...
 }
 
 bench() { # NAME OPTIONS...
-    run 280 dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 \
+    run 800 dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 \
         --repeats 2 "${@:2}" --output "$folder/bench-$1.json"
 }
 
@@ -84,10 +84,8 @@ stage() {
             ;;
         3) run 130 dllm check --only answers --output "$folder/answers.json" ;;
         4)
-            bench dual --methods dual --no-baseline
-            bench dual-launched --methods dual --no-baseline --engine-arg cuda_graphs=false
-            bench sparse --methods sparse --no-baseline
-            bench none --methods none
+            bench methods --methods none,dual,sparse
+            bench dual-launched --methods dual --no-cuda-graphs
             ;;
         5) run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json" ;;
         6)

@@ -6,9 +6,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+from timing import timed
+
 from dllm_engine import LLM
-from dllm_engine.bench.machine import timed
-from dllm_engine.bench.passes import runner_of
+from dllm_engine.evaluation.runner import runner_of
 
 
 class InnerTimes(NamedTuple):

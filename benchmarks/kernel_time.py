@@ -6,7 +6,7 @@ measured in the same run, taking turns with the calls.
 
     python benchmarks/kernel_time.py [--device cuda] [--dtype bfloat16] [--output FILE.json]
 
-On a CPU one thread computes and processor seconds are counted; on CUDA the time between events around a recorded graph.
+On a CPU one thread computes; on CUDA it is the time between events around a recorded graph.
 """
 
 import statistics
@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from program import argument_parser, parse, report
+from program import argument_parser, report
+from timing import MachineRates, seconds_of
 
-from dllm_engine.bench.machine import MachineRates, seconds_of
 from dllm_engine.check.cases import Draw, Sizes, paged_case
 from dllm_engine.kernels.paged_attention import paged_attention
 
@@ -78,7 +78,7 @@ def costs(call: dict[str, Any]) -> tuple[int, int]:
 
 
 def timer(case: Case, device: str, dtype: torch.dtype) -> Callable[[], float]:
-    """A function that returns the seconds of one call: of the device on CUDA, of the processor on a CPU."""
+    """A function that returns the seconds of one call."""
     if device == "cpu":
         call = arguments(case, device, dtype)
         return lambda: seconds_of(lambda: paged_attention(**call))
@@ -121,8 +121,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="default: float32 on a CPU, bfloat16 on CUDA")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.set_defaults(clock="wall" if torch.cuda.is_available() else "processor")
-    options = parse(parser)
+    options = parser.parse_args()
     device = options.device
     options.dtype = options.dtype or ("bfloat16" if device == "cuda" else "float32")
     dtype = getattr(torch, options.dtype)

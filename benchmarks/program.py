@@ -10,9 +10,9 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine import LLM
-from dllm_engine.bench.machine import CLOCKS, provenance, use_clock
-from dllm_engine.bench.random_model import named_shape, random_engine
-from dllm_engine.bench.report import machine_line
+from dllm_engine.checkpoints import named_shape
+from dllm_engine.evaluation.bench import random_engine
+from dllm_engine.evaluation.machine import machine_line, provenance
 from dllm_engine.text import format_table, json_rows
 
 Rows = list[dict[str, Any]]
@@ -21,13 +21,8 @@ Rows = list[dict[str, Any]]
 def argument_parser(docstring: str) -> argparse.ArgumentParser:
     """A parser with the options of every program."""
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
-    add_common_arguments(parser)
-    return parser
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: hardly sees what else runs here")
     parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    return parser
 
 
 def add_model_arguments(
@@ -47,13 +42,6 @@ def add_model_arguments(
         metavar="SHARE",
         help="of a GPU that must be free when an engine starts; earlier engines of a run keep theirs (default: 0.6)",
     )
-
-
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options that were given; sets the clock."""
-    options = parser.parse_args()
-    use_clock(options.clock)
-    return options
 
 
 def llada_config(options: argparse.Namespace, max_model_len: int) -> dict[str, Any]:
@@ -101,7 +89,7 @@ def finish_requests(llm: LLM, request_ids: list[str]) -> None:
 
 def report(options: argparse.Namespace, **sections: Any) -> None:
     """Print the machine and the sections, of which lists of rows are tables; write all of it to ``--output``."""
-    print(machine_line({"machine": provenance()}))
+    print(machine_line(provenance()))
     for name, section in sections.items():
         if isinstance(section, list) and section and isinstance(section[0], dict):
             columns = list(dict.fromkeys(column for row in section for column in row))

@@ -2,7 +2,7 @@
 
 The floor is what no implementation of the step can leave out: the model's own linear layers, the attention of its
 layers and the head on the masked rows of the block, on the same weights, in the same process, with the same threads
-(``dllm_engine/bench/floor.py``). Engine and floor take turns; the figures are medians over the pairs.
+(``floor.py``). Engine and floor take turns; the figures are medians over the pairs.
 
     python benchmarks/step_time.py [--hidden-size 1024 --layers 8 --canvas 512 --pairs 9] [--output FILE.json]
 
@@ -26,12 +26,13 @@ import statistics
 from collections import defaultdict
 from typing import Any
 
+from floor import Floor
 from inner_time import InnerTime, InnerTimes
-from program import Rows, add_model_arguments, argument_parser, finish_requests, parse, report, start_engine
+from passes import Dispatch, observed_step
+from program import Rows, add_model_arguments, argument_parser, finish_requests, report, start_engine
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.bench.floor import Floor
-from dllm_engine.bench.passes import Dispatch, observed_step, runner_of
+from dllm_engine.evaluation.runner import runner_of
 
 BLOCK_LENGTH = 32
 """Where attention goes by blocks, their length counts."""
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9, help="of each kind of step, where a response has as many")
     parser.add_argument("--overhead", action="store_true", help="time beside the model instead of time over the floor")
     parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead measures")
-    options = parse(parser)
+    options = parser.parse_args()
     options.gen_length = options.gen_length or options.canvas // 2
     graphs = {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
     engines = {

@@ -44,15 +44,64 @@ RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
     "inclusionAI/LLaDA2.0-mini": _released(family_keys.LLaDA2Keys, num_key_value_heads=4),
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
+NAMED_SHAPES: dict[str, str] = {
+    "llada-8b": "GSAI-ML/LLaDA-8B-Base",
+    "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
+    "dream-7b": "Dream-org/Dream-v0-Base-7B",
+    "sdar-8b": "JetLM/SDAR-8B-Chat",
+    "sdar-8b-b32": "JetLM/SDAR-8B-Chat-b32",
+    "sdar-30b": "JetLM/SDAR-30B-A3B-Chat",
+    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
+}
+"""Checkpoints by the names of models with their sizes and random weights, which measure as real ones do."""
+_SCALED = (
+    *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    *("expert_intermediate_size", "moe_intermediate_size"),
+)
+
+
+def is_named_shape(model: str) -> bool:
+    """True for a name in ``NAMED_SHAPES``, or one scaled down such as ``llada-8b/4``."""
+    return model.partition("/")[0] in NAMED_SHAPES
+
+
+def named_shape(name: str) -> dict[str, Any]:
+    """The config of a named shape.
+
+    ``llada-8b/4`` has a quarter of the width, the heads (of unchanged size), the layers, the MLP and the vocabulary.
+    Experts become smaller, not fewer.
+
+    Raises:
+        ValueError: the name is unknown, or the heads cannot be divided so.
+    """
+    base, slash, divisor = name.partition("/")
+    if base not in NAMED_SHAPES:
+        raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(NAMED_SHAPES)}, or one with /N")
+    config = dict(RELEASED_CONFIGS[NAMED_SHAPES[base]])
+    heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
+    allowed = [n for n in range(1, heads + 1) if heads % n == 0]
+    if slash and (not divisor.isdecimal() or int(divisor) not in allowed):
+        raise ValueError(
+            f"model shape {name!r}: the {heads} heads of {base} are divided by one of {', '.join(map(str, allowed))}"
+        )
+    for key in config.keys() & _SCALED:
+        config[key] = max(1, config[key] // int(divisor or 1))
+    # The last tokens of the vocabulary, so that prompts can be drawn from all others.
+    config["mask_token_id"], config["eos_token_id"] = config["vocab_size"] - 1, config["vocab_size"] - 2
+    return config
 
 
 def load_config(model: str) -> "Config":
-    """A model's config: of its folder, known by its name, or of Hugging Face, which is asked for config.json alone.
+    """A model's config: of its folder, a named shape, known by its name, or of Hugging Face, which is asked for
+    config.json alone.
 
     Raises ``ValueError`` naming the model or the key of its config that is not supported.
     """
     from dllm_engine.model_executor.models.configs import parse_config
 
+    if is_named_shape(model):
+        return parse_config(named_shape(model), model)
     check_folder(model)
     source = model_path(model)
     return parse_config(RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source)

@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel
 
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
 from dllm_engine.text import choices, did_you_mean
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
@@ -160,6 +161,13 @@ def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], n
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
 
 
+def add_value(
+    group: "argparse._ActionsContainer", names: str, read: Any, metavar: str, meaning: str, **more: Any
+) -> None:
+    """An option with a value; ``names`` has spaces between."""
+    group.add_argument(*names.split(), type=read, metavar=metavar, help=meaning, **more)
+
+
 def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
     """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()
@@ -252,8 +260,8 @@ def _assignment(name: str, value: Any) -> str:
 
 
 def parse_rule(text: str) -> dict[str, Any]:
-    """``one``, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For several
-    blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
+    """``one``, a policy, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For
+    several blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
     return _parse_rule(text, f"{ONE} or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
 
 
@@ -270,6 +278,8 @@ _ONE_OF_RULES = f"one of {', '.join(RULES)} as NAME=VALUE"
 
 
 def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Sequence[str]) -> dict[str, Any]:
+    if text in UNMASKING_POLICIES:
+        return {"unmasking": text}
     rule, *more = text.split("+")
     options = {}
     for part, allowed in (*([] if rule == ONE else [(rule, rules)]), *((part, more_of_rule) for part in more)):

@@ -38,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     check_release()
     import torch
 
-    from dllm_engine.bench.machine import provenance
-    from dllm_engine.bench.random_model import config_of
     from dllm_engine.check import checks
     from dllm_engine.check.cases import BY_HEADS, OTHERS, Sizes
+    from dllm_engine.checkpoints import load_config
+    from dllm_engine.evaluation.machine import provenance
     from dllm_engine.scheduler.page_layout import head_dim_of
 
-    config, machine = config_of(args.model), provenance()
+    config, machine = load_config(args.model), provenance()
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)
     sizes = Sizes(*heads, config.hidden_size, config.vocab_size)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,6 +19,7 @@ from dllm_engine.cli.arguments import (
     GUIDING,
     ONE,
     RULES,
+    add_value,
     method_text,
     parse_guided_rule,
     parse_method,
@@ -36,35 +37,26 @@ from dllm_engine.cli.engine import (
     prepare,
 )
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.comparison import Combination, Comparison, ScoreFile, Task
+from dllm_engine.evaluation.comparison import COLUMNS, SCHEMA, Combination, Comparison, Task, table, write_csv
 from dllm_engine.evaluation.harness import HarnessSettings, HarnessTask, check_lm_eval, tasks_of_papers
-from dllm_engine.evaluation.heat_map import draw_heat_map, write_cells
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
-from dllm_engine.evaluation.score import rows, write_csv
-from dllm_engine.evaluation.tradeoff_plot import TradeoffPoint, draw_tradeoff, plot_beside
+from dllm_engine.evaluation.plots import draw_heat_maps, draw_rows, plot_beside
+from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
-from dllm_engine.text import format_table
 from dllm_engine.vllm_hooks.release import check_release
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
 """Response tokens that hold the answers of the demo tasks."""
-AXES = {
-    "response tokens per second": "tokens_per_second",
-    "response tokens per forward pass": "tokens_per_pass",
-    "memory at the peak (MiB)": "memory_mib",
-}
-"""Of the plot, with the figures of a score."""
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
     *("cache_method", "cache_option", "retention_ratio", "guide_model", GUIDED, *GUIDING),
     *("argv", "command", "run", "traceback", "unknown"),
 )
-"""Arguments that may differ between runs that fill the same table: its rows are told apart by them, or do not depend on
-them."""
+"""Arguments that may differ between runs that fill the same table: they tell its rows apart, or change nothing."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -76,67 +68,38 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "the same --output, it goes on where it stopped.",
     )
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--tasks",
-        default=DEMO_TASKS,
-        metavar="NAME,…",
-        help=f"tasks of the demo model ({', '.join(TASKS)}; `{DEMO_TASKS}` for all in a row; `{NEEDLE}` for a "
-        f"heat map by length of the prompt and depth of what is asked for; `{HOLES}` for filling in), or .jsonl files "
-        'with lines {"prompt": "…", "answer": "…"} (default: %(default)s)',
-    )
-    asked.add_argument("--lm-eval", metavar="TASK,…", help="tasks or groups of lm_eval by name, or YAML files")
-    asked.add_argument("--paper-task", metavar="BENCHMARK,…", help="gsm8k, …, with the lengths and shots of a paper")
-    asked.add_argument(
-        "--paper-table",
-        metavar="PAPER/TABLE",
-        help="the rows of a paper's table, such as sparse-dllm/table-1; docs/papers.md lists them",
-    )
-    parser.add_argument(
-        "--count",
-        type=positive_int,
-        metavar="N",
-        help=f"examples per task, of `{NEEDLE}` per length and depth (default: {DEMO_COUNT} of the demo model's, of "
-        "others all)",
-    )
-    parser.add_argument(
-        "--batch",
-        "--batch-size",
-        type=positive_int,
-        metavar="N",
-        help="requests at once, on which speed and memory depend (default: the engine's max_num_seqs)",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE.json",
-        help="write rows and answers as they are made, with a .csv and a .png of the same name beside it",
-    )
-    compared = parser.add_argument_group("comparison", "A row per cache method, unmasking rule and task.")
-    compared.add_argument(
-        "--methods",
-        metavar="NAME,…",
-        help="cache methods, with their papers' settings or sparse:retention_ratio=0.25+pool_kernel_size=1; a row for "
-        "each value of sparse:retention_ratio=0.25:0.5; or `all`",
-    )
-    compared.add_argument(
-        "--unmasking-rules",
-        metavar="RULE,…",
-        help=f"`{ONE}` for one token per step, NAME=VALUE with one of {', '.join(RULES)}, or {GUIDED}=MODEL with a "
-        f"guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}",
-    )
+    names = f"{', '.join(TASKS)}, `{DEMO_TASKS}` for all in a row, `{NEEDLE}` in a haystack, `{HOLES}` to fill in"
+    lines = '.jsonl files with lines {"prompt": "…", "answer": "…"}'
+    tasks = f"tasks of the demo model ({names}), or {lines} (default: {DEMO_TASKS})"
+    add_value(asked, "--tasks", str, "NAME,…", tasks, default=DEMO_TASKS)
+    add_value(asked, "--lm-eval", str, "TASK,…", "tasks or groups of lm_eval by name, or YAML files")
+    add_value(asked, "--paper-task", str, "BENCHMARK,…", "gsm8k, …, with the lengths and shots of a paper")
+    add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
+    count = f"examples per task, of `{NEEDLE}` per cell (default: {DEMO_COUNT} of the demo model's, of others all)"
+    add_value(parser, "--count", positive_int, "N", count)
+    batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
+    add_value(parser, "--batch --batch-size", positive_int, "N", batch)
+    output = "write rows and answers as they are made, with a .csv and a .png of the same name beside it"
+    add_value(parser, "--output", Path, "FILE.json", output)
+    add_comparison_arguments(parser)
     harness = add_task_arguments(parser)
-    harness.add_argument(
-        "--mc-num",
-        type=positive_int,
-        default=NUM_SAMPLES,
-        metavar="N",
-        help="masks per continuation in likelihoods (default: %(default)s)",
-    )
+    masks = "masks per continuation in likelihoods (default: %(default)s)"
+    add_value(harness, "--mc-num", positive_int, "N", masks, default=NUM_SAMPLES)
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
-    # It also draws the examples.
+    # The seed also draws the examples.
     parser.set_defaults(run=run, seed=0, cache_method="none")
     _add_lm_eval_parser(commands)
+
+
+def add_comparison_arguments(parser: argparse.ArgumentParser, more_names: str = "") -> None:
+    """The arguments of ``combinations``; ``more_names`` of ``--unmasking-rules``."""
+    group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
+    methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all`"
+    add_value(group, "--methods", str, "NAME,…", methods)
+    rules = f"`{ONE}` for one token per step, a policy such as `low_confidence`, NAME=VALUE with one of "
+    rules += f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of {', '.join(GUIDING)}"
+    add_value(group, f"--unmasking-rules {more_names}", str, "RULE,…", rules, dest="unmasking_rules")
 
 
 def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -153,34 +116,19 @@ def _add_lm_eval_parser(commands: "argparse._SubParsersAction[argparse.ArgumentP
 
 def add_task_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGroup":
     """When an answer is right, and how tasks of lm_eval are asked."""
-    parser.add_argument(
-        "--match",
-        choices=MATCHES,
-        default="exact",
-        help="when a response to --tasks is right: it is the answer but for white space around it, it contains the "
-        "answer, or its last number is the answer's (default: %(default)s)",
-    )
+    match = "when a response to --tasks is right: it is the answer but for white space around it, it contains the "
+    match += "answer, or its last number is the answer's (default: %(default)s)"
+    parser.add_argument("--match", choices=MATCHES, default="exact", help=match)
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
-    harness.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks, as YAML files")
-    harness.add_argument("--paper", metavar="NAME", help=f"whose settings: {', '.join(PAPERS)} (default: the first)")
-    harness.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
-    harness.add_argument(
-        "--metric", metavar="METRIC,FILTER", help="of several the one to show (default: the first; --output has all)"
-    )
-    harness.add_argument(
-        "--no-chat-template",
-        dest="chat_template",
-        action="store_false",
-        help="give prompts as plain text, even where the tokenizer has a chat template",
-    )
-    harness.add_argument(
-        "--max-prompt-tokens", type=positive_int, metavar="N", help="cut longer prompts in their middle"
-    )
-    harness.add_argument(
-        "--confirm-run-unsafe-code",
-        action="store_true",
-        help="run the programs that the model writes, which tasks such as humaneval score",
-    )
+    add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
+    add_value(harness, "--paper", str, "NAME", f"whose settings: {', '.join(PAPERS)} (default: the first)")
+    add_value(harness, "--num-fewshot", int, "N", "examples in the prompt (default: the task's)")
+    add_value(harness, "--metric", str, "METRIC,FILTER", "the one to show (default: the first; --output has all)")
+    add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
+    plain = "give prompts as plain text, even where the tokenizer has a chat template"
+    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=plain)
+    unsafe = "run the programs that the model writes, which tasks such as humaneval score"
+    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
     return harness
 
 
@@ -193,9 +141,9 @@ def run(args: argparse.Namespace) -> int:
     if asks_demo_model and args.gen_length is None and ".jsonl" not in args.tasks:
         args.gen_length = ANSWER_LENGTH
     plot = None if args.output is None else plot_beside(args.output)
-    wanted = combinations(args)
-    file = ScoreFile(args.output, {name: value for name, value in vars(args).items() if name not in FREE})
-    comparison = Comparison(wanted, _tasks(args), file, load)
+    wanted = combinations(args, args.batch)
+    subject = {name: value for name, value in vars(args).items() if name not in FREE}
+    comparison = Comparison(wanted, _tasks(args), ResultFile(args.output, "eval", SCHEMA, subject), load)
     try:
         comparison.run()
     except KeyboardInterrupt:
@@ -203,7 +151,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"\nWhat was measured is in {args.output}; the same command goes on from there.", file=sys.stderr)
         raise
     finally:
-        _finish(args, comparison, plot)
+        if comparison.scored:
+            _finish(args, comparison, plot)
     return 1 if comparison.errors else 0
 
 
@@ -220,21 +169,20 @@ def run_lm_eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def combinations(args: argparse.Namespace) -> list[Combination]:
-    """What ``--methods`` and ``--unmasking-rules`` ask for, checked; raises ``ValueError`` naming what is wrong."""
+def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
+    """Cache methods and unmasking rules of ``args``; raises ``ValueError`` for a value that is out of range."""
+    from dllm_engine.params import DiffusionParams
+
     made = []
     for method, options in _methods(args):
         for text, guide, decoding in _rules(args):
             chosen = {"cache_method": method, "cache_option": list(options.items()), "retention_ratio": None}
-            of_row = argparse.Namespace(**vars(args) | chosen | {"guide_model": guide})
-            prepare(of_row)
-            engine = engine_arguments(of_row) | ({} if args.batch is None else {"max_num_seqs": args.batch})
+            row = argparse.Namespace(**vars(args) | chosen | {"guide_model": guide})
+            prepare(row)
+            engine = engine_arguments(row) | ({} if batch is None else {"max_num_seqs": batch})
             shared = {name: value for name, value in decoding_options(args).items() if name not in (GUIDED, *GUIDING)}
             made.append(Combination(method_text(method, options), text, engine, shared | decoding))
-    from dllm_engine.params import DiffusionParams
-
-    for combination in made:
-        DiffusionParams(**combination.decoding)  # raises for what is out of range
+            DiffusionParams(**made[-1].decoding)
     return made
 
 
@@ -261,11 +209,11 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, An
     named = GUIDED if guide is None else f"{GUIDED}={guide}"
     texts = [re.sub(rf"^{GUIDED}(?=\+|$)", named, text) for text in split_names(args.unmasking_rules)]
     rules = [(text, *parse_guided_rule(text)) for text in texts]
-    return [(text, of_rule, options if of_rule is None else guiding | options) for text, of_rule, options in rules]
+    return [(text, model, options if model is None else guiding | options) for text, model, options in rules]
 
 
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
-    """What ``--lm-eval`` or ``--paper-task`` asks for; raises ``ValueError`` for an unknown benchmark."""
+    """The tasks of ``--lm-eval`` or ``--paper-task``; raises ``ValueError`` for an unknown benchmark."""
     check_lm_eval()
     settings = HarnessSettings(**{f.name: getattr(args, f.name) for f in fields(HarnessSettings) if f.name in args})
     if args.lm_eval is not None:
@@ -283,50 +231,31 @@ def _tasks(args: argparse.Namespace) -> Sequence[Task]:
         return tasks
     made = []
     for name in args.tasks.split(","):
-        if name.endswith(".jsonl"):
-            tasks_of = read_tasks(Path(name))[: args.count]
-        else:
-            tasks_of = demo_tasks(name, args.count or DEMO_COUNT, args.seed)
-        made.append(OwnTasks(name, tasks_of, args.match))
+        is_file = name.endswith(".jsonl")
+        tasks_of = read_tasks(Path(name)) if is_file else demo_tasks(name, args.count or DEMO_COUNT, args.seed)
+        made.append(OwnTasks(name, tasks_of[: args.count] if is_file else tasks_of, args.match))
     return made
 
 
 def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None) -> None:
     """Print and write the rows, also those of a run that was interrupted or failed late."""
-    scores = comparison.scores
-    if not scores:
-        return
-    print(format_table(rows(scores)))
+    rows = comparison.scored
+    print(table([row.values for row in rows], COLUMNS))
     for key, why in comparison.errors.items():
         print(f"cannot be measured: {key}: {why}", file=sys.stderr)
     if args.output is None:
         return
-    from dllm_engine.bench.machine import provenance
+    from dllm_engine.evaluation.machine import provenance
 
-    comparison.file.about = {"command": shlex.join(["dllm", *args.argv]), "machine": provenance()}
-    comparison.file.save()
+    comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance())
+    write_csv([row.values for row in rows], args.output.with_suffix(".csv"))
     written = [args.output, args.output.with_suffix(".csv")]
-    write_csv(scores, written[1])
-    points = [
-        TradeoffPoint(
-            f"{s.task}: {s.result.metric}",
-            s.method,
-            s.unmasking,
-            {axis: s.figures[name] for axis, name in AXES.items()},
-            s.result.score,
-            s.result.stderr,
-        )
-        for s in scores
-        if s.cost.requests
-    ]
-    if plot is not None and points:
-        draw_tradeoff(points, plot)
+    if plot is not None and any(row.answers.cost.requests for row in rows):
+        draw_rows(rows, plot)
         written.append(plot)
     # A file of one's own may have the same name, but no parts.
-    if needles := [score for score in scores if score.task == NEEDLE and score.result.details]:
-        written.append(args.output.with_suffix(".map.csv"))
-        write_cells(needles, written[-1])
-        if plot is not None:
-            written.append(args.output.with_suffix(".map.png"))
-            draw_heat_map(needles, written[-1])
+    needles = [row for row in rows if row.task == NEEDLE and row.result and row.result.details]
+    if plot is not None and needles:
+        written.append(plot.with_suffix(".map.png"))
+        draw_heat_maps(needles, written[-1])
     print(f"\nwrote {', '.join(map(str, written))}")

@@ -24,10 +24,10 @@ from dllm_engine.cli.engine import (
     given,
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
+from dllm_engine.evaluation.trials import chosen_setting
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.text import one_line
-from dllm_engine.tuning.trials import chosen_setting
 from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release

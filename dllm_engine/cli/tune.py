@@ -1,33 +1,41 @@
 """``dllm tune``: the fastest setting of a model within a loss of accuracy, on the user's own tasks."""
 
 import argparse
+import itertools
+import random
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import MORE_OF_RULE, parse_rule, positive_int, positive_ints, split_names
+from dllm_engine.cli.arguments import (
+    MORE_OF_RULE,
+    add_value,
+    as_words,
+    parse_rule,
+    positive_int,
+    positive_ints,
+    split_names,
+)
 from dllm_engine.cli.arguments import RULES as RULE_NAMES
 from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_task_arguments, harness_tasks
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.demo.tasks import TASKS
+from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, OwnTasks, demo_tasks, read_tasks
-from dllm_engine.evaluation.tradeoff_plot import plot_beside
+from dllm_engine.evaluation.plots import plot_beside
+from dllm_engine.evaluation.runner import Answers, Cost, Runner
+from dllm_engine.evaluation.trials import RULES, Setting, Space, TrialFile
+from dllm_engine.evaluation.tuning import Search, draw, report
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import choices
-from dllm_engine.tuning.questions import HarnessQuestions, OwnQuestions, Questions
-from dllm_engine.tuning.report import chosen, draw, report
-from dllm_engine.tuning.runner import EngineRunner
-from dllm_engine.tuning.search import Goal, Search
-from dllm_engine.tuning.space import RULES, Space
-from dllm_engine.tuning.trials import TrialFile
 
 DEMO_COUNT = 100
 """Examples per demo task."""
@@ -35,8 +43,8 @@ BUDGET, DEMO_BUDGET = 60.0, 9.0
 """Minutes."""
 MIN_AT_ONCE = 16
 """Requests at once while examples are answered, whatever the batch sizes: accuracy does not depend on them."""
-CHOSEN_ARGUMENTS = ("cache_method", "cache_options")
-"""Arguments of ``LLM`` that a setting has."""
+ORDER_SEED = 0
+"""Examples are asked in a random order, the same in every run, so that the first ones are like all."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -49,55 +57,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_model(parser)
     asked = parser.add_mutually_exclusive_group()
-    asked.add_argument(
-        "--tasks",
-        type=Path,
-        metavar="FILE",
-        help='JSONL with lines {"prompt": "…", "answer": "…"}; a prompt may be a list of messages (default for a demo '
-        "model: its tasks)",
-    )
-    asked.add_argument("--lm-eval", metavar="TASK", help="a task or group of lm_eval by name, or a YAML file")
-    asked.add_argument("--paper-task", metavar="BENCHMARK", help="gsm8k, …, with the lengths and shots of a paper")
+    tasks = 'JSONL with lines {"prompt": "…", "answer": "…"} (default for a demo model: its tasks)'
+    add_value(asked, "--tasks", Path, "FILE", tasks)
+    add_value(asked, "--lm-eval", str, "TASK", "a task or group of lm_eval by name, or a YAML file")
+    add_value(asked, "--paper-task", str, "BENCHMARK", "gsm8k, …, with the lengths and shots of a paper")
     add_task_arguments(parser)
-    parser.add_argument(
-        "--loss",
-        type=float,
-        default=1.0,
-        metavar="POINTS",
-        help="the most accuracy to lose, in percentage points (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--batch",
-        "--batch-size",
-        type=positive_ints,
-        default=[1, 16],
-        metavar="N,…",
-        help="requests at once; each gets a setting of its own (default: 1,16)",
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="MINUTES",
-        help=f"the search plans for this time and ends in it (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})",
-    )
-    parser.add_argument("--count", type=positive_int, metavar="N", help="the most examples (default: all)")
-    parser.add_argument(
-        "--gen-length", type=positive_int, metavar="N", help="response tokens (default: the task's or checkpoint's)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("tune.json"),
-        metavar="FILE",
-        help="all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)",
-    )
+    loss = "the most accuracy to lose, in percentage points (default: %(default)s)"
+    add_value(parser, "--loss", float, "POINTS", loss, default=1.0)
+    batch = "requests at once; each gets a setting of its own (default: 1,16)"
+    add_value(parser, "--batch --batch-size", positive_ints, "N,…", batch, default=[1, 16])
+    budget = f"the search ends in this time (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})"
+    add_value(parser, "--budget", float, "MINUTES", budget)
+    add_value(parser, "--count", positive_int, "N", "the most examples (default: all)")
+    add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the task's or checkpoint's)")
+    output = "all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)"
+    add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
-    narrowed.add_argument("--methods", metavar="NAME,…", help="cache methods (default: all)")
-    narrowed.add_argument(
-        "--unmasking-rules",
-        metavar="RULE,…",
-        help=f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)",
-    )
+    add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
+    rules = f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)"
+    add_value(narrowed, "--unmasking-rules", str, "RULE,…", rules)
     add_engine_arguments(parser, with_model=False, with_cache=False)
     parser.set_defaults(run=run, seed=0)
 
@@ -111,18 +89,21 @@ def run(args: argparse.Namespace) -> int:
         args.gen_length = ANSWER_LENGTH
     plot = plot_beside(args.output)
     prepare(args)
-    questions = _questions(args)
-    runner, search = _search(args, questions)
+    task, runner = _task(args), Runner(load)
+    search = _search(args, task, runner)
     try:
-        with _bar(60 * args.budget) as tell:
-            search.tell = tell
-            search.run()
+        with tqdm(total=60 * args.budget, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False) as bar:
+            search.tell = partial(_tell, bar)
+            is_through = search.run()
+        if not is_through:
+            print("The budget ended the search early; the same command goes on where it stopped.", file=sys.stderr)
     except KeyboardInterrupt:
         print(f"\nWhat was measured is in {args.output}; the same command goes on from there.", file=sys.stderr)
         raise
     finally:
         runner.stop()
-        _finish(args, search, questions, plot)
+        if set(args.batch) <= search.file.plain.speeds.keys():
+            _finish(args, search.file, task, plot)
     return 0
 
 
@@ -145,45 +126,42 @@ def _methods(args: argparse.Namespace, suited: Iterable[str]) -> list[str]:
     return list(suited) if args.methods in (None, "all") else args.methods.split(",")
 
 
-def _rules(args: argparse.Namespace) -> list[tuple[str, float]]:
+def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.unmasking_rules is None:
         return list(RULES)
-    rules = [rule for text in split_names(args.unmasking_rules) for rule in parse_rule(text).items()]
-    for name, _ in rules:
-        if name in (*MORE_OF_RULE, "slow_fast"):
+    rules = [parse_rule(text) for text in split_names(args.unmasking_rules)]
+    for name in itertools.chain.from_iterable(rules):
+        if name in (*MORE_OF_RULE, "slow_fast", "unmasking"):
             why = "varied anyway" if name == "block_add_threshold" else "not searched"
             raise ValueError(f"--unmasking-rules {args.unmasking_rules}: {name} is {why}; leave it out")
     return rules
 
 
-def _questions(args: argparse.Namespace) -> Questions:
+def _task(args: argparse.Namespace) -> Task:
     if args.lm_eval is not None or args.paper_task is not None:
         task, *others = harness_tasks(args)
         if others:
             raise ValueError(f"settings are compared on one task of lm_eval, or a group; leave out {others[0].name}")
-        return HarnessQuestions(task)
-    if args.tasks is not None:
-        return OwnQuestions(OwnTasks(str(args.tasks), read_tasks(args.tasks)[: args.count], args.match))
+        return task
     count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
-    return OwnQuestions(OwnTasks(DEMO_TASKS, demo_tasks(DEMO_TASKS, count, args.seed)[: args.count], args.match))
+    tasks = demo_tasks(DEMO_TASKS, count, args.seed) if args.tasks is None else read_tasks(args.tasks)
+    # A task that is there twice is asked once.
+    unique = list({repr(task): task for task in tasks}.values())[: args.count]
+    return OwnTasks(str(args.tasks or DEMO_TASKS), unique, args.match)
 
 
-def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunner, Search]:
-    """The search for what ``args`` ask, and what runs its settings.
-
-    Raises ``ValueError`` for an output of other tasks or another model.
-    """
+def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
+    """The search for what ``args`` ask; raises ``ValueError`` for an output of other tasks or another model."""
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
-    engine = {name: value for name, value in engine_arguments(args).items() if name not in CHOSEN_ARGUMENTS}
+    engine = {name: value for name, value in engine_arguments(args).items() if name not in Setting().engine}
     decoding = given(args, ("gen_length",))
     at_once = engine.setdefault("max_num_seqs", max(MIN_AT_ONCE, *args.batch))
     if at_once < max(args.batch):
         raise ValueError(f"max_num_seqs={at_once} is less than --batch {max(args.batch)}; raise it, or leave it out")
     config = load_config(args.model)
-    family = family_of(config)
-    defaults = questions.default_decoding | decoding
+    family, defaults = family_of(config), task.decoding | decoding
     longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
     own_block = defaults.get("block_length") or checkpoint_defaults(config).get("block_length")
     space = Space.of_model(
@@ -194,50 +172,52 @@ def _search(args: argparse.Namespace, questions: Questions) -> tuple[EngineRunne
         longest_block=longest,
         rules=_rules(args),
     )
-    subject = {"model": args.model, **questions.subject(), "decoding": decoding, "engine": engine}
-    runner = EngineRunner(questions, engine, decoding, at_once, load)
-    goal = Goal(args.loss / 100, tuple(dict.fromkeys(args.batch)), 60 * args.budget, questions.size)
-    return runner, Search(runner, TrialFile(args.output, subject), space, goal)
+    subject = {"model": args.model, **task.subject, "decoding": decoding, "engine": engine}
+    size = min(task.size, args.count or task.size)
+    examples = random.Random(ORDER_SEED).sample(range(task.size), size)
+
+    def ask(setting: Setting, indices: range, at_once: int) -> tuple[list[float], Cost]:
+        answers, own = Answers(), decoding | setting.decoding
+        asked = partial(task.scores, decoding=own, examples=examples[indices.start : indices.stop])
+        return runner.run(engine | setting.engine, asked, answers, at_once), answers.cost
+
+    file = TrialFile(args.output, subject, args.loss / 100)
+    how = {"batches": args.batch, "at_once": at_once, "num_examples": size, "budget": 60 * args.budget}
+    return Search(ask, file, space, **how)
 
 
-@contextmanager
-def _bar(seconds: float) -> Iterator[Callable[[str, float], None]]:
-    """A progress bar over the budget, as a function of what is measured now and the seconds left at most."""
-    with tqdm(total=seconds, bar_format="{percentage:3.0f}% |{bar:20}| {desc}", leave=False) as bar:
-
-        def tell(what: str, left: float) -> None:
-            bar.n = min(seconds, seconds - left)
-            bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
-
-        yield tell
+def _tell(bar: Any, what: str, left: float) -> None:
+    """Show what is measured now and the seconds left at most."""
+    bar.n = min(bar.total, bar.total - left)
+    bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
 
 
-def _finish(args: argparse.Namespace, search: Search, questions: Questions, plot: Path | None) -> None:
-    """Print and write what was found, which may be of an interrupted search."""
-    if not set(search.goal.batches) <= search.file.plain.speeds.keys():
-        return  # not even plain decoding was measured
-    from dllm_engine.bench.machine import provenance
+def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | None) -> None:
+    """Print and write the result, which may be that of an interrupted search."""
+    from dllm_engine.evaluation.machine import provenance
+    from dllm_engine.params import DiffusionParams
 
-    brought = questions.default_decoding
-    blocks = {"block_length": brought["block_length"]} if "block_length" in brought else {}
-    found = {batch: chosen(search, batch, blocks) for batch in search.goal.batches}
-    engine = _own_engine_arguments(args)
-    length = args.gen_length or brought.get("gen_length")
-    print(report(search, found, args.model, engine, length))
-    search.file.result = {
-        "command": shlex.join(["dllm", *args.argv]),
-        "machine": provenance(),
-        "chosen": {str(batch): values for batch, values in found.items()},
-    }
-    search.file.save()
+    brought = {name: value for name, value in task.decoding.items() if name == "block_length"}
+    length = args.gen_length or task.decoding.get("gen_length")
+    # Arguments of ``LLM`` that the user has given.
+    unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
+    unset["batch_invariant"] = False
+    stated = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
+    chosen, commands = {}, {}
+    for batch in dict.fromkeys(args.batch):
+        trial = file.chosen(batch)
+        engine, decoding = trial.setting.engine, brought | trial.setting.decoding
+        chosen[str(batch)] = {"engine": engine, "decoding": decoding, **file.figures(batch, trial)}
+        engine = stated | dict(args.engine_arg) | engine
+        arguments = "".join(f", {name}={value!r}" for name, value in engine.items() if value != {})
+        commands[batch] = [
+            shlex.join(["dllm", "serve", args.model, *as_words(engine | decoding)]),
+            f"llm = LLM({args.model!r}{arguments})",
+            f"params = {DiffusionParams(gen_length=length, **decoding)!r}",
+        ]
+    print(report(file, commands))
+    file.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
     print(f"\nwrote {args.output}; `dllm serve {args.model} --settings {args.output}` serves the chosen setting")
     if plot is not None:
-        draw(search, plot)
+        draw(file, list(commands), plot)
         print(f"wrote {plot}")
-
-
-def _own_engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that the user has given."""
-    unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
-    own = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
-    return own | ({"batch_invariant": True} if args.batch_invariant else {}) | dict(args.engine_arg)

@@ -1,33 +1,52 @@
-"""Comparisons: cache methods and ways of unmasking on the same tasks, one engine after the other."""
+"""Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
-import gc
+import csv
+import hashlib
 import json
+import math
+import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 from tqdm import tqdm
 
-from dllm_engine.evaluation.answering import Answer, Cost, Memory, Request, answer_all, answers
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.score import Result, Score
-from dllm_engine.text import one_line
+from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Runner
+from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-LoadEngine = Callable[[dict[str, Any]], "LLM"]
-"""Starts an engine with arguments of ``LLM``."""
-NUM_WARMUP = 4
-"""Requests that an engine answers before it is timed."""
 SAVE_SECONDS = 30
 """From one time that the answers of an unfinished row are written to the next."""
-SCHEMA = 1
-"""Of result files; raised where a reader of older ones would go wrong."""
+SCHEMA = 2
+"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
+UNKNOWN = "–"
+COST_COLUMNS = {
+    "PASSES/ANSWER": ("passes_per_answer", ".1f"),
+    "TOKENS/PASS": ("tokens_per_pass", ".2f"),
+    "ROWS/TOKEN": ("rows_per_token", ".1f"),
+    "TOKENS/S": ("tokens_per_second", ".1f"),
+    "MEMORY": ("memory_mib", ".1f"),
+    "PAGES": ("pages_mib", ".2f"),
+}
+"""Columns, the value of each and its format."""
+COLUMNS = {
+    "METHOD": ("method", ""),
+    "UNMASKING": ("unmasking", ""),
+    "TASK": ("task", ""),
+    "METRIC": ("metric", ""),
+    "SCORE": ("score", ".4f"),
+    "±": ("stderr", ".4f"),
+    "EXAMPLES": ("examples", ""),
+    **COST_COLUMNS,
+}
 
 
 @dataclass(frozen=True)
@@ -47,8 +66,21 @@ class Combination:
 
 
 @dataclass(frozen=True)
+class Result:
+    """The score of a task."""
+
+    metric: str
+    score: float
+    stderr: float | None
+    """Standard error of the score; None where it is unknown."""
+    examples: int
+    details: dict[str, Any] = field(default_factory=dict)
+    """Scores of the parts of the task."""
+
+
+@dataclass(frozen=True)
 class Task(ABC):
-    """What is asked, and how it is scored."""
+    """Examples, and how responses to them are scored."""
 
     name: str
     decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
@@ -63,85 +95,62 @@ class Task(ABC):
         """As rows name it."""
         return Path(self.name).stem if self.name.endswith((".yaml", ".jsonl")) else self.name
 
+    @property
     @abstractmethod
-    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+    def size(self) -> int:
+        """Number of examples."""
+
+    @abstractmethod
+    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
         """Score an engine with arguments of ``DiffusionParams``; ``answer`` answers requests."""
 
+    @abstractmethod
+    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
+        """Scores of some examples, from 0 to 1."""
+
+    @property
+    def subject(self) -> dict[str, Any]:
+        """Name and digest of the examples and settings, for a result file."""
+        return {"tasks": self.name, "tasks_digest": hashlib.sha256(repr(self).encode()).hexdigest()[:16]}
+
     def engine_of(self, combination: Combination) -> dict[str, Any]:
+        """Arguments of ``LLM``."""
         engine = combination.engine
         return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
+        """Arguments of ``DiffusionParams``."""
         counts = combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}
         own = {name: value for name, value in self.decoding.items() if not (counts and name == "steps")}
         return (self.guided if combination.is_guided and self.guided is not None else own) | combination.decoding
 
 
-class OneEngine:
-    """The engine that runs, of those that are asked for one after the other: a device holds one at a time."""
-
-    def __init__(self, load: LoadEngine) -> None:
-        self._load = load
-        self._llm: LLM | None = None
-        self._arguments: dict[str, Any] | None = None
-        self.is_warm = False
-        """Whether the running engine has answered; for who asks it to say."""
-
-    def runs(self, arguments: dict[str, Any]) -> bool:
-        """Whether the running engine has these arguments of ``LLM``."""
-        return self._arguments == arguments
-
-    def of(self, arguments: dict[str, Any]) -> "LLM":
-        """The engine with these arguments of ``LLM``; another one is stopped first."""
-        if self._llm is None or not self.runs(arguments):
-            self.stop()
-            self._llm, self._arguments, self.is_warm = self._load(arguments), arguments, False
-        return self._llm
-
-    def stop(self) -> None:
-        """End the running engine, if there is one."""
-        if self._llm is not None:
-            _stop(self._llm)
-        self._llm = self._arguments = None
-        gc.collect()
-
-
 @dataclass
-class Progress:
-    """How far a row is: its responses, and what they cost."""
+class Row:
+    """A combination on a task."""
 
-    texts: dict[str, str] = field(default_factory=dict)
-    """By the number of the request; JSON has no other keys."""
-    cost: Cost = field(default_factory=Cost)
-    memory: Memory | None = None
+    method: str
+    unmasking: str
+    task: str
+    engine: dict[str, Any]
+    """Arguments of ``LLM``."""
+    decoding: dict[str, Any]
+    """Arguments of ``DiffusionParams``."""
+    answers: Answers = field(default_factory=Answers)
+    """Texts only until all requests are answered."""
+    result: Result | None = None
+    """None until then."""
 
+    @property
+    def key(self) -> str:
+        return json.dumps([self.method, self.unmasking, self.task])
 
-class ScoreFile(ResultFile):
-    """The rows of a table, and how far one more is. Without a path nothing is written."""
-
-    def __init__(self, path: Path | None, subject: dict[str, Any]) -> None:
-        self.scores: dict[str, Score] = {}
-        self.unfinished: dict[str, Progress] = {}
-        self.about: dict[str, Any] = {}
-        """What is written beside them: command, machine."""
-        self._is_written = path is not None
-        if path is not None:
-            super().__init__(path, "eval", SCHEMA, subject)
-            for score in TypeAdapter(list[Score]).validate_python(self.stored.get("scores", [])):
-                self.scores[key_of(score.method, score.unmasking, score.task)] = score
-            self.unfinished = TypeAdapter(dict[str, Progress]).validate_python(self.stored.get("unfinished", {}))
-
-    def save(self) -> None:
-        """Write all of it."""
-        if self._is_written:
-            scores = [asdict(score) for score in self.scores.values()]
-            unfinished = {key: asdict(progress) for key, progress in self.unfinished.items() if progress.texts}
-            self.write(depth=2, **self.about, scores=scores, unfinished=unfinished)
-
-
-def key_of(method: str, unmasking: str, task: str) -> str:
-    """The name of a row."""
-    return json.dumps([method, unmasking, task])
+    @property
+    def values(self) -> dict[str, Any]:
+        """Names, score and cost."""
+        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
+        result = {} if self.result is None else vars(self.result)
+        return names | {name: value for name, value in result.items() if name != "details"} | self.answers.cost.figures
 
 
 class Comparison:
@@ -155,21 +164,29 @@ class Comparison:
     """
 
     def __init__(
-        self, combinations: Sequence[Combination], tasks: Sequence[Task], file: ScoreFile, load: LoadEngine
+        self, combinations: Sequence[Combination], tasks: Sequence[Task], file: ResultFile, load: LoadEngine
     ) -> None:
-        self.file = file
+        self.file, self._runner = file, Runner(load)
+        stored = {row.key: row for row in TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))}
+        self.rows: dict[str, Row] = {}
+        """Rows that were asked for first, then the others of the file."""
+        self._tasks: dict[str, Task] = {}
+        for combination in combinations:
+            for task in tasks:
+                engine = {name: value for name, value in task.engine_of(combination).items() if value is not None}
+                row = Row(combination.method, combination.unmasking, task.label, engine, task.decoding_of(combination))
+                self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
+        self.rows = self.rows | stored
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
-        self._engine, self._rows = OneEngine(load), [(c, task) for c in combinations for task in tasks]
-        self._broken: dict[str, ValueError] = {}
-        """Why engines do not start."""
 
     @property
-    def scores(self) -> list[Score]:
-        """Those that were asked for first, in that order, then what else the file holds."""
-        asked = [_key(*row) for row in self._rows]
-        ordered = [*(key for key in asked if key in self.file.scores), *self.file.scores]
-        return [self.file.scores[key] for key in dict.fromkeys(ordered)]
+    def scored(self) -> list[Row]:
+        return [row for row in self.rows.values() if row.result is not None]
+
+    def save(self, **about: Any) -> None:
+        """Write all of it, after ``about``."""
+        self.file.write(**about, rows=[asdict(row) for row in self.rows.values() if row.result or row.answers.texts])
 
     def run(self) -> None:
         """Measure the rows that are missing. Interrupted, it leaves what it has measured in the file.
@@ -177,109 +194,64 @@ class Comparison:
         Raises:
             ValueError: not one row can be measured.
         """
-        missing = [row for row in self._rows if _key(*row) not in self.file.scores]
-        done = len(self._rows) - len(missing)
+        missing = [row for key, row in self.rows.items() if row.result is None and key in self._tasks]
         # An engine starts once: rows that share it follow each other.
-        order = list(dict.fromkeys(_name(task.engine_of(c)) for c, task in missing))
-        missing.sort(key=lambda row: order.index(_name(row[1].engine_of(row[0]))))
+        order = list(dict.fromkeys(_name(row.engine) for row in missing))
+        missing.sort(key=lambda row: order.index(_name(row.engine)))
         form = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
+        done = len(self._tasks) - len(missing)
         try:
-            with tqdm(total=len(self._rows), initial=done, bar_format=form, leave=False) as bar:
+            with tqdm(total=len(self._tasks), initial=done, bar_format=form, leave=False) as bar:
                 for row in missing:
-                    bar.set_description_str(" ".join(json.loads(_key(*row))))
-                    self._measure(*row, bar)
+                    bar.set_description_str(f"{row.method} {row.unmasking} {row.task}")
+                    self._measure(row, bar)
         finally:
-            self._engine.stop()
-        if not self.file.scores:
+            self._runner.stop()
+        if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
-    def _measure(self, combination: Combination, task: Task, bar: Any) -> None:
-        key, before = _key(combination, task), bar.n
-        progress = self.file.unfinished.setdefault(key, Progress())
-        engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+    def _measure(self, row: Row, bar: Any) -> None:
+        before, saved = bar.n, time.monotonic()
+
+        def tell(share: float) -> None:
+            nonlocal saved
+            bar.update(share)
+            if time.monotonic() - saved > SAVE_SECONDS:
+                self.save()
+                saved = time.monotonic()
+
         try:
-            result = task.score(self._started(engine), decoding, self._answering(progress, bar))
-            self.file.scores[key] = Score(
-                method=combination.method,
-                unmasking=combination.unmasking,
-                task=task.label,
-                result=result,
-                cost=progress.cost,
-                memory=progress.memory,
-                engine={name: value for name, value in engine.items() if value is not None},
-                decoding=decoding,
-            )
-            del self.file.unfinished[key]
+            ask = partial(self._tasks[row.key].score, decoding=row.decoding)
+            row.result = self._runner.run(row.engine, ask, row.answers, tell=tell)
+            row.answers.texts = {}
         except (ValueError, RuntimeError) as error:
             # A method and a rule may exclude each other, or memory may not suffice; the other rows go on.
-            self.errors[key] = one_line(error)
-            if isinstance(error, RuntimeError):
-                self._engine.stop()  # it may be in any state
+            self.errors[row.key] = one_line(error)
         finally:
-            self.file.save()
+            self.save()
         bar.update(before + 1 - bar.n)
-
-    def _started(self, engine: dict[str, Any]) -> "LLM":
-        name = _name(engine)
-        if name in self._broken:
-            raise self._broken[name]
-        try:
-            return self._engine.of(engine)
-        except ValueError as error:
-            self._broken[name] = error
-            raise
-
-    def _answering(self, progress: Progress, bar: Any) -> Answer:
-        """What answers the requests of a row, but those that were answered before it was interrupted."""
-        given = 0
-
-        def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
-            nonlocal given
-            numbers = [str(given + index) for index in range(len(requests))]
-            given += len(requests)
-            open_ones = [index for index, number in enumerate(numbers) if number not in progress.texts]
-            self._ask(llm, [requests[index] for index in open_ones], [numbers[i] for i in open_ones], progress, bar)
-            return [progress.texts[number] for number in numbers]
-
-        return answer
-
-    def _ask(self, llm: "LLM", requests: Sequence[Request], numbers: list[str], progress: Progress, bar: Any) -> None:
-        from dllm_engine.bench.memory import MemoryMeter, touch_pages
-        from dllm_engine.bench.passes import is_in_process
-
-        if not requests:
-            return
-        measures = is_in_process(llm)
-        if not self._engine.is_warm:
-            if measures:
-                touch_pages(llm)
-            answer_all(llm, requests[:NUM_WARMUP], NUM_WARMUP)
-            self._engine.is_warm = True
-        meter = MemoryMeter(llm) if measures else None
-        at_once = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
-        saved = time.monotonic()
-        try:
-            for index, output, cost in answers(llm, requests, at_once, meter):
-                progress.texts[numbers[index]] = output.outputs[0].text
-                progress.cost.add(cost)
-                bar.update(1 / len(requests))
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    self.file.save()
-                    saved = time.monotonic()
-        finally:
-            if meter is not None:
-                memory = meter.read()
-                progress.memory = memory if progress.memory is None else memory.max(progress.memory)
 
 
 def _name(engine: dict[str, Any]) -> str:
     return json.dumps(engine, default=str)
 
 
-def _key(combination: Combination, task: Task) -> str:
-    return key_of(combination.method, combination.unmasking, task.label)
+def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
+    """Rows of values as text, under a header."""
+    cells = [
+        [UNKNOWN if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows
+    ]
+    return format_table([tuple(columns), *cells])
 
 
-def _stop(llm: "LLM") -> None:
-    """A device holds one engine at a time, and an engine that ends takes vLLM's process groups along."""
-    llm.llm_engine.engine_core.shutdown()
+def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """A line per row, with all digits."""
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
+    """Mean of the scores and its standard error."""
+    return statistics.fmean(scores), statistics.pstdev(scores) / math.sqrt(len(scores))

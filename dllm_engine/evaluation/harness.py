@@ -1,16 +1,17 @@
 """Tasks of lm-evaluation-harness."""
 
 import os
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.evaluation.answering import Answer
-from dllm_engine.evaluation.comparison import Task
+from dllm_engine.evaluation.comparison import Result, Task
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.paper_tasks import paper_task
-from dllm_engine.evaluation.score import Result
+from dllm_engine.evaluation.runner import Answer
 from dllm_engine.families import family_of
 from dllm_engine.text import one_line
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HarnessSettings:
-    """How tasks are run, whatever the combination."""
+    """Settings of tasks that all combinations share."""
 
     seed: int = 0
-    """Of the masks of likelihoods."""
+    """Seed of the masks of likelihoods."""
     mc_num: int = NUM_SAMPLES
     """Masks per continuation."""
     count: int | None = None
@@ -31,9 +32,9 @@ class HarnessSettings:
     include_path: Path | None = None
     """Folder of more tasks."""
     chat_template: bool = True
-    """Whether to use the tokenizer's, where it has one."""
+    """Use the tokenizer's, where it has one."""
     confirm_run_unsafe_code: bool = False
-    """Whether the programs that a model writes may run."""
+    """Run the programs that a model writes."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ class HarnessTask(Task):
                 f"the task's YAML file to local files; docs/evaluation.md shows how"
             ) from error
 
-    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
-        results = self.evaluate(llm, decoding, answer, limit=self.settings.count)
+    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
+        results = self._evaluate(llm, answer, decoding, limit=self.settings.count)
         metric, score, stderr = headline(results, self.name, self.metric)
         details = {
             name: {key: value for key, value in entry.items() if "," in key}
@@ -73,7 +74,46 @@ class HarnessTask(Task):
         examples = sum(samples["effective"] for samples in results["n-samples"].values())
         return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
 
-    def evaluate(self, llm: "LLM", decoding: dict[str, Any], answer: Answer, **which: Any) -> dict[str, Any]:
+    @cached_property
+    def _examples(self) -> list[tuple[str, int]]:
+        """Task and number of each example; raises ``ValueError`` where a task asks for no responses."""
+        loaded = self.load()
+        for name, task in loaded.items():
+            if (kind := task.get_config("output_type")) != "generate_until":
+                raise ValueError(
+                    f"task {name!r} asks for {kind}, which is computed without a cache: there is nothing to tune; take "
+                    f"a task that asks for responses"
+                )
+        return [(name, i) for name, task in loaded.items() for i in range(len(task.eval_docs))]
+
+    @property
+    def size(self) -> int:
+        return len(self._examples)
+
+    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
+        asked, samples = [self._examples[index] for index in examples], defaultdict(list)
+        for name, index in asked:
+            samples[name].append(index)
+        # A task from a file is known by its path alone; of a group, only tasks that have an example here are run.
+        tasks = [self.name] if self.name.endswith(".yaml") else list(samples)
+        which = {"tasks": tasks, "samples": dict(samples), "log_samples": True, "bootstrap_iters": 0}
+        results = self._evaluate(llm, answer, self.decoding | decoding, **which)
+        metric, _, chosen_filter = headline(results, self.name, self.metric)[0].partition(",")
+        scored = {
+            (name, sample["doc_id"]): sample.get(metric)
+            for name, samples_of_task in results["samples"].items()
+            for sample in samples_of_task
+            if sample["filter"] == chosen_filter
+        }
+        for score in scored.values():
+            if not isinstance(score, bool | int | float) or not 0 <= score <= 1:
+                raise ValueError(
+                    f"task {self.name!r}: {metric} of an example is {score!r}, and settings are compared by a score "
+                    f"from 0 to 1 per example; name another with --metric"
+                )
+        return [float(scored[example]) for example in asked]
+
+    def _evaluate(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], **which: Any) -> dict[str, Any]:
         """lm_eval's results. ``which`` holds more arguments of lm_eval, such as ``limit`` or ``samples``."""
         import lm_eval
 

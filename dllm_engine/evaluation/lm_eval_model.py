@@ -18,8 +18,8 @@ from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
-from dllm_engine.evaluation.answering import Answer, Request
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
+from dllm_engine.evaluation.runner import Answer, Request
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -203,16 +203,16 @@ class DiffusionLM(TemplateLM):
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
         pairs = [(self._fit(prompt, len(continuation)), continuation) for _, prompt, continuation in requests]
-        found = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
+        bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
         greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
-        answers = list(zip(found, greedy, strict=True))
+        answers = list(zip(bounds, greedy, strict=True))
         for (text, _, _), answer in zip(requests, answers, strict=True):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, answer)
         return answers
 
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
-        """Whether each continuation is the model's own: unmasked one token per step, in one block of its length."""
+        """True for each continuation that is the model's own, unmasked one token per step in one block."""
         asked = [index for index, (_, continuation) in enumerate(pairs) if continuation]
         prompts = [{"prompt_token_ids": pairs[index][0]} for index in asked]
         lengths = [len(pairs[index][1]) for index in asked]

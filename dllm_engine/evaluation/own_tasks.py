@@ -1,4 +1,4 @@
-"""Tasks of prompts and answers, from a user's JSONL file or the demo model's: and when a response counts as right."""
+"""Tasks of prompts and answers, from a user's JSONL file or the demo model's, and when a response counts as right."""
 
 import itertools
 import re
@@ -20,10 +20,8 @@ from dllm_engine.demo.tasks import (
     make_examples,
     needle_examples,
 )
-from dllm_engine.evaluation.answering import Answer, Request
-from dllm_engine.evaluation.comparison import Task
-from dllm_engine.evaluation.heat_map import Cell
-from dllm_engine.evaluation.score import Result, mean_and_error
+from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
+from dllm_engine.evaluation.runner import Answer, Request
 from dllm_engine.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -34,7 +32,6 @@ DEMO_TASKS = "demo"
 """All tasks of the demo model together."""
 NEEDLE = "needle"
 """The demo model's needle in a haystack, by length of the prompt and depth of the needle."""
-
 HOLES = "holes"
 """The demo model's tasks with several items, one of which is to be filled in."""
 
@@ -47,7 +44,7 @@ class OwnTask:
     answer: str
     """Without white space around it, unless it fills a hole."""
     part: str = ""
-    """Of the whole: which of the demo model's tasks, or which cell of a heat map, it belongs to."""
+    """The demo model's task, or the cell of a heat map, that it belongs to."""
     given: tuple[str, str] | None = None
     """Text of the response before and behind a hole of as many tokens as the answer has; None: it is the response."""
 
@@ -63,7 +60,7 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
         ]
     if name == NEEDLE:
         return [
-            OwnTask(BatchRequest(prompt=example.prompt), example.answer, Cell(length, depth).name)
+            OwnTask(BatchRequest(prompt=example.prompt), example.answer, f"{length}@{depth}%")
             for length, depth in itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
             for example in needle_examples(length, depth, count, seed)
         ]
@@ -91,7 +88,7 @@ def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) 
 
 
 def _with_hole(params: "DiffusionParams", task: OwnTask, llm: "LLM") -> "DiffusionParams":
-    """Those of the response of ``params`` with what the task gives. Behind that, the model is to end it."""
+    """``params`` with the given parts of the response. Behind them, the model is to end it."""
     from dllm_engine.infill.template import response_template
 
     if task.given is None:
@@ -112,20 +109,25 @@ class OwnTasks(Task):
     tasks: Sequence[OwnTask]
     match: str
 
-    def scores(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> list[float]:
-        """1 for each task that is answered right, 0 for the others."""
-        texts, is_right = answer(llm, requests_of(self.tasks, llm, decoding)), MATCHES[self.match]
-        return [float(is_right(text, task.answer.strip())) for text, task in zip(texts, self.tasks, strict=True)]
+    @property
+    def size(self) -> int:
+        return len(self.tasks)
 
-    def score(self, llm: "LLM", decoding: dict[str, Any], answer: Answer) -> Result:
+    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
         """The share of tasks answered right. The standard error takes the tasks for a random sample of each part."""
         parts: dict[str, list[float]] = {}
-        for task, score in zip(self.tasks, self.scores(llm, decoding, answer), strict=True):
+        for task, score in zip(self.tasks, self.scores(llm, answer, decoding, range(self.size)), strict=True):
             parts.setdefault(task.part, []).append(score)
-        found, count = {part: mean_and_error(scores) for part, scores in parts.items()}, len(self.tasks)
-        stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in found.items()) ** 0.5 / count
-        details = {part: mean for part, (mean, _) in found.items() if len(found) > 1}
-        return Result(self.match, sum(map(sum, parts.values())) / count, stderr, count, details)
+        means = {part: mean_and_error(scores) for part, scores in parts.items()}
+        stderr = sum((len(parts[part]) * error) ** 2 for part, (_, error) in means.items()) ** 0.5 / self.size
+        details = {part: mean for part, (mean, _) in means.items() if len(means) > 1}
+        return Result(self.match, sum(map(sum, parts.values())) / self.size, stderr, self.size, details)
+
+    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
+        """1 for each task that is answered right, 0 for the others."""
+        tasks, is_right = [self.tasks[index] for index in examples], MATCHES[self.match]
+        texts = answer(llm, requests_of(tasks, llm, decoding))
+        return [float(is_right(text, task.answer.strip())) for text, task in zip(texts, tasks, strict=True)]
 
 
 class TaskLine(BaseModel):
@@ -162,8 +164,8 @@ _NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
 
 def last_number(text: str) -> float | None:
     """The last number in a text, without the commas between thousands; None where there is none."""
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = _NUMBER.findall(text)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _equal_numbers(response: str, answer: str) -> bool:
@@ -176,5 +178,5 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
     "contains": lambda response, answer: answer in response,
     "last-number": _equal_numbers,
 }
-"""Whether a response is right, by its answer: equal but for white space around it, with the answer somewhere inside, or
-with the same last number."""
+"""When a response is right: it equals the answer but for white space around it, contains it, or has the same last
+number."""

@@ -27,10 +27,10 @@ class PaperTask:
     paper: str
     benchmark: str
     task: str
-    """Of lm_eval: a task or a group of them; or a file of ``tasks/``."""
+    """A task or a group of lm_eval, or a file of ``tasks/``."""
     gen_length: int
     source: str
-    """Where in the paper."""
+    """Table or appendix of the paper."""
     block_length: int | None = None
     """None: the whole response is one block."""
     num_fewshot: int | None = None
@@ -38,14 +38,14 @@ class PaperTask:
     base_task: str | None = None
     """The task for models that are not instructed, where it is another."""
     metric: str | None = None
-    """Of several the one to report; None: lm_eval's first."""
+    """The metric to report; None: lm_eval's first."""
     max_prompt_tokens: int | None = None
     family: str | None = None
     """``model_type`` of the only family the row is for; None: both."""
     base: bool | None = None
-    """Whether the row is for models that are not instructed; None: for all."""
+    """True for models that are not instructed, False for the others; None: for all."""
     chat_template: bool = True
-    """Whether instructed models get their chat template."""
+    """Give instructed models their chat template."""
     options: dict[str, Any] = field(default_factory=dict)
     """More arguments of ``DiffusionParams``."""
     guided: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ class PaperTable:
     rules: str = "one"
     """As ``--unmasking-rules`` takes them."""
     without: str = ""
-    """What of it cannot be made, or is ours, and why."""
+    """The parts that cannot be made, or are ours, and why."""
 
     @property
     def key(self) -> str:

@@ -15,7 +15,7 @@ def check_folder_of(path: Path | None) -> None:
 
 
 def read_results(path: Path, command: str, schema: int) -> dict[str, Any]:
-    """What ``dllm COMMAND`` wrote; raises ``ValueError`` for any other file."""
+    """The content of a file that ``dllm COMMAND`` wrote; raises ``ValueError`` for any other file."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -31,7 +31,7 @@ class ResultFile:
     """Results of a command on a subject.
 
     Args:
-        path: JSON; need not exist.
+        path: JSON; need not exist. None: nothing is written.
         command: of ``dllm``.
         schema: of its files; raised where a reader of older ones would go wrong.
         subject: what results depend on beside what the file tells them apart by.
@@ -40,28 +40,32 @@ class ResultFile:
         ValueError: the file is of another subject, or none of this command.
     """
 
-    def __init__(self, path: Path, command: str, schema: int, subject: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, command: str, schema: int, subject: dict[str, Any]) -> None:
         self.path, self.command, self.schema = path, command, schema
         self.subject: dict[str, Any] = json.loads(json.dumps(subject, default=str))
         self.stored: dict[str, Any] = {}
-        """What it held at first."""
+        """Its content at first."""
+        if path is None:
+            return
         if path.suffix != ".json":
             raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
         check_folder_of(path)
         if path.exists():
             self.stored = read_results(path, command, schema)
-            theirs = self.stored.get("subject", {})
+            stored = self.stored.get("subject", {})
             for name, value in self.subject.items():
-                if theirs.get(name) != value:
+                if stored.get(name) != value:
                     raise ValueError(
-                        f"{path} has results with {name}={theirs.get(name)!r}, this run has {value!r}; choose another "
+                        f"{path} has results with {name}={stored.get(name)!r}, this run has {value!r}; choose another "
                         f"--output, or remove the file"
                     )
 
-    def write(self, depth: int, **values: Any) -> None:
-        """Replace the file, so that an interruption leaves the old one or the new one. Values at ``depth`` have a line
+    def write(self, **values: Any) -> None:
+        """Replace the file, so that an interruption leaves the old one or the new one. Items of lists have a line
         each."""
+        if self.path is None:
+            return
         written = {"schema": self.schema, "of": self.command, "subject": self.subject, **values}
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json_rows(written, depth=depth) + "\n", encoding="utf-8")
+        beside.write_text(json_rows(written, depth=2) + "\n", encoding="utf-8")
         os.replace(beside, self.path)

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from dllm_engine.cli import evaluate, tune
-from dllm_engine.evaluation import comparison
+from dllm_engine.evaluation import runner
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +32,7 @@ def started(demo, monkeypatch):
 
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", load)
-    monkeypatch.setattr(comparison, "_stop", lambda llm: None)
+    monkeypatch.setattr(runner, "stop_engine", lambda llm: None)
     # lm_eval runs pip, to list what is installed, after each evaluation.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     return settings

@@ -9,7 +9,7 @@ from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.evaluation import own_tasks
-from dllm_engine.evaluation.score import COLUMNS
+from dllm_engine.evaluation.comparison import COLUMNS
 from tests.support.plans import FULL_METHODS
 
 
@@ -42,9 +42,9 @@ def test_methods_and_rules_become_rows_files_and_a_plot(started, tmp_path, capsy
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(output.read_text())
     assert report["subject"]["count"] == 3
-    assert report["scores"][0]["decoding"]["gen_length"] == 32
+    assert report["rows"][0]["decoding"]["gen_length"] == 32
     assert report["machine"]["threads"] >= 1
-    assert report["unfinished"] == {}
+    assert all(row["answers"]["texts"] == {} for row in report["rows"])
 
 
 def test_a_needle_has_a_heat_map_by_length_and_depth(started, tmp_path, monkeypatch, capsys):
@@ -54,12 +54,8 @@ def test_a_needle_has_a_heat_map_by_length_and_depth(started, tmp_path, monkeypa
     arguments = ["--tasks", "needle", "--count", "2", "--gen-length", "8", "--methods", "none,dual"]
     assert main(["eval", *arguments, "--output", str(output)]) == 0
     assert [(row["TASK"], row["EXAMPLES"]) for row in rows_of(capsys)] == [("needle", "8")] * 2
-    with output.with_suffix(".map.csv").open() as stream:
-        cells = list(csv.DictReader(stream))
-    expected = [(m, length, depth) for m in ("none", "dual") for length in ("32", "64") for depth in ("0", "100")]
-    assert [(cell["method"], cell["length"], cell["depth"]) for cell in cells] == expected
-    scores = json.loads(output.read_text())["scores"]
-    assert [float(cell["score"]) for cell in cells] == [v for s in scores for v in s["result"]["details"].values()]
+    for row in json.loads(output.read_text())["rows"]:
+        assert list(row["result"]["details"]) == ["32@0%", "32@100%", "64@0%", "64@100%"]
     assert output.with_suffix(".map.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -89,16 +85,16 @@ def test_an_interrupted_run_goes_on_where_it_stopped(started, demo, tmp_path, mo
     monkeypatch.setattr(demo.llm_engine, "add_request", counting)
     assert main(arguments) == 130  # four warm up, and of the fifth's answers two are given
     assert "the same command goes on from there" in capsys.readouterr().err
-    ((key, unfinished),) = json.loads(output.read_text())["unfinished"].items()
-    assert json.loads(key) == ["none", "one", "copy"]
-    assert 0 < len(unfinished["texts"]) < 5
-    assert unfinished["cost"]["requests"] == len(unfinished["texts"])
+    (unfinished,) = json.loads(output.read_text())["rows"]
+    assert (unfinished["method"], unfinished["task"], unfinished["result"]) == ("none", "copy", None)
+    assert 0 < len(unfinished["answers"]["texts"]) < 5
+    assert unfinished["answers"]["cost"]["requests"] == len(unfinished["answers"]["texts"])
 
     monkeypatch.setattr(demo.llm_engine, "add_request", add)
     assert main(arguments) == 0
     none, dual = rows_of(capsys)
     assert (none["SCORE"], none["EXAMPLES"]) == (dual["SCORE"], dual["EXAMPLES"])
-    assert json.loads(output.read_text())["scores"][0]["cost"]["requests"] == 5
+    assert json.loads(output.read_text())["rows"][0]["answers"]["cost"]["requests"] == 5
 
     # All is there: another method starts its own engine alone, and the table grows.
     started.clear()
@@ -121,7 +117,7 @@ def test_what_is_left_out_of_a_comparison_is_the_commands_own(started, capsys):
 
 def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
     def asked(*arguments):
-        made = evaluate.combinations(build_parser().parse_args(["eval", *arguments]))
+        made = evaluate.combinations(build_parser().parse_args(["eval", *arguments]), None)
         return {combination.unmasking: combination.decoding for combination in made}
 
     guide = ["--guide-model", "demo", "--guide-top-k", "2", "--guide-threshold", "0.5"]
@@ -137,7 +133,7 @@ def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
 
 @pytest.mark.parametrize(("model", "methods"), [("demo", list(FULL_METHODS)), ("demo-blocks", ["none", "block"])])
 def test_all_stands_for_every_cache_method_that_suits_the_model(model, methods):
-    asked = evaluate.combinations(build_parser().parse_args(["eval", "--model", model, "--methods", "all"]))
+    asked = evaluate.combinations(build_parser().parse_args(["eval", "--model", model, "--methods", "all"]), None)
     assert [combination.method for combination in asked] == methods
 
 
@@ -151,8 +147,8 @@ def test_methods_have_options_and_rules_have_guides():
     ]
     assert parse_guided_rule("guided=Qwen/Qwen2.5-7B+guide_top_k=2") == ("Qwen/Qwen2.5-7B", {"guide_top_k": 2})
     assert parse_guided_rule("one+certainty-sigma=10") == (None, {"certainty_sigma": 10})
-    args = ["eval", "--methods", "none", "--unmasking-rules", "one,guided=demo+guide_top_k=2", "--batch", "3"]
-    one, guided = evaluate.combinations(build_parser().parse_args(args))
+    args = ["eval", "--methods", "none", "--unmasking-rules", "one,guided=demo+guide_top_k=2"]
+    one, guided = evaluate.combinations(build_parser().parse_args(args), 3)
     assert "guide_model" not in one.engine
     assert (guided.engine["guide_model"], guided.decoding["guide_top_k"]) == ("demo", 2)
     assert (one.is_guided, guided.is_guided) == (False, True)

@@ -30,7 +30,7 @@ def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
     assert facts[6:] == ["3", *["–"] * 6]  # no response was asked for
     assert (names[8], fewer[8]) == ("1.00", "4.00")
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    first = json.loads(output.read_text())["scores"][0]
+    first = json.loads(output.read_text())["rows"][0]
     assert first["decoding"] == {"seed": 0}
     assert first["result"]["details"]["num_fewshot"] == {"names": 0}
     assert first["result"]["details"]["names"]["exact_match,stripped"] == 1.0
@@ -74,7 +74,7 @@ def test_paper_tasks_bring_lengths_shots_and_intervals_which_give_way_to_the_com
 
     args.paper_task = "gsm8k"
     args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
-    none, cached, own = map(gsm8k.engine_of, evaluate.combinations(args))
+    none, cached, own = map(gsm8k.engine_of, evaluate.combinations(args, None))
     assert none["cache_options"] == {}
     assert cached["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 7}
     assert own["cache_options"] == {"prompt_refresh_interval": 50, "response_refresh_interval": 2}
@@ -86,7 +86,7 @@ def test_a_paper_has_other_lengths_with_a_guide():
     args.methods, args.unmasking_rules = "freecache", "one,guided=demo+guide_top_k=1,tokens_per_step=2"
     (task,) = evaluate.harness_tasks(args)
     assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)
-    one, guided, counted = map(task.decoding_of, evaluate.combinations(args))
+    one, guided, counted = map(task.decoding_of, evaluate.combinations(args, None))
     seed = {"seed": 0}
     assert one == {"gen_length": 256, "block_length": 256, "steps": 256} | seed
     guide = {"speculation_length": 32, "guide_top_k": 1, "guide_threshold": 0.5}
@@ -95,7 +95,7 @@ def test_a_paper_has_other_lengths_with_a_guide():
     # Steps of a paper without a guide are not a guide's.
     args.paper, args.paper_task, args.methods = None, "gsm8k", "none"
     (task,) = evaluate.harness_tasks(args)
-    one, guided, _ = map(task.decoding_of, evaluate.combinations(args))
+    one, guided, _ = map(task.decoding_of, evaluate.combinations(args, None))
     assert ("steps" in one, "steps" in guided) == (True, False)
 
 

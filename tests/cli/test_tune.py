@@ -10,7 +10,7 @@ from dllm_engine.cli import tune
 from dllm_engine.cli.arguments import as_words, key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.tuning import search, space
+from dllm_engine.evaluation import trials, tuning
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
@@ -19,9 +19,9 @@ NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Fewer settings, timed less often."""
-    monkeypatch.setattr(search, "MIN_TIMED", 1)
+    monkeypatch.setattr(tuning, "MIN_TIMED", 1)
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
-        monkeypatch.setattr(space, name, ())
+        monkeypatch.setattr(trials, name, ())
 
 
 def tuned(output, *arguments):
@@ -52,13 +52,12 @@ def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(s
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
     plain = written["trials"][0]
-    assert plain["setting"] == {"engine": {"cache_method": "none", "cache_options": {}}, "decoding": {}}
+    assert plain["setting"] == {"cache_method": "none", "cache_options": {}, "rule": {}, "blocks": {}}
     assert len(plain["scores"]) == 12
     assert plain["cost"]["forward_passes"] == plain["cost"]["tokens_unmasked"]
     chosen = written["chosen"]["2"]
     assert chosen["decoding"]["threshold"] == 0.9
-    assert chosen["times_plain"] > 1
-    assert chosen["rounds"] == 3
+    assert chosen["tokens_per_second"] > chosen["plain_tokens_per_second"] > 0
     assert {arguments["max_num_seqs"] for arguments in started} == {tune.MIN_AT_ONCE}
 
     started.clear()
@@ -96,13 +95,12 @@ def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, ca
     written = json.loads(output.read_text())
     assert written["trials"][0]["scores"] == [1] * 5
     assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
-    assert written["chosen"]["2"]["times_plain"] > 1
 
 
 def test_an_interruption_leaves_what_was_measured(started, demo, tmp_path, monkeypatch, capsys):
     output = tmp_path / "tune.json"
     monkeypatch.setattr(
-        "dllm_engine.tuning.search.Search._candidates", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        "dllm_engine.evaluation.tuning.Search._halve", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     assert tuned(output, "--count", "6") == 130
     assert "the same command goes on" in capsys.readouterr().err
@@ -122,7 +120,7 @@ def settings(tmp_path):
     file = tmp_path / "tune.json"
     few = {"engine": {"cache_method": "dual", "cache_options": {}}, "decoding": {"threshold": 0.9}}
     many = {"engine": SPARSE, "decoding": MANY}
-    result = {"schema": 2, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
+    result = {"schema": 3, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
     file.write_text(json.dumps(result))
     return str(file)
 
@@ -158,7 +156,7 @@ def test_settings_of_another_model_are_a_warning(settings, capsys):
     [
         ("nonsense", [], "is not JSON"),
         ("{}", [], "is no result of this version's `dllm tune`"),
-        ('{"schema": 2, "subject": {}}', [], "has no chosen setting yet"),
+        ('{"schema": 3, "subject": {}}', [], "has no chosen setting yet"),
         (None, ["--settings-batch", "8"], "no setting for batch size 8; it has some for 1, 16"),
     ],
 )

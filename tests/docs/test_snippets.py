@@ -55,7 +55,7 @@ NOT_RUN = {
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
     "dllm bench --model llada-8b": "needs a GPU",
     "dllm check --output check.json": "tests/cli/test_check.py runs it in its own process, where engines start faster",
-    'pip install ".[cuda,test,bench]"': "needs a GPU and the network",
+    'pip install ".[cuda,test]"': "needs a GPU and the network",
     "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
 }
 # First line of a block: what it prints.

@@ -52,7 +52,7 @@ def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     # A few steps only, so that some answers are wrong.
     decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
     results = evaluate(make(decoding), "names", apply_chat_template=True)
-    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(demo, decoding, answer_at_once)
+    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(demo, answer_at_once, decoding)
     assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.score)
     assert 0.1 < expected.score < 0.9
 

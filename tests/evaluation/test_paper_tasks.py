@@ -125,7 +125,9 @@ def test_the_rows_of_a_table_can_be_asked_for(table):
 def test_what_is_named_replaces_what_the_table_has(monkeypatch):
     args = ["eval", "--paper-table", "sparse-dllm/table-3", "--methods", "none", "--model", "GSAI-ML/LLaDA-8B-Instruct"]
     asked = build_parser().parse_args(args)
-    monkeypatch.setattr(evaluate, "combinations", lambda args: pytest.fail(f"{args.methods} {args.unmasking_rules}"))
+    monkeypatch.setattr(
+        evaluate, "combinations", lambda args, batch: pytest.fail(f"{args.methods} {args.unmasking_rules}")
+    )
     with pytest.raises(pytest.fail.Exception, match="none one"):
         evaluate.run(asked)
     assert (asked.paper, asked.paper_task) == ("sparse-dllm", "arc_challenge")

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import re
+from functools import partial
 
 import httpx
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.evaluation.answering import answer_all
 from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
+from dllm_engine.evaluation.runner import Answers, Runner
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
@@ -225,7 +226,6 @@ def test_the_demo_model_fills_in_items_of_its_answers(demo):
     tasks = demo_tasks(HOLES, 4, seed=0)
     assert {task.part for task in tasks} == {"names", "keys", "facts", "reverse", "copy"}
     assert all(any(task.given) for task in tasks)
-    result = OwnTasks(HOLES, tasks, "exact").score(
-        demo, {"gen_length": 64, "block_length": 64}, lambda llm, asked: answer_all(llm, asked, 32)[0]
-    )
+    score = partial(OwnTasks(HOLES, tasks, "exact").score, decoding={"gen_length": 64, "block_length": 64})
+    result = Runner(lambda arguments: demo).run({}, score, Answers(), at_once=32)
     assert result.score >= 0.95, result.details

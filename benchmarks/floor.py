@@ -1,6 +1,6 @@
-"""The floor of a forward pass: what no implementation of it can leave out.
+"""The floor of a forward pass: the work that no implementation of it can leave out.
 
-That is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
+It is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
 at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
 ready. Experts run with their router, which says whose weights are read. Keys and values are different tensors, and each
 layer reads its own, as it must in any implementation. Norms, RoPE, page tables, choosing what is retained, and
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from timing import seconds_of
 
-from dllm_engine.bench.machine import seconds_of
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import GatedMLP
 from dllm_engine.scheduler.step_plan import RetainedCopy, StepPlan
@@ -26,7 +26,7 @@ _KV_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class PassShape:
-    """The sizes that a forward pass's floor depends on."""
+    """Sizes that the floor of a forward pass depends on."""
 
     requests: tuple[tuple[int, int], ...]
     """(rows, keys) of each request, sorted: the rows computed per layer, and what each of them attends to."""
@@ -116,10 +116,10 @@ class Floor:
                 layer.mlp(self._x)
 
     def seconds(self) -> float:
-        """Of one pass."""
+        """Seconds of one pass."""
         return seconds_of(self._run)
 
     def median_seconds(self, repeats: int) -> float:
-        """Of ``repeats`` passes, after one that is not counted."""
+        """Median over ``repeats`` passes, after one that is not counted."""
         self._run()
         return statistics.median(self.seconds() for _ in range(repeats))

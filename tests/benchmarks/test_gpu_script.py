@@ -16,7 +16,6 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
-    (tmp_path / "recorded.json").mkdir()  # where the second command writes to
     path = os.pathsep.join([str(preloaded_programs()), os.environ["PATH"]])
     ran = subprocess.run(
         [CHECKOUT / "benchmarks" / "gpu.sh", "--stages", "2", "--model", "llada-8b/32", "--output", tmp_path],
@@ -26,7 +25,7 @@ def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
         text=True,
     )
     assert ran.returncode == 1, ran.stdout
-    assert "IsADirectoryError" in ran.stdout
+    assert "cuda_graphs=True needs a GPU" in ran.stdout
     figures = json.loads((tmp_path / "launched.json").read_text())["figures"]
     assert {(row["method"], row["kind"]) for row in figures} >= {("none", "whole"), ("dual", "reuse")}
     assert all(row["floor_over_step"] > 0 for row in figures)

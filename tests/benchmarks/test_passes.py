@@ -3,12 +3,11 @@
 import time
 
 import pytest
-import torch
+from floor import PassShape
+from inner_time import InnerTime
+from passes import observed_step
 
-from benchmarks.inner_time import InnerTime
 from dllm_engine import DiffusionParams
-from dllm_engine.bench.floor import PassShape
-from dllm_engine.bench.passes import Dispatch, ObservedPass, observed_step
 from tests.support.engines import assert_nothing_left, runner_of
 
 PROMPT, RESPONSE, BLOCK = 24, 16, 8
@@ -53,17 +52,6 @@ def test_rows_are_those_that_layers_compute(engines, tiny_llada):
     # Both layers recompute a quarter of the response, the first all of it.
     reuse = next(forward.shape for forward in seen if forward.kind == "reuse")
     assert reuse == PassShape(((RESPONSE * 5 // 8, CANVAS),), 7)
-
-
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_passes_have_their_part_of_a_dispatch(monkeypatch, has_gpu):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(ObservedPass, "kind", "reuse")
-    passes = [ObservedPass([], PassShape(((rows, 8),), 1)) for rows in (1, 2, 3)]
-    assert Dispatch([], 0.5, [], []).timed_passes == []
-    assert Dispatch([], 0.5, passes[:1], [0.25]).timed_passes == [(passes[0], 0.5)]
-    seconds = [2.0, 2.0, 2.0] if has_gpu else [2.0, 1.0, 3.0]
-    assert Dispatch([], 6.0, passes, [1.0, 2.0, 3.0]).timed_passes == list(zip(passes, seconds, strict=True))
 
 
 @pytest.mark.parametrize("method", ["none", "sparse"])

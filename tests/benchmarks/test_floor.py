@@ -3,8 +3,8 @@
 from collections import Counter
 
 import pytest
+from floor import Floor, PassShape, attended_keys
 
-from dllm_engine.bench.floor import Floor, PassShape, attended_keys
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams

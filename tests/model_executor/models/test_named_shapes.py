@@ -1,13 +1,8 @@
 """Named shapes, whole and scaled down."""
 
-import json
-from dataclasses import asdict
-
 import pytest
 
-from dllm_engine.bench.random_model import NAMED_SHAPES, config_folder, config_of, is_named_shape, named_shape
-from dllm_engine.checkpoints import load_config
-from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, named_shape
 
 
 def test_a_named_shape_is_that_of_the_released_checkpoint():
@@ -25,14 +20,12 @@ def test_a_named_shape_is_that_of_the_released_checkpoint():
     ],
 )
 def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
-    with config_folder(named_shape(name)) as folder:
-        config = load_config(str(folder))
+    config = load_config(name)
     assert config.hidden_size == hidden
     assert (config.num_attention_heads, config.num_key_value_heads) == (heads, kv_heads)
     assert (config.num_hidden_layers, config.intermediate_size) == (layers, mlp)
     assert config.hidden_size // config.num_attention_heads == 128
     assert config.mask_token_id == config.vocab_size - 1
-    assert not folder.exists()
 
 
 @pytest.mark.parametrize("name", ["llada-8b/3", "llada-8b/0", "llada-8b/", "llada-8b/x"])
@@ -42,9 +35,8 @@ def test_heads_must_divide(name):
 
 
 @pytest.mark.parametrize("name", NAMED_SHAPES)
-def test_a_result_can_hold_each_shape(name):
-    shape = asdict(DecoderShape.of(config_of(name)))
-    assert json.loads(json.dumps(shape))["num_layers"] == shape["num_layers"]
+def test_each_shape_has_a_config(name):
+    assert load_config(name).num_hidden_layers > 1
 
 
 def test_other_names_are_no_shapes():

@@ -1,0 +1,72 @@
+"""The machine that figures are made on, and the memory that this process holds of it."""
+
+import ctypes
+import datetime
+import gc
+import os
+import platform
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import vllm
+from vllm.platforms import current_platform
+
+from dllm_engine.version import __version__
+
+
+def provenance() -> dict[str, Any]:
+    """Machine, versions, threads and date, for a file of figures."""
+    current_platform.import_kernels()
+    has_gpu, processor = torch.cuda.is_available(), platform.machine()
+    if has_gpu:
+        processor = torch.cuda.get_device_name()
+    elif name := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+        processor = name[1]
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "processor": processor,
+        "compute_capability": torch.cuda.get_device_capability() if has_gpu else None,
+        "driver": driver.read_text().splitlines()[0] if driver.is_file() else None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton") if find_spec("triton") else None,
+        "vllm": vllm.__version__,
+        # Without vLLM's compiled operators, norms and gates are PyTorch's.
+        "vllm_operators": hasattr(torch.ops._C, "rms_norm"),
+        "dllm_engine": __version__,
+        "threads": torch.get_num_threads(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine_line(machine: dict[str, Any]) -> str:
+    """``provenance`` in a line, for the head of a table."""
+    return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
+
+
+def restart_peak() -> int:
+    """Forget the peak so far; return the memory held now, in bytes."""
+    # Freed memory that the allocator keeps would hide what comes next.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if "CS_GNU_LIBC_VERSION" in os.confstr_names:
+        ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak() -> int:
+    """The most bytes held since ``restart_peak``: by this process on a CPU, by PyTorch's allocator on a GPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    high_water = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    assert high_water
+    return 1024 * int(high_water[1])
