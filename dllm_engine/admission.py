@@ -1,4 +1,4 @@
-"""What a request must satisfy before it enters the engine. What fails is answered with 400 and loses nothing."""
+"""Checks of a request before it enters the engine. A request that fails is answered with 400 and loses nothing."""
 
 import inspect
 import math
@@ -46,7 +46,7 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     name: get_args(_HINTS[name]) if get_origin(_HINTS[name]) in (Union, UnionType) else (_HINTS[name],)
     for name in SamplingParams.__struct_fields__
 }
-"""What each field may be."""
+"""Types that each field may have."""
 
 
 def check_types(params: SamplingParams) -> None:
@@ -129,7 +129,7 @@ def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") ->
 
 
 def unsupported(name: str, value: Any) -> str | None:
-    """Why a field of ``SamplingParams`` cannot have this value; None if it can."""
+    """Reason why a field of ``SamplingParams`` cannot have this value; None if it can."""
     unused, what = _UNSUPPORTED.get(name, (value, ""))
     if value is None or value == unused or value in ([], {}):
         return None

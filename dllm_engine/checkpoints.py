@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.demo import model_path
+from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models import family_keys
 from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, CheckpointKeys
-from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _released(keys: type[CheckpointKeys], **sizes: Any) -> dict[str, Any]:
-    """What a released checkpoint states: the defaults of its family's keys, but for ``sizes``."""
+    """Config of a released checkpoint: the defaults of its family's keys, with ``sizes``."""
     family = {"model_type": keys.family.model_type, "architectures": [keys.family.architecture]}
     return keys(torch_dtype="bfloat16", **sizes).model_dump(exclude_none=True) | family
 

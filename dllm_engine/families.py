@@ -1,4 +1,4 @@
-"""What the engine must know of a model family beside its weights: how its authors decode with it."""
+"""Model families: decoding conventions of their authors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 ScheduleKind = Literal["uniform", "timestep"]
 Attention = Literal["full", "block_causal"]
-"""What a position attends to. ``full``: the whole canvas. ``block_causal``: its own block and those before it,
-where blocks are counted from the start of the canvas, prompt included."""
+"""Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block and the blocks before it,
+counted from the start of the canvas, prompt included."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,17 @@ class ModelFamily:
     schedule: ScheduleKind
     """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
     shifts_logits: bool
-    """Whether position ``p`` is predicted by the hidden state of ``p - 1`` rather than of ``p``."""
+    """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of ``p``."""
     default_unmasking: str
     default_block_length: int | None
     """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     checkpoints: tuple[str, ...]
     attention: Attention = "full"
     keeps_blocks: bool = False
-    """Whether the authors' own loop keeps keys and values of finished blocks, which a pass of their own stores."""
+    """True if the authors' loop keeps keys and values of finished blocks, stored by a pass of their own."""
     strict_entropy_threshold: bool = False
-    """Whether ``entropy_threshold`` itself is too much, and may let no position pass, as in d3LLM's code for Dream."""
+    """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
+    for Dream."""
     slow_fast: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its authors."""
 

@@ -36,7 +36,7 @@ class FrontEnd:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer can turn messages into a prompt."""
+        """True if the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def check(self, prompt: Any, params: DiffusionParams, template: Sequence[Piece] | None = None) -> None:

@@ -117,7 +117,7 @@ class LLM(vllm.LLM):
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer can turn messages into a prompt."""
+        """True if the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:

@@ -28,7 +28,7 @@ _MOST_SHOWN = 10
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
-    """What is wrong with each field: its name, its value and what it may be.
+    """Errors of all fields as one text: name, value and allowed values.
 
     Args:
         error: of a model that was to be validated.
@@ -62,7 +62,7 @@ def with_meanings(text: str | None, heading: str, options: type[BaseModel], name
 
 
 def checkpoint_section(hf_config: object) -> dict[str, Any]:
-    """What a checkpoint's config.json says to us; raises ``ValueError`` where it is no object."""
+    """Section of a checkpoint's config.json for this package; raises ``ValueError`` if it is no object."""
     section = getattr(hf_config, OPTIONS_KEY, None)
     if section is not None and not isinstance(section, dict):
         raise ValueError(f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request options")
@@ -89,8 +89,8 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     cache_method: str = "auto"
-    """What steps compute and what they keep in pages. ``"auto"``: ``"block"`` for block diffusion models, ``"none"``
-    for others."""
+    """Method that decides what steps compute and keep in pages. ``"auto"``: ``"block"`` for block diffusion models,
+    ``"none"`` for others."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
     """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
@@ -131,7 +131,7 @@ class EngineOptions(BaseModel):
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
-    """Whether the HTTP server has the page ``/playground``."""
+    """Serve the page ``/playground``."""
     request_defaults: dict[str, Any] = {}
     """Request options for requests that do not set them."""
 

@@ -106,7 +106,7 @@ class DiffusionParams(SamplingParams):
         super().__setattr__("extra_args", others | chosen or None)
 
     def __repr__(self) -> str:
-        """What differs from the defaults, as an expression that makes the same parameters."""
+        """Expression that makes the same parameters, with the fields that differ from their defaults."""
         blank = DiffusionParams()
         names = dict.fromkeys(("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__))
         given = {name: value for name in names if (value := getattr(self, name)) != getattr(blank, name)}

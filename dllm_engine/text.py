@@ -30,7 +30,7 @@ def one_line(error: Exception) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Whether text can be encoded: bytes that are not UTF-8 become halves of characters where Python reads them."""
+    """Return True if text can be encoded: Python reads bytes that are not UTF-8 as halves of characters."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 

@@ -18,7 +18,7 @@ from dllm_engine.kernels._operator import operator
 
 @operator("eviction:mean_query_scores")
 def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
-    """How much the blocks of some requests attend to each of their candidates, before any scale or softmax.
+    """Attention of blocks to each candidate of their requests, before any scale or softmax.
 
     The score is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and
     divide by the number of query heads of the whole model.

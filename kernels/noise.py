@@ -75,7 +75,7 @@ def noisy_logits(
     first_token: int,
     temperature: float,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """What ``gumbel_max`` takes the largest of, float64: some rows at a time, and which they are."""
+    """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
     token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
     for start in range(0, logits.shape[0], num_rows):

@@ -1,4 +1,4 @@
-"""Where the keys and values of requests lie in pages."""
+"""Keys and values of requests in pages."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-r"""Which rows have changed most since their values were retained (V-verify of dLLM-Cache, arXiv 2506.06295).
+r"""Rows that have changed most since their values were retained (V-verify of dLLM-Cache, arXiv 2506.06295).
 
 With the fresh values a_{i,h} of row i and KV head h, and those retained for it, b_{i,h}:
 

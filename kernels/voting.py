@@ -1,4 +1,4 @@
-r"""How much the mask tokens attend to each key (mask voting of MaskKV, arXiv 2510.09309, equation 6).
+r"""Attention of the mask tokens to each key (mask voting of MaskKV, arXiv 2510.09309, equation 6).
 
 With the queries q_{i,h} of the voters, head h reading KV head g(h), and lse_{i,h} = log Σ_j exp(s_{ij,h}) over **all**
 keys of the voter's sequence, of which those voted on are a part:

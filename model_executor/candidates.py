@@ -36,7 +36,7 @@ class Candidates:
 
 
 class Choice(NamedTuple):
-    """How requests choose what a step fills."""
+    """Measure and rule by which requests choose positions."""
 
     measure: Measure
     rule: Rule
@@ -46,9 +46,9 @@ CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
 
 Filled = torch.Tensor
-"""What a step filled of some candidates, int64 ``[4, num_candidates]``, ascending by request and position: the number
-of the request in the batch, the position in its canvas, the token, where the step filled it in, and a sum of ``CHOSEN``
-where it did, ``OBSERVED`` where the quota asks for that, and ``NOT_FINITE`` where the model's logits were not."""
+"""Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by request and position: request
+number in the batch, canvas position, token, and a sum of ``CHOSEN`` (filled), ``OBSERVED`` (as the quota asks) and
+``NOT_FINITE`` (the logits were not finite)."""
 
 
 def filled_of(
@@ -72,14 +72,14 @@ class BatchCandidates:
 
     batch: StepBatch
     members: Sequence[int]
-    """Batch numbers of the requests that predict any."""
+    """Batch numbers of the requests with predictions."""
     columns: np.ndarray
     """int64 ``[5, num_candidates]``: the columns below, in their order, on the host."""
 
     requests: torch.Tensor = field(init=False)
     """Batch number of each candidate's request."""
     offsets: torch.Tensor = field(init=False)
-    """Place in the plan's span of candidates; what is predicted alone lies behind these."""
+    """Index in the plan's span of candidates; positions that are predicted only lie behind them."""
     positions: torch.Tensor = field(init=False)
     """Canvas position."""
     places: torch.Tensor = field(init=False)
@@ -87,7 +87,7 @@ class BatchCandidates:
     rows: torch.Tensor = field(init=False)
     """Batch row that predicts the candidate."""
     table: torch.Tensor = field(init=False)
-    """All of them, as ``columns``."""
+    """All columns, as ``columns``, on the device."""
     spare: torch.Tensor | None = None
     """Candidates that repeat another one, bool ``[num_candidates]``; see ``of_finished``."""
 
@@ -100,7 +100,7 @@ class BatchCandidates:
 
     @classmethod
     def of(cls, batch: StepBatch) -> "BatchCandidates":
-        """All masked candidates of the plans that some row of the batch predicts."""
+        """Masked candidates of the plans whose rows are in the batch."""
         canvases = batch.canvases
         plans = batch.plans
         members = [i for i, p in enumerate(plans) if p.predicts is not None or may_fill(p, canvases[i].spec)]
@@ -165,13 +165,13 @@ class BatchCandidates:
 
     @property
     def width(self) -> int:
-        """More than any of ``offsets``."""
+        """Upper bound of ``offsets``, exclusive."""
         return max(self.batch.plans[i].predicted.size for i in self.members)
 
     @cached_property
     def certainty(self) -> torch.Tensor | None:
-        """What the prior of its request multiplies each candidate's confidence with, float32 ``[num_candidates]``; None
-        where no request has one. Of the tokens known when the step was laid out."""
+        """Factor of each candidate's confidence by the prior of its request, float32 ``[num_candidates]``, from the
+        tokens known when the step was laid out; None: no request has a prior."""
         sigmas = {i: sigma for i in self.members if (sigma := self.batch.canvases[i].spec.certainty_sigma) is not None}
         if not sigmas:
             return None
@@ -184,7 +184,7 @@ class BatchCandidates:
 
     @cached_property
     def biased(self) -> list[BiasedRows]:
-        """What requests add to the logits of their candidates."""
+        """Numbers that requests add to the logits of their candidates."""
         return [
             BiasedRows((self.requests == i) & (self.positions < bias.stop), *bias.columns)
             for i in self.members
@@ -201,12 +201,11 @@ class BatchCandidates:
         return on_device(alone, self.table.device, torch.bool) if alone.any() else None
 
     def least(self, plans: Sequence[StepPlan]) -> list[int]:
-        """How many candidates of each request its plan fills at least, where its rule fills fewer; 0 where it leaves
-        that to the rule."""
+        """Minimum number of candidates that each plan fills if its rule fills fewer; 0: the rule decides."""
         return [plan.quota.least if plan.quota.parallel is not None else 0 for plan in plans]
 
     def enough(self, plans: Sequence[StepPlan]) -> list[int]:
-        """How many candidates of each request its rule must allow, else one is filled; 0 where that is no different."""
+        """Number of candidates that a rule must allow, or one is filled; 0: no such number."""
         return [plan.quota.enough if plan.quota.enough > 2 else 0 for plan in plans]
 
     def observed(self, statistics: TokenStatistics, plans: Sequence[StepPlan]) -> torch.Tensor | None:
@@ -218,8 +217,7 @@ class BatchCandidates:
         return found if self.predicted_alone is None else found & ~self.predicted_alone
 
     def choices(self, plans: Sequence[StepPlan]) -> dict[Choice, dict[int, float]]:
-        """How the plans of a step choose, with the rule's value for each request. Guided requests are not among them:
-        the guide decides."""
+        """Choices of the plans of a step, with the rule's value for each request; guided requests are left out."""
         found: dict[Choice, dict[int, float]] = defaultdict(dict)
         for i in self.members:
             spec = self.batch.canvases[i].spec
@@ -241,7 +239,7 @@ class BatchCandidates:
         return found
 
     def choose(self, statistics: TokenStatistics, masked: torch.Tensor, plans: Sequence[StepPlan]) -> torch.Tensor:
-        """Which candidates ``plans`` unmask; bool ``[num_candidates]``. None that is no longer ``masked``
+        """Candidates that ``plans`` unmask, bool ``[num_candidates]``; only those that are still ``masked``
         ``[num_candidates]``."""
         offsets = self.guaranteed(plans)
         guaranteed = on_device(offsets, masked.device) if any(offsets) else None
@@ -299,12 +297,12 @@ def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a step did to the requests of a batch, by their numbers."""
+    """Result of a step for the requests of a batch, by their numbers."""
 
     positions: list[list[int]]
     """Positions filled in each request, ascending."""
     tokens: list[list[int]]
-    """What they were filled with."""
+    """Tokens at these positions."""
     farthest: dict[int, int]
     """Rightmost position that was ``OBSERVED`` in a request, where any was."""
     not_finite: set[int]

@@ -98,15 +98,15 @@ def most_rows(num_rows: int) -> int:
 
 
 class ForwardSize(NamedTuple):
-    """What graphs of a forward pass differ in."""
+    """Key of a forward graph."""
 
     num_requests: int
     num_rows: int
     """The most of one request."""
     overwrites: bool
-    """Whether the rows are put into pages, to be attended to there."""
+    """True if rows are written to pages before attention reads them there."""
     adds: bool
-    """Whether some rows are put into pages beside being attended to, and rows have limits."""
+    """True if some rows are written to pages as well, and rows have limits."""
 
 
 class ForwardGraph:
@@ -181,16 +181,16 @@ class ForwardGraph:
 
 
 class FillingSize(NamedTuple):
-    """What graphs of filling in differ in."""
+    """Key of a graph that fills in tokens."""
 
     num_candidates: int
     width: int
     """Candidates and positions of one request."""
     choice: Choice
     guaranteed: bool
-    """Whether some request fills one candidate at least, whatever its rule says."""
+    """True if a request fills at least one candidate, whatever its rule says."""
     least: bool
-    """Whether some request fills a number of them at least."""
+    """True if a request has a minimum number of filled candidates."""
 
 
 class FillingGraph:
@@ -269,7 +269,7 @@ class StepGraphs:
     max_requests: int
     """The most requests of a batch."""
     records: Callable[[DecodingSpec, StepPlan], bool]
-    """Whether a step of a request can be recorded."""
+    """Return True if a step of a request can be recorded."""
     record: Record
     forwards: GraphCache[ForwardSize, ForwardGraph] = field(init=False)
     fillings: GraphCache[FillingSize, FillingGraph] = field(init=False)
@@ -285,7 +285,7 @@ class StepGraphs:
             self.__post_init__()
 
     def problem(self, max_error: float) -> str | None:
-        """What differs between a graph and the same work launched, on made-up numbers; None: nothing.
+        """Difference between a graph and the same work launched, on made-up numbers; None: none.
 
         For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error`` is that of hidden
         states, over the largest of them.
@@ -321,7 +321,7 @@ class StepGraphs:
         return self.forwards[size](batch, layer_pass)
 
     def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
-        """What the step fills of ``group``; None: launch it. ``hidden`` is of all rows of the batch."""
+        """Tokens that the step fills in ``group``; None: launch it. ``hidden`` covers all rows of the batch."""
         choices, guaranteed, least = group.choices(plans), group.guaranteed(plans), group.least(plans)
         num_candidates, width = padded(group.positions.numel()), padded(group.width)
         if len(choices) != 1 or num_candidates is None or width is None or not self._is_plain(group):
@@ -335,7 +335,7 @@ class StepGraphs:
         return self.fillings[size](hidden, group, values, guaranteed, least)
 
     def _is_plain(self, group: BatchCandidates) -> bool:
-        """Whether requests, all of the same settings, are greedy and ask for tokens alone."""
+        """Return True if requests with equal settings are greedy and ask for tokens only."""
         plans, specs = group.batch.plans, [group.batch.canvases[index].spec for index in group.members]
         first = group.batch.canvases[group.members[0]]
         return not (

@@ -75,7 +75,7 @@ class Denoiser:
         return self.model(self.store.tokens[batch.places], batch.positions, layer_pass)
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
-        """Those that go through the head together."""
+        """Groups of candidates that go through the head together."""
         members: dict[tuple[SamplingSettings, bool], list[int]] = defaultdict(list)
         for index in candidates.members:
             canvas = candidates.batch.canvases[index]

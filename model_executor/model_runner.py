@@ -27,8 +27,8 @@ from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.layer_pass.base import LayerPass
+from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.loading.files import load_decoder
-from dllm_engine.model_executor.models.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
@@ -247,11 +247,11 @@ class DiffusionModelRunner:
 
     @property
     def canvases(self) -> dict[str, Canvas]:
-        """Of the running requests, by request id."""
+        """Canvases of the running requests, by request id."""
         return self.store.canvases
 
     def _must_report(self, ran: list[dict[str, StepResult]]) -> bool:
-        """Whether the scheduler must know of these steps before the next: one has tokens to send, or a request
+        """Return True if the scheduler must see these steps before the next: one has tokens to send, or a request
         failed."""
         results = itertools.chain.from_iterable(step.values() for step in ran)
         return bool(self.failures) or any(

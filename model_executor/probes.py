@@ -72,5 +72,5 @@ def masked_logprobs(
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:
-    """Where the block of each position ends, as ``RowBounds`` takes it."""
+    """End of each position's block, as ``RowBounds`` takes it."""
     return None if block_length is None else ((positions // block_length + 1) * block_length).int()

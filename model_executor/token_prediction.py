@@ -36,19 +36,19 @@ A chunk of constrained or biased rows is one tile: it holds up to four times as 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """What rows that share a forward through the head have in common."""
+    """Settings that rows share in one forward through the head."""
 
     temperature: float
     top_p: float
     top_k: int
     tempered: bool
-    """Whether the statistics are of the distribution after temperature, top-p and top-k."""
+    """True if the statistics describe the distribution after temperature, top-p and top-k."""
     least_confident: frozenset[int] = frozenset()
     """Tokens that may be predicted, and that the statistics leave out."""
 
     @classmethod
     def of(cls, spec: DecodingSpec) -> "SamplingSettings":
-        """Those of a request. Settings that make no difference are equal, so that such requests share the head."""
+        """Settings of a request. Settings without effect are equal, so that such requests share the head."""
         greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
         tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
         # The most likely token survives every filter.
@@ -84,7 +84,7 @@ def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows
 
 
 class Chunks(Generic[_Made]):
-    """What is made of chunks of rows, each time they are gone through; of a single chunk, once."""
+    """Values made from chunks of rows, each time the chunks are read; a single chunk is computed once."""
 
     def __init__(self, make: Callable[[slice], _Made], chunks: list[slice]) -> None:
         self._make, self._chunks = make, chunks
@@ -163,7 +163,7 @@ class TokenPredictor:
         return parts[0] if len(parts) == 1 else _concatenated(parts)
 
     def _scores(self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters | None) -> VocabularyShard:
-        """What tokens win by, ``[num_rows, num_tokens]``: their logits, or these with noise; and the first token."""
+        """Scores by which tokens win, ``[num_rows, num_tokens]``: logits, or logits with noise; and the first token."""
         logits, first_token, _ = self._as_filters_need(shard, settings)
         if settings.temperature == 0:
             return VocabularyShard(logits.float(), first_token)

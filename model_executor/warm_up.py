@@ -1,4 +1,4 @@
-"""What a GPU's worker does before the first request: compile kernels, record graphs, and check what was recorded."""
+"""Warm-up of a GPU worker: compile kernels, record graphs, and check the graphs."""
 
 import itertools
 from dataclasses import replace
@@ -31,7 +31,7 @@ from dllm_engine.scheduler.step_plan import RefreshState
 logger = init_logger(f"vllm.{__name__}")
 
 CANVAS_LENGTHS, BLOCK_LENGTHS = (16, 64, 256), (4, 8, 16, 32, 64, 128)
-"""Of made-up requests, for tiles of every size. The longest canvas that a request may have comes on top."""
+"""Lengths of made-up requests, for tiles of every size, beside the longest canvas of a request."""
 TOKENS_PER_STEP = 4
 STEPS_OF_LONGEST = 24
 """So many, because a step of the longest canvas takes long."""
@@ -122,8 +122,8 @@ class WarmUp:
             )
 
     def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int, bool]]:
-        """Of the graphs of a request's steps, alone and in batches: requests, rows of each, and whether some are
-        added to pages."""
+        """Sizes of the graphs of a request's steps, alone and in batches: requests, rows of each, and True if some rows
+        are added to pages."""
         method = self.runner.options.method
         assert method.records is not None
         plans = [plan for plan, _ in method.steps(spec) if plan.read and method.records(spec, plan)]

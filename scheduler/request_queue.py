@@ -115,7 +115,7 @@ class RequestQueue(SchedulerInterface):
 
     @property
     def admits(self) -> bool:
-        """Whether requests may begin: the engine is not paused, and has all of its weights."""
+        """True if requests may begin: the engine is not paused, and has all of its weights."""
         return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
     def _next_waiting(self) -> Request | None:

@@ -31,9 +31,9 @@ class RequestState:
     page_counts: PageCounts = field(default_factory=dict)
     """Pages per table that the request holds."""
     pages_settled: bool = False
-    """Whether the runner has said how many pages the request needs for good."""
+    """True if the runner has reported the final number of pages."""
     commits: Commits | None = None
-    """Of the tokens sent so far, if the request asks."""
+    """Origin of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
 

@@ -1,4 +1,4 @@
-"""What is added to logits before anything is computed of them."""
+"""Numbers that are added to logits before anything is computed from them."""
 
 import math
 from collections.abc import Iterable

@@ -67,7 +67,8 @@ def answer_checks(device: str) -> Iterator[Check]:
     for method in [name for name in CACHE_METHODS if on_gpu and CACHE_METHODS[name].recordable]:
         yield "answers, recorded steps", method, partial(_compare_answers, method, cuda_graphs=True)
     if on_gpu and torch.cuda.device_count() > 1:
-        yield "answers, two ranks", "sparse", partial(_compare_answers, "sparse", tensor_parallel_size=2)
+        method = SETTINGS["two_ranks"]
+        yield "answers, two ranks", method, partial(_compare_answers, method, tensor_parallel_size=2)
 
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:

@@ -140,7 +140,7 @@ _READ: dict[Any, tuple[Any, str]] = {
     float: (float, "R"),
     dict[str, Any]: (json_value, "JSON"),
 }
-"""What reads a value of an option, and its name in the help."""
+"""Reader of an option's value, and its name in the help."""
 
 
 def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], names: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
-    """How a model is loaded; ``dllm plan`` has these too."""
+    """Arguments of loading a model; ``dllm plan`` has these too."""
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", help="type of weights and activations (default: the checkpoint's)"
     )
@@ -139,7 +139,7 @@ def add_structure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def structured_outputs(args: argparse.Namespace) -> "StructuredOutputsParams | None":
-    """What ``STRUCTURE`` asks for."""
+    """Parameters of ``STRUCTURE``."""
     from vllm.sampling_params import StructuredOutputsParams
 
     asked = {name.removesuffix("_schema"): vars(args).get(name) for name in STRUCTURE}
@@ -164,7 +164,7 @@ def cache_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the arguments ``names`` that have a value."""
+    """Arguments ``names`` that have a value."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 

@@ -112,5 +112,5 @@ def _allowed(schema: dict[str, Any]) -> str:
 
 
 def _first_sentence(schema: dict[str, Any]) -> str:
-    """Of an option's meaning."""
+    """First sentence of an option's meaning."""
     return " ".join(schema.get("description", "").replace("``", "").split()).partition(". ")[0].rstrip(".")

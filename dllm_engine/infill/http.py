@@ -12,7 +12,7 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError, p
 OPENAI_LENGTH = 16
 """Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""What the request classes call the length; the first that is set counts."""
+"""Names of the length in the request classes; the first that is set counts."""
 
 
 async def settle_template(request: Any, serving: Any) -> None:

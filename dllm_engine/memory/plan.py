@@ -307,7 +307,7 @@ def shares_tokenizer(guide: str, model: str) -> bool:
     from transformers import AutoTokenizer
 
     from dllm_engine.model_executor.guide.sizes import has_same_tokens
-    from dllm_engine.model_executor.models.tokenizers import register_tokenizers
+    from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
 
     register_tokenizers()
     try:

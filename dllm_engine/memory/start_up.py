@@ -7,7 +7,7 @@ import psutil
 
 from dllm_engine.memory.plan import models_of
 from dllm_engine.memory.weights import weights_of_models
-from dllm_engine.model_executor.models.checkpoint import check_safetensors
+from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.options import EngineOptions
 from dllm_engine.text import readable_size
 

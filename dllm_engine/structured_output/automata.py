@@ -27,7 +27,7 @@ from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
 logger = init_logger(f"vllm.{__name__}")
 
 _KEPT_BYTES = 256 << 20
-"""What the automata kept take together, at most."""
+"""Most bytes of all kept automata together."""
 _AT_ONCE = 2
 """Builds that run at a time; others wait."""
 MOST_WAITING = 32
@@ -211,7 +211,7 @@ def count_request() -> None:
 
 
 def take_counts() -> dict[str, float]:
-    """What this process has counted since the last call, by name of the metric."""
+    """Counts of this process since the last call, by name of the metric."""
     with _cache.lock:
         counts, _cache.counts = _cache.counts, dict.fromkeys(COUNTS, 0.0)
     return counts

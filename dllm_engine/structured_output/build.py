@@ -26,7 +26,7 @@ from dllm_engine.structured_output.machine import TooManyStatesError, byte_machi
 from dllm_engine.structured_output.python_regex import regex_expression
 
 BUILT, FAILED = b"+", b"-"
-"""How an answer begins; a packed automaton or a message follows."""
+"""First byte of an answer; a packed automaton or a message follows."""
 _MEMORY = 3 << 30
 """Bytes that a build may take."""
 LEAST_POSITIONS = 64
@@ -37,17 +37,17 @@ _SPARE = 16
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a request's text must match; equal for requests that may write the same texts in the same way."""
+    """Grammar of a request's text; equal for requests that may write the same texts in the same way."""
 
     kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
     """The regex; the choices, the schema or the fields of ``Reasoning`` as JSON; nothing for any JSON object."""
     spaces: bool = True
-    """Of JSON: whether a space may follow a comma and a colon."""
+    """JSON only: allow a space behind a comma and a colon."""
 
     @property
     def expression(self) -> Expression:
-        """What its texts look like; raises ``ValueError`` naming a construct that is not supported."""
+        """Expression of its texts; raises ``ValueError`` naming a construct that is not supported."""
         style = Style(self.spaces)
         match self.kind:
             case "regex":
@@ -61,7 +61,7 @@ class Grammar:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one automaton may cost."""
+    """Limits of one automaton."""
 
     max_states: int
     build_seconds: float

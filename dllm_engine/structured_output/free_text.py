@@ -10,7 +10,7 @@ from dllm_engine.structured_output.machine import Machine
 
 
 class Reasoning(NamedTuple):
-    """How a model reasons before it answers."""
+    """Markers of a model's reasoning."""
 
     end: str
     """The marker behind reasoning, such as ``</think>``."""

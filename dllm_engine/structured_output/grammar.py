@@ -1,4 +1,4 @@
-"""What a request's text must match."""
+"""Grammar of a request's text, from vLLM's ``structured_outputs``."""
 
 import json
 

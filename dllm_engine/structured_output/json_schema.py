@@ -13,7 +13,7 @@ from dllm_engine.structured_output.python_regex import regex_expression
 _MOST_PLACES = 10_000
 """Schemas in a schema, counted as often as they are referred to."""
 _MOST_DIGITS = 400
-"""Of a bound; more than a float has."""
+"""Most digits of a bound; a float has fewer."""
 _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment"),
     *("$defs", "definitions", "discriminator"),
@@ -41,7 +41,7 @@ _FORMATS = {
     "email": r"[a-z0-9]+(?:[._+-][a-z0-9]+)*@[a-z0-9]+(?:-[a-z0-9]+)*(?:\.[a-z0-9]+(?:-[a-z0-9]+)*)+",
     "ipv4": rf"{_OCTET}(?:\.{_OCTET}){{3}}",
 }
-"""What is written of each format: days without the 29th of February, letters in lower case."""
+"""Texts of each format: days without the 29th of February, letters in lower case."""
 
 
 def schema_expression(schema: Any, style: Style) -> Expression:
@@ -164,7 +164,7 @@ class _Reader:
         return schema if isinstance(schema, dict) else {}
 
     def _are_apart(self, schemas: list[dict[str, Any]]) -> bool:
-        """Whether it is plain that no value is valid by two of them."""
+        """Return True if it is clear that no value is valid by two of them."""
         listed = [schema for schema in schemas if _values(schema) is not None]
         others = [schema for schema in schemas if _values(schema) is None]
         kinds: set[str] = set().union(*map(self._kinds, listed))
@@ -301,7 +301,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _are_disjoint(schemas: list[dict[str, Any]]) -> bool:
-    """Whether all allow listed values alone, and no value is in two lists."""
+    """Return True if all schemas allow listed values only, and no value is in two lists."""
     seen: set[object] = set()
     for schema in schemas:
         if (values := _values(schema)) is None:

@@ -43,7 +43,7 @@ _EXACT_DIGITS = 15
 
 
 def in_string(expression: Expression) -> Expression:
-    """How a string of JSON spells what the expression describes."""
+    """Spelling of an expression as a JSON string."""
     match expression:
         case Chars(ranges):
 
@@ -74,10 +74,10 @@ def any_string(least: int = 0, most: int | None = None) -> Expression:
 
 @dataclass(frozen=True)
 class Style:
-    """How texts separate what they list."""
+    """Separators in JSON texts."""
 
     spaces: bool = True
-    """Whether a space may follow a comma and a colon."""
+    """Allow a space behind a comma and a colon."""
 
     def mark(self, character: str) -> Expression:
         return sequence(literal(character), optional(literal(" "))) if self.spaces else literal(character)

@@ -26,7 +26,7 @@ def token_automaton(machine: Machine, token_bytes: np.ndarray, starts: np.ndarra
 
 
 def _columns(machine: Machine, token_bytes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where tokens lead from every state, ``[classes, states]``, and the class of each token; −1 for dead ones.
+    """Targets of tokens from every state, ``[classes, states]``, and the class of each token; −1 for dead ones.
 
     Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
     """

@@ -51,7 +51,7 @@ class Machine:
 
 
 def _neighbours(table: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """Which states follow each state, and which lead to it."""
+    """States that follow each state, and states that lead to it."""
     sources = np.repeat(np.arange(len(table)), table.shape[1])[table.ravel() >= 0]
     edges = np.unique(sources * len(table) + table[table >= 0])
     forward: list[list[int]] = [[] for _ in range(len(table))]
@@ -112,7 +112,7 @@ class _Builder:
         return len(self.free) - 1
 
     def add(self, expression: Expression, start: int) -> int:
-        """Where the expression ends that begins in ``start``."""
+        """End state of the expression that begins in ``start``."""
         match expression:
             case Chars():
                 end = self.state()
@@ -213,7 +213,7 @@ def character_machine(expression: Expression, most: int) -> tuple[Machine, np.nd
 
 
 def _closure(builder: _Builder, state: int, end: int) -> frozenset[int]:
-    """What is reached without a character, of the states that matter."""
+    """States that are reached without a character, among those that matter."""
     seen, stack = {state}, [state]
     while stack:
         for follower in builder.free[stack.pop()]:

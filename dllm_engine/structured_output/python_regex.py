@@ -115,7 +115,7 @@ def _characters(code: str, argument: Any, flags: int) -> Callable[[], Ranges]:
 
 @lru_cache(maxsize=1024)
 def _matched(node: tuple[Any, Any], flags: int) -> Ranges:
-    """Which characters one node matches."""
+    """Characters that one node matches."""
     state = _parser.State()
     state.flags = flags
     one = _parser.SubPattern(state, [node])

@@ -1,4 +1,4 @@
-"""Whether a request with structured output reasons first, as a reasoning parser of vLLM says."""
+"""Reasoning in front of structured output, as a reasoning parser of vLLM describes it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ from dllm_engine.structured_output.free_text import Reasoning
 
 
 class ReasoningArguments(NamedTuple):
-    """What vLLM's front ends say of a request beside its parameters."""
+    """Arguments about reasoning that vLLM's front ends give beside the parameters."""
 
     ended: bool | None = None
-    """Whether the response begins behind reasoning; None: as the prompt says."""
+    """True if the response begins behind reasoning; None: the prompt decides."""
     parser: Mapping[str, Any] | None = None
     """Arguments of the request's reasoning parser."""
 
@@ -33,7 +33,7 @@ def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def arguments_in(params: SamplingParams) -> ReasoningArguments:
-    """What ``with_arguments`` has noted."""
+    """Arguments noted by ``with_arguments``."""
     given = (params.extra_args or {}).get(REASONING)
     return given if isinstance(given, ReasoningArguments) else ReasoningArguments()
 

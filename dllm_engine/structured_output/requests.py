@@ -61,7 +61,7 @@ def end_waiting(error: Exception) -> None:
 
 
 def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
-    """Whether this task has the automaton, so that ``constrained`` need not wait."""
+    """Return True if this task has the automaton, so that ``constrained`` need not wait."""
     return _prepared_for(grammar_of(structured), vllm_config) is not None
 
 

@@ -92,7 +92,7 @@ def _byte_fallback(token: str) -> bytes:
 
 
 def _check(backend: Tokenizer, spelled: list[bytes]) -> None:
-    """Whether some tokens decode to their bytes, alone and together."""
+    """Raise an error unless a sample of tokens decodes to its bytes, alone and together."""
     used = [number for number, text in enumerate(spelled) if text and _is_text(text)]
     sample = used[:: max(1, len(used) // _CHECKED)]
     spaced = [number for number in used if spelled[number].startswith(b" ")][:8]

@@ -11,10 +11,10 @@ from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, c
 from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
+from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
 from dllm_engine.model_executor.loading.quantization import check_quantization
-from dllm_engine.model_executor.models.checkpoint import check_checkpoint
+from dllm_engine.model_executor.loading.tokenizers import check_tokenizer
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
-from dllm_engine.model_executor.models.tokenizers import check_tokenizer
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults

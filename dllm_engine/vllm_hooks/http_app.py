@@ -1,4 +1,4 @@
-"""What is added to vLLM's HTTP application when it serves one of our models.
+"""Additions to vLLM's HTTP application for our models.
 
 The playground, a check of request bodies, the API key for routes that vLLM leaves open, and refusals while the server
 shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and

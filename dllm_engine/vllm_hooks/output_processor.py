@@ -102,12 +102,12 @@ def put_latest(put: Original, self: Any, output: Any) -> None:
 
 
 def _shows_block(output: Any) -> bool:
-    """Whether a ``RequestOutput`` shows the state of a block."""
+    """Return True if a ``RequestOutput`` shows the state of a block."""
     return any(getattr(c, PROVISIONAL_KEY, None) is not None for c in getattr(output, "outputs", None) or ())
 
 
 def _is_overtaken(waiting: Any, output: Any) -> bool:
-    """Whether ``waiting`` only shows steps of running blocks that ``output`` continues."""
+    """Return True if ``waiting`` only shows steps of running blocks that ``output`` continues."""
     indices = {completion.index for completion in output.outputs}
     return all(
         completion.index in indices and not getattr(completion, "has_new_text", True) for completion in waiting.outputs

@@ -16,12 +16,12 @@ from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
 Scope = Literal["attribute", "every_import", "if_imported"]
 Original = Callable[..., Any]
-"""What vLLM has where a function of ours takes its place."""
+"""vLLM's own function, which ours replaces."""
 _MARK = "_dllm_engine_patch"
 
 
 def is_ours(owner: Any) -> bool:
-    """Whether an object of vLLM, which has a ``vllm_config`` or a ``model_config``, serves one of our models."""
+    """Return True if an object of vLLM, which has a ``vllm_config`` or a ``model_config``, serves one of our models."""
     model_config = getattr(getattr(owner, "vllm_config", owner), "model_config", None)
     return getattr(model_config, "is_dllm_engine", False)
 

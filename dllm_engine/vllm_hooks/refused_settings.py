@@ -24,12 +24,12 @@ class Refused:
     owner: str
     """``module:Class`` of the config."""
     place: str
-    """Where a ``VllmConfig`` has it; empty: it is one itself."""
+    """Place of the config in a ``VllmConfig``; empty: the config itself."""
     names: str
     """Separated by spaces."""
     instead: str = _UNSET
     option: str | None = None
-    """What users set, where it has another name."""
+    """Name of the setting for users, if it has another name."""
     when: Callable[["VllmConfig"], bool] = lambda config: True
     """Refused only then."""
 
@@ -159,6 +159,6 @@ def refuse_unsupported(vllm_config: "VllmConfig") -> None:
 
 
 def _is_default(config: Any, name: str, value: Any) -> bool:
-    """Whether a field of a config was left as it is, or turned off where it is off anyway."""
+    """Return True if a field of a config has its default, or is turned off and is off by default."""
     default = type(config).__pydantic_fields__[name].get_default(call_default_factory=True)
     return value == default or not (value or default)

@@ -1,4 +1,4 @@
-"""Which releases of vLLM this package works with, and how others are refused."""
+"""Releases of vLLM that this package works with; others are refused."""
 
 from typing import Any
 

@@ -104,7 +104,7 @@ def _check_places(fields: dict[str, Any], path: str) -> None:
 
 
 def _nesting(body: bytes) -> int:
-    """How deeply lists and objects of a JSON text are nested; an upper bound where there are few of them."""
+    """Depth of nested lists and objects in a JSON text; an upper bound if there are few of them."""
     if (count := body.count(b"[") + body.count(b"{")) <= _DEEPEST:
         return count
     depth = deepest = 0

@@ -1,4 +1,4 @@
-"""How a server starts: an address that is not available is reported at once, and signals work while the model loads.
+"""Start of a server: an address that is not available is reported at once, and signals work while the model loads.
 
 While vLLM loads a model, its main thread waits for the engine process, which notes a signal and goes on loading. So the
 signal handler itself ends the server: it kills the child processes, removes their shared memory and exits.
@@ -40,7 +40,7 @@ def check_address(host: str, port: int) -> None:
 
 
 def address_error(error: Exception, host: str, port: int) -> AddressError:
-    """What to tell the user about an error of a server's socket."""
+    """Message about an error of a server's socket."""
     if isinstance(error, OverflowError):
         return AddressError(f"--port {port} is not from 0 to 65535")
     number = error.errno if isinstance(error, OSError) else None
@@ -122,7 +122,7 @@ def _end_children() -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether the process is neither suspended nor gone."""
+    """Return True if the process is neither suspended nor gone."""
     try:
         return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""How a server shuts down: every client gets an answer, and the exit status says whether the engine died.
+"""Shutdown of a server: every client gets an answer, and the exit status says whether the engine died.
 
 vLLM's own server has gaps. While it finishes running requests (SIGTERM with ``--shutdown-timeout``), it answers new
 ones with status 500 and its health check with 200. Requests that it cuts off end as if they were complete, or with an

@@ -272,7 +272,7 @@ def _launches(
     tiles: Tiles,
     *of_pointers: object,
 ) -> tuple[Launch, Launch]:
-    """Of attention and of combining splits. ``of_pointers``: type, device and alignments."""
+    """Launches of attention and of combining splits. ``of_pointers``: type, device and alignments."""
     block_d = max(16, triton.next_power_of_2(head_dim))  # the least that a matrix product takes
     attention = {
         "SCALE": head_dim**-0.5 * math.log2(math.e),

@@ -1,4 +1,4 @@
-"""Which tiles the kernel of ``paged_attention`` computes with, and how many programs share the keys of a row.
+"""Tiles of the kernel of ``paged_attention``, and the number of programs that share the keys of a row.
 
 Needs no Triton.
 """
@@ -12,7 +12,7 @@ MAX_SPLITS = 32
 
 
 class Tiles(NamedTuple):
-    """What a program of the attention kernel computes at a time, and with what."""
+    """Tile of one program of the attention kernel, and its resources."""
 
     block_q: int
     """(row, query head) pairs."""

@@ -104,7 +104,7 @@ def _combine_statistics_kernel(
 
 
 def splits_of(logits: torch.Tensor, block: int, num_splits: int | None) -> tuple[int, int]:
-    """How many programs share a row of ``logits``, and the columns of each: whole blocks of ``block``.
+    """Number of programs that share a row of ``logits``, and their columns: whole blocks of ``block``.
 
     ``num_splits``: how many are wanted; None: as many as fill the device.
     """

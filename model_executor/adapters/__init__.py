@@ -1,1 +1,1 @@
-"""What is added to a checkpoint's weights while they are loaded."""
+"""Adapters: additions to a checkpoint's weights while they are loaded."""

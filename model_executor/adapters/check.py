@@ -1,10 +1,10 @@
-"""What is checked of an adapter before any process is started for a model."""
+"""Checks of an adapter before any process is started for a model."""
 
 from vllm.config import VllmConfig
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.adapters.lora import MERGE, LoraAdapter
-from dllm_engine.model_executor.models.checkpoint import MODEL_CLASSES, check_safetensors
+from dllm_engine.model_executor.loading.checkpoint import MODEL_CLASSES, check_safetensors
 
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
+from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.configs import read_json_object
-from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.options import EngineOptions, explain
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,10 +63,10 @@ class _LoraKeys(BaseModel):
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What an adapter adds to one weight."""
+    """Addition of an adapter to one weight."""
 
     shape: list[int]
-    """Of the weight, ``[out_features, in_features]``."""
+    """Shape of the weight, ``[out_features, in_features]``."""
     scale: float
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.causal import check_guide
 from dllm_engine.model_executor.models.decoder import DecoderShape
-from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape
 

@@ -71,7 +71,7 @@ def fill_parameters(
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds neither NaN nor infinite values."""
+    """Return True if a tensor has neither NaN nor infinite values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return True
     # In one pass and without a copy: NaN is the least and the greatest of numbers with a NaN. PyTorch compares no

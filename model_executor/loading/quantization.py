@@ -1,4 +1,4 @@
-"""What quantized models need beside vLLM's quantization methods."""
+"""Quantized models beside vLLM's quantization methods."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ FOUR_BITS = ("auto_gptq", "gptq", "gptq_marlin", "auto_awq", "awq", "awq_marlin"
 _ON_A_CPU = ("compressed-tensors", *FOUR_BITS)
 """Quantized checkpoints that vLLM has CPU kernels for."""
 _FORMATS_ON_A_CPU = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
-"""Those of compressed-tensors."""
+"""Schemes of compressed-tensors."""
 _AT_LOAD_TIME = ("online", "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp4", "mxfp8")
 _EXPERTS_AT_LOAD_TIME = ("int8_per_channel_weight_only", "nvfp4_per_token")
 """vLLM quantizes nothing else with these."""
@@ -47,7 +47,7 @@ def check_quantization(model_config: "ModelConfig", device_type: str) -> None:
 
 
 def _check_at_load_time(method: str, model_config: "ModelConfig") -> None:
-    """Of what vLLM makes at load time, its CPU build has the operators for linear layers in FP8 per channel."""
+    """Schemes made at load time for which vLLM's CPU build has operators: linear layers in FP8 per channel."""
     asked: Any = model_config.quantization_config
     if asked is not None and asked.targets:
         return  # by module; vLLM raises where it has no kernel
@@ -66,13 +66,13 @@ def _has_four_bits(method: str, stated: dict[str, Any]) -> bool:
 
 
 def is_group_index(parameter_name: str) -> bool:
-    """Whether a parameter says which group of weights each input feature belongs to (GPTQ)."""
+    """Return True if a parameter maps input features to groups of weights (GPTQ)."""
     return "g_idx" in parameter_name.rpartition(".")[2]
 
 
 def may_be_missing(parameter_name: str) -> bool:
-    """Whether a checkpoint need not have a parameter: GPTQ's groups, if they follow each other, and the biases of 0
-    that vLLM gives experts in GPTQ's format."""
+    """Return True if a checkpoint may lack a parameter: GPTQ's consecutive groups, and the zero biases that vLLM gives
+    experts in GPTQ's format."""
     return is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
 
 

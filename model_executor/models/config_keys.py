@@ -110,7 +110,7 @@ class CheckpointKeys(BaseModel):
     released_ids: ClassVar[dict[str, int]] = {}
     """Special tokens of the released vocabulary, for a config that leaves them out."""
     turns_parts: ClassVar[bool] = False
-    """Whether RoPE may turn a part of each head alone."""
+    """True if RoPE may turn a part of each head only."""
     other_kind: ClassVar[tuple[str, str] | None] = None
     """The name of checkpoints whose configs are like the family's, and why they are not supported."""
 
@@ -123,7 +123,7 @@ class CheckpointKeys(BaseModel):
     rope_theta: RopeBase
     rope_scaling: RopeKeys | None = None
     rope_parameters: RopeKeys | None = None
-    """What transformers 5 has in place of the two before."""
+    """Replacement of the two keys above in transformers 5."""
     partial_rotary_factor: Share | None = None
     mask_token_id: TokenId | None = None
     end_of_turn_token_id: Any = None
@@ -188,7 +188,7 @@ class CheckpointKeys(BaseModel):
 
     @model_validator(mode="after")
     def _one_rope(self) -> Self:
-        """What is stated of RoPE, wherever it is, in ``rope_parameters``; base and share in keys of their own too."""
+        """Collect everything about RoPE in ``rope_parameters``; base and share keep keys of their own too."""
         own = {name: getattr(self, name) for name in ("rope_theta", "partial_rotary_factor")}
         rope = {name: value for name, value in own.items() if name in self.model_fields_set and value is not None}
         for place in ("rope_scaling", "rope_parameters"):

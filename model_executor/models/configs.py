@@ -33,38 +33,38 @@ class ExpertShape:
     top_k: int
     """Experts that compute a row."""
     intermediate_size: int
-    """Of each expert."""
+    """Width of each expert."""
     shared_intermediate_size: int = 0
-    """Of the expert that computes every row; 0: there is none."""
+    """Width of the expert that computes every row; 0: there is none."""
     has_bias: bool = False
-    """Whether a bias is added to the router's probabilities."""
+    """True if a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP instead."""
     groups: "ExpertGroups | None" = None
     """None: the experts are one group, chosen by the softmax of the router's logits."""
     renormalize: bool = False
-    """Whether a row's weights from that softmax are divided by their sum."""
+    """True if the weights of a row from that softmax are divided by their sum."""
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """How experts are chosen by group (LLaDA2)."""
+    """Choice of experts by group (LLaDA2)."""
 
     num_groups: int
     num_kept: int
     """Groups that a row's experts come from."""
     scale: float
-    """Of a row's weights, which sum to 1 before."""
+    """Factor of a row's weights, which sum to 1 before."""
 
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
 """Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
 _ROPE_NUMBERS, _ROPE_TABLES = ("rope_theta", "partial_rotary_factor"), ("rope_scaling", "rope_parameters")
-"""Where a config states RoPE; numbers may be in the tables as well."""
+"""Keys that state RoPE; the tables may hold numbers as well."""
 
 
 class Config(PretrainedConfig):
-    """What a ``config.json`` of a supported checkpoint states, with what callers change of it (vLLM's hf_overrides).
+    """Config of a supported checkpoint, with the changes of callers (vLLM's hf_overrides).
 
     The attributes are the keys of ``schema``, and the names vLLM asks for (``hidden_size``, ``num_attention_heads``,
     …). Each change makes the config anew, so that the same rules hold for it as for the file.
@@ -158,7 +158,7 @@ class Config(PretrainedConfig):
 
 
 class LLaDAConfig(Config):
-    """Of GSAI-ML/LLaDA-8B-Base, -Instruct, LLaDA-1.5 and checkpoints of the same layout."""
+    """Config of GSAI-ML/LLaDA-8B-Base, -Instruct, LLaDA-1.5 and checkpoints of the same layout."""
 
     model_type = LLADA.model_type
     schema = LLaDAKeys
@@ -182,7 +182,7 @@ class LLaDAConfig(Config):
 
 
 class LLaDAMoEConfig(Config):
-    """Of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which have no mask token id."""
+    """Config of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which have no mask token id."""
 
     model_type = LLADA_MOE.model_type
     schema = LLaDAMoEKeys
@@ -201,7 +201,7 @@ class LLaDAMoEConfig(Config):
 
 
 class DreamConfig(Config):
-    """Of Dream-org/Dream-v0-Base-7B, -Instruct-7B and what shares their architecture."""
+    """Config of Dream-org/Dream-v0-Base-7B, -Instruct-7B and checkpoints of the same architecture."""
 
     model_type = DREAM.model_type
     schema = DreamKeys
@@ -209,7 +209,7 @@ class DreamConfig(Config):
 
 
 class SDARConfig(Config):
-    """Of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which have no block size and no mask token id."""
+    """Config of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which have no block size and no mask token id."""
 
     model_type = SDAR.model_type
     schema = SDARKeys
@@ -217,7 +217,7 @@ class SDARConfig(Config):
 
 
 class SDARMoeConfig(SDARConfig):
-    """Of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's, and Qwen3-MoE's keys of experts."""
+    """Config of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's keys, and Qwen3-MoE's keys of experts."""
 
     model_type = SDAR_MOE.model_type
     schema = SDARMoeKeys
@@ -235,7 +235,7 @@ class SDARMoeConfig(SDARConfig):
 
 
 class LLaDA2Config(Config):
-    """Of inclusionAI/LLaDA2.0-mini and -flash, which have no block size and no mask token id."""
+    """Config of inclusionAI/LLaDA2.0-mini and -flash, which have no block size and no mask token id."""
 
     model_type = LLADA2.model_type
     schema = LLaDA2Keys
@@ -292,7 +292,7 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """What to say of a model of another kind."""
+    """Message about a model of another kind."""
     found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""

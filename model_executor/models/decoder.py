@@ -42,7 +42,7 @@ class DecoderShape:
 
     hidden_size: int
     intermediate_size: int
-    """Of layers without experts."""
+    """Width of layers without experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -54,7 +54,7 @@ class DecoderShape:
     qkv_bias: bool
     tied_embeddings: bool
     qk_norm: bool
-    """Whether each head of the queries and keys goes through a norm before RoPE."""
+    """True if each head of queries and keys goes through a norm before RoPE."""
     experts: ExpertShape | None
 
     @classmethod
@@ -92,7 +92,7 @@ class RotaryPhases:
     """``rotary_table`` of the model."""
 
     def __getitem__(self, rows: torch.Tensor) -> "RotaryPhases":
-        """Of some of the rows."""
+        """Phases of some of the rows."""
         return RotaryPhases(self.positions[rows], self.table)
 
     def rotate_(self, heads: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class DiffusionDecoder(nn.Module):
     modules_outside_layers: ClassVar[dict[str, str]]
     """Names of a checkpoint's modules outside the layers, and of ours."""
     layer_prefix: ClassVar[str]
-    """What a checkpoint's names of tensors in layers begin with; the layer's number follows."""
+    """Prefix of a checkpoint's tensor names in layers; the number of the layer follows."""
     modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
     """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
@@ -308,7 +308,7 @@ class DiffusionDecoder(nn.Module):
             return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
 
     def forward_context(self) -> AbstractContextManager[None]:
-        """Where vLLM's experts find themselves; needed around whatever calls ``mlp`` of a layer."""
+        """Context in which vLLM's experts find themselves; needed around every call of a layer's ``mlp``."""
         return nullcontext() if self.shape.experts is None else set_forward_context(None, self.vllm_config)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:

@@ -1,4 +1,4 @@
-"""What a ``config.json`` may state, by model family: keys, their types, and what a missing one means."""
+"""Keys of ``config.json`` by model family: types, and defaults."""
 
 import re
 from collections.abc import Mapping

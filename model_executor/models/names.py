@@ -19,8 +19,7 @@ PrefixOf = Callable[[str], str]
 
 
 def prefixes(modules: NamedModules, layer: str) -> PrefixOf:
-    """What the checkpoint of a ``layer`` of that name calls our modules of it: ``self_attn.qkv_proj`` beside its
-    ``self_attn.q_proj``."""
+    """Names in a checkpoint for our modules of a layer: ``self_attn.qkv_proj`` beside its ``self_attn.q_proj``."""
 
     def prefix_of(module: str) -> str:
         for released, (ours, shard) in modules.items():

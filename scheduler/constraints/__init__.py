@@ -1,1 +1,1 @@
-"""What a request's text must match, as an automaton over tokens."""
+"""Constraints of a request's text: automata over tokens."""

@@ -1,4 +1,4 @@
-"""What the tokens of a response may be, position by position: an automaton, and the tokens that end a response."""
+"""Constraint of a response: an automaton over tokens, and the tokens that end a response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,7 +113,7 @@ class Constraint:
         return self._before_masks[min(count, len(self._before_masks) - 1)]
 
     def fewest_tokens(self) -> int | None:
-        """Of an accepted text, without an end token; None where there is no such text."""
+        """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
         fewest = int(self._fewest[0])
         return None if fewest == _NONE else fewest
 
@@ -142,7 +142,7 @@ class Constraint:
 
     @cached_property
     def _fewest(self) -> np.ndarray:
-        """Of tokens from each state to an accepted text, int64 ``[num_states]``; ``_NONE`` where no tokens lead to one.
+        """Fewest tokens from each state to an accepted text, int64 ``[num_states]``; ``_NONE``: no tokens lead to one.
         Reads each pair of states once."""
         sources = self._transitions.sources
         into = np.searchsorted(self._transitions.targets, np.arange(self.num_states + 1))
@@ -158,7 +158,7 @@ class Constraint:
 
     @property
     def search_size(self) -> int:
-        """What ``most_probable`` reads at each position: pairs of states, and classes of sets."""
+        """Numbers that ``most_probable`` reads at each position: pairs of states, and classes of sets."""
         return len(self._transitions.sources) + len(self._transitions.classes)
 
     def after(self, state: int, tokens: Sequence[int]) -> int:
@@ -206,7 +206,7 @@ def constraint_of(packed: bytes, end_tokens: frozenset[int], reasoning: bytes | 
 
 
 class ConstrainedResponse:
-    """How far the decided part of one response has led its constraint."""
+    """Progress of one response's decided tokens in its constraint."""
 
     def __init__(
         self, constraint: Constraint, prompt_length: int, template: Sequence[int | None], first_end: int = 0

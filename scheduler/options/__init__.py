@@ -1,1 +1,1 @@
-"""What requests may ask for, and how that becomes a ``DecodingSpec``."""
+"""Request options, and their way into a ``DecodingSpec``."""

@@ -29,7 +29,7 @@ DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", 
 
 
 def _parsed(value: Any) -> Any:
-    """What may come as JSON, since ``vllm_xargs`` takes neither null nor an object."""
+    """Parse a value that may be JSON, since ``vllm_xargs`` takes neither null nor an object."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -130,11 +130,11 @@ class RequestOptions(BaseModel):
     """Also fill every drafted position whose token has a probability above this, whether it passes or not. Drafts that
     pass are filled in any case."""
     guide_fallback: Literal["guide", "draft"] | None = None
-    """Whose token fills the first position when no draft passes. Unset: the guide's."""
+    """Model whose token fills the first position when no draft passes. Unset: the guide."""
     guide_correction: bool | None = None
     """Fill positions whose drafts pass with the guide's tokens."""
     stream_granularity: Literal["block", "step"] | None = None
-    """What a streamed response shows: finished blocks, or also the running block after each step
+    """Content of a streamed response: finished blocks, or also the running block after each step
     (``outputs[i].provisional``)."""
     response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = None
     """The response with given tokens: a token id where one is given, None where the model fills one in. ``gen_length``

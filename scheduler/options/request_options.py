@@ -14,8 +14,8 @@ DEFAULT_GEN_LENGTH = 256
 
 CONSTRAINT = "constraint"
 REASONING = "reasoning"
-"""Where the automaton of ``structured_outputs``, and that of what comes before its text, travel in a request's
-``extra_args``."""
+"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, and for that of the text before
+it."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""

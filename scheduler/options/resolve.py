@@ -1,4 +1,5 @@
-"""How a request's parameters become a ``DecodingSpec``: defaults of engine, checkpoint and family, checked together."""
+"""Resolution of a request's parameters into a ``DecodingSpec``: defaults of engine, checkpoint and family, checked
+together."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,7 +44,7 @@ def check_request_defaults(engine: EngineOptions) -> None:
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
-    """What a checkpoint's config.json says for requests that leave it open; raises ``ValueError`` where it is wrong."""
+    """Request defaults of a checkpoint's config.json; raises ``ValueError`` if one is wrong."""
     section = checkpoint_section(hf_config)
     _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
     return section
@@ -121,7 +122,7 @@ def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> boo
 
 
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
-    """How the guide decides for a request of these options and the engine's defaults; None where it does not."""
+    """Settings of the guide for a request; None: the request is not guided."""
     given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
@@ -146,7 +147,8 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
 
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
-    """How many positions of several blocks a step fills is a rule's to say, and a span lies in one of them."""
+    """Refuse options that do not go with several blocks: the rule sets the number of positions of a step, and a span
+    lies in one block."""
     if (threshold := options.block_add_threshold) is None:
         return
     for name, reason in (
@@ -165,7 +167,7 @@ def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None
 
 
 def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
-    """What keeps the whole canvas must compute all of it."""
+    """Refuse ``suffix_blocks`` for methods that keep the whole canvas."""
     if options.suffix_blocks is not None and not engine.method.trims_suffix:
         raise InvalidRequestError(
             f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "

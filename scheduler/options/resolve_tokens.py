@@ -1,4 +1,4 @@
-"""What a request's parameters say of single tokens, in a model's vocabulary."""
+"""Parameters of a request about single tokens, in a model's vocabulary."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""How a request's options become an unmasking policy and a rule of parallel unmasking."""
+"""Resolution of a request's options into an unmasking policy and a rule of parallel unmasking."""
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast

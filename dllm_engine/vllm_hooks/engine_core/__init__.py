@@ -1,1 +1,1 @@
-"""What is changed in the processes of an engine: its core, and its workers."""
+"""Changes in the processes of an engine: its core, and its workers."""

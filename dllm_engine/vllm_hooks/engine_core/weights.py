@@ -11,7 +11,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.model_executor.models.checkpoint import check_checkpoint
+from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")

@@ -10,7 +10,7 @@ import torch
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.demo import demo_model_path
-from dllm_engine.model_executor.models.checkpoint import check_checkpoint, check_config
+from dllm_engine.model_executor.loading.checkpoint import check_checkpoint, check_config
 from dllm_engine.model_executor.models.configs import parse_config, read_json_object
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of

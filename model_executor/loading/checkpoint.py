@@ -6,6 +6,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from dllm_engine.families import family_of
+from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.configs import (
     Config,
     ExpertShape,
@@ -14,7 +15,6 @@ from dllm_engine.model_executor.models.configs import (
 )
 from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
 from dllm_engine.model_executor.models.dream import DreamModel
-from dllm_engine.model_executor.models.files import check_files
 from dllm_engine.model_executor.models.llada import LLaDAModelLM
 from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
 from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, Qwen2Tokenizer
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.configs import DreamConfig
-from dllm_engine.model_executor.models.files import check_files
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
