@@ -124,9 +124,11 @@ NOT_SUPPORTED = {
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
     """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
     first; None where there is none of the type."""
-    of_type = [family for family in FAMILIES.values() if family.model_type == model_type]
+    candidates = [family for family in FAMILIES.values() if family.model_type == model_type]
     listed = architectures if isinstance(architectures, list) else []
-    return next((family for family in of_type if family.architecture in listed), of_type[0] if of_type else None)
+    return next(
+        (family for family in candidates if family.architecture in listed), candidates[0] if candidates else None
+    )
 
 
 def family_of(hf_config: object) -> ModelFamily:

@@ -42,9 +42,9 @@ class DiffusionMetrics:
                 labelnames=[*labels, spec.label] if spec.label else labels,
                 **of_kind.get(spec.kind, {}),
             )
-            for of_engine in values_per_engine.values():
-                for of_label in [[value] for value in spec.values] if spec.label else [[]]:
-                    metric.labels(*of_engine, *of_label)  # so that it is shown from the start
+            for engine_values in values_per_engine.values():
+                for label_values in [[value] for value in spec.values] if spec.label else [[]]:
+                    metric.labels(*engine_values, *label_values)  # so that it is shown from the start
 
     def record(self, message: dict[str, Any], engine: int) -> None:
         """Add one message of an engine."""

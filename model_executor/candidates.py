@@ -264,8 +264,8 @@ class BatchCandidates:
             confidence = confidence.masked_fill(barred, -torch.inf)
             if len(of_requests) < len(self.members):
                 others = [i not in of_requests for i in requests]
-                of_others = on_device(others, confidence.device, torch.bool)[self.requests]
-                confidence = confidence.masked_fill(of_others, -torch.inf)
+                other_rows = on_device(others, confidence.device, torch.bool)[self.requests]
+                confidence = confidence.masked_fill(other_rows, -torch.inf)
             values = on_device([of_requests.get(i, 0.0) for i in requests], confidence.device, confidence.dtype)
             chosen |= select(
                 rule, confidence, self.requests, self.offsets, values, self.width, guaranteed, least, enough

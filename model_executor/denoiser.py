@@ -60,11 +60,11 @@ class Denoiser:
         """
         self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
-        of_steps = []
-        for of_step in steps:
-            plans = [of_step[request_id] for request_id in batch.request_ids]
-            of_steps.append(self._step(batch, plans, groups, layer_pass))
-        outcomes_of_steps, layer_pass.answers = outcomes_of(of_steps, len(batch.plans), layer_pass.asked())
+        filled_by_step = []
+        for step_plans in steps:
+            plans = [step_plans[request_id] for request_id in batch.request_ids]
+            filled_by_step.append(self._step(batch, plans, groups, layer_pass))
+        outcomes_of_steps, layer_pass.answers = outcomes_of(filled_by_step, len(batch.plans), layer_pass.asked())
         return outcomes_of_steps
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
@@ -106,11 +106,11 @@ class Denoiser:
             if any(spec.delay_eos for spec in specs):
                 statistics.held_back = self._held_back(group, statistics.token)
             if layer_pass.observes or any(spec.needs_per_step_output for spec in specs):
-                for candidates, its_statistics in group.split(statistics):
-                    layer_pass.observe(candidates.index, candidates.positions, its_statistics)
-                    _record(candidates, its_statistics)
+                for candidates, request_statistics in group.split(statistics):
+                    layer_pass.observe(candidates.index, candidates.positions, request_statistics)
+                    _record(candidates, request_statistics)
                     if candidates.canvas.spec.guidance is not None:
-                        drafted.append((candidates, its_statistics))
+                        drafted.append((candidates, request_statistics))
             found.append(self._fill(group, statistics, plans))
         return found + self._fill_guided(drafted)
 

@@ -229,7 +229,7 @@ class DiffusionModelRunner:
             for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
                 assert isinstance(report, StepReport)
                 report.advance(progress[request_id], self.canvases[request_id].spec)
-            if any(its_progress.step == 0 for its_progress in progress.values()):
+            if any(request_progress.step == 0 for request_progress in progress.values()):
                 break  # a block has joined: other pages are needed
             plans = self._next_plans(progress)
         if self.failures:
@@ -261,9 +261,9 @@ class DiffusionModelRunner:
     def _next_plans(self, progress: dict[str, Progress]) -> dict[str, StepPlan]:
         """None at all where one request has none: the scheduler must know first."""
         plans = {}
-        for request_id, its_progress in progress.items():
+        for request_id, request_progress in progress.items():
             try:
-                plans[request_id] = self.plan(self.canvases[request_id].spec, its_progress)
+                plans[request_id] = self.plan(self.canvases[request_id].spec, request_progress)
             except Exception as error:
                 self.failures[request_id] = failure_of(request_id, error)
         return {} if self.failures else plans

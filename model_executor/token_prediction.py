@@ -154,8 +154,8 @@ class TokenPredictor:
             given = None
             if classes is not None and scores is not None:
                 given = self._tokens_of(classes[rows], scores, constrained, rows)
-            of_rows = counters and counters.rows(rows)
-            part, log_total = self._reduce(shard, settings, of_rows, with_entropy, with_margin, given)
+            row_counters = counters and counters.rows(rows)
+            part, log_total = self._reduce(shard, settings, row_counters, with_entropy, with_margin, given)
             if num_logprobs is not None:
                 known = log_total if shard is plain else None
                 part.logprobs = token_logprobs(plain, part.token, num_logprobs, self.tp_group, known)
@@ -183,15 +183,15 @@ class TokenPredictor:
     def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
         """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
         best: list[list[torch.Tensor]] = [[] for _ in constrained]
-        for chunk, of_chunk in chunks:
-            scores, first_token = of_chunk.scores
+        for chunk, chunk_values in chunks:
+            scores, first_token = chunk_values.scores
             tokens = slice(first_token, first_token + scores.shape[1])
-            for of_request, held in zip(best, constrained, strict=True):
-                of_request.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
+            for request_maxima, held in zip(best, constrained, strict=True):
+                request_maxima.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
         found = []
-        for of_request, held in zip(best, constrained, strict=True):
+        for request_maxima, held in zip(best, constrained, strict=True):
             # Where filters are used, every rank has the whole vocabulary, and the same maxima.
-            maxima = self._gather(torch.cat(of_request)).amax(dim=0)
+            maxima = self._gather(torch.cat(request_maxima)).amax(dim=0)
             found.append(on_device(held.choose(maxima.double().cpu().numpy()), maxima.device))
         return torch.cat(found)
 

@@ -15,9 +15,9 @@ def on_device(
 
     On a CPU the tensor shares the memory of ``values`` where these are an array of that type.
     """
-    of_host = torch.as_tensor(values, dtype=dtype)
+    host_values = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
-    return of_host if device.type == "cpu" else of_host.pin_memory().to(device, non_blocking=True)
+    return host_values if device.type == "cpu" else host_values.pin_memory().to(device, non_blocking=True)
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:

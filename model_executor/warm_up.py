@@ -86,8 +86,8 @@ class WarmUp:
         """Responses of one block, of each size."""
         for length in BLOCK_LENGTHS:
             if length <= spec.gen_length:
-                of_block = replace(spec, gen_length=length, block_length=length)
-                self._answer(replace(of_block, steps=max(of_block.num_blocks, min(length, 4))), 1)
+                one_block = replace(spec, gen_length=length, block_length=length)
+                self._answer(replace(one_block, steps=max(one_block.num_blocks, min(length, 4))), 1)
 
     @torch.inference_mode()
     def record(self, record: Record, show_progress: bool) -> None:

@@ -156,7 +156,7 @@ class DiffusionScheduler(RequestQueue):
             state = self.states[request_id]
             try:
                 # Whichever of its steps writes them.
-                self._hold_pages(state, output, of_window=True)
+                self._hold_pages(state, output, needs_pages=True)
                 output.progress[request_id] = replace(state.progress, trace={})
             except Exception as error:
                 self._fail(state.request, failure_of(request_id, error), output)
@@ -201,17 +201,17 @@ class DiffusionScheduler(RequestQueue):
         state.last_scheduled = self._num_steps
         output.plans[request.request_id] = plan
         # What it reads without having written it was found.
-        of_window = plan.state is RefreshState.UPDATE or (plan.read > 0 and not state.page_counts)
-        self._hold_pages(state, output, of_window=of_window)
+        needs_pages = plan.state is RefreshState.UPDATE or (plan.read > 0 and not state.page_counts)
+        self._hold_pages(state, output, needs_pages=needs_pages)
         if plan.state is RefreshState.UPDATE:
             self._being_filled.update(self._new_keys(state, plan.retained))
         output.num_scheduled_tokens[request.request_id] = plan.max_rows
 
-    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, of_window: bool) -> None:
-        """``of_window``: also what a step of the running blocks writes."""
+    def _hold_pages(self, state: RequestState, output: DiffusionSchedulerOutput, *, needs_pages: bool) -> None:
+        """``needs_pages``: also what a step of the running blocks writes."""
         request_id, progress = state.request.request_id, state.progress
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if of_window and not state.pages_settled:
+        if needs_pages and not state.pages_settled:
             counts |= self.method.pages(state.spec, progress.running, self.geometry)
         if counts != state.page_counts:
             state.page_counts = counts

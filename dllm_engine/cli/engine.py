@@ -25,7 +25,7 @@ from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
-from dllm_engine.vllm_hooks.server_start import end_now
+from dllm_engine.vllm_hooks.server.start import end_now
 
 if TYPE_CHECKING:
     from vllm.sampling_params import StructuredOutputsParams

@@ -28,9 +28,9 @@ from dllm_engine.evaluation.trials import chosen_setting
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.text import one_line
-from dllm_engine.vllm_hooks import server_start
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
+from dllm_engine.vllm_hooks.server import start as server_start
 
 OTHER_SETTINGS = (
     *("refresh_ratio", "steps_per_dispatch", "lora_path"),
@@ -127,11 +127,11 @@ def check_flags(parser: CommandParser, flags: list[str]) -> None:
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    of_vllm = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    vllm_actions = make_arg_parser(FlexibleArgumentParser())._option_string_actions
     for name in stated_arguments(flags):
         flag = f"--{name.replace('_', '-')}"
-        if not any(known.startswith(flag) for known in of_vllm):
-            raise ValueError(f"{flag} is unknown{parser.closest(flag, of_vllm)}")
+        if not any(known.startswith(flag) for known in vllm_actions):
+            raise ValueError(f"{flag} is unknown{parser.closest(flag, vllm_actions)}")
 
 
 def stated_arguments(flags: list[str]) -> dict[str, str]:

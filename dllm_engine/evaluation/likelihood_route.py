@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from dllm_engine.admission import check_tokens
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, num_canvases, weighted_canvases
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.vllm_hooks.request_bodies import error_response
+from dllm_engine.vllm_hooks.server.bodies import error_response
 
 ROUTE = "/v1/likelihoods"
 MOST_SAMPLES, MOST_ANSWERS = 1024, 256

@@ -26,13 +26,13 @@ def candidates(
 ) -> list[Candidate]:
     """The requests that templates make, in the order of the templates; raises as ``LLM.fill_in``."""
     choices = [sized(template) for template in templates]
-    if params.n > 1 and any(len(of_one) > 1 for of_one in choices):
+    if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
         raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
     made = []
-    for owner, of_one in enumerate(choices):
-        for pieces in of_one:
+    for owner, one_size_each in enumerate(choices):
+        for pieces in one_size_each:
             template = response_template(pieces, tokenizer, max_model_len)
-            made.append(Candidate(owner, pieces, template, _params(params, template, len(of_one))))
+            made.append(Candidate(owner, pieces, template, _params(params, template, len(one_size_each))))
     return made
 
 

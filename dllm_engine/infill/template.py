@@ -90,13 +90,13 @@ def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> N
 def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: Any) -> list[int | None]:
     """The tokens of ``response_template``, from those of its texts."""
     template: list[int | None] = []
-    of_texts = iter(texts)
+    text_tokens = iter(texts)
     special_tokens: set[int] = set(tokenizer.all_special_ids) if texts else set()
     for number, piece in enumerate(pieces):
         if isinstance(piece, int):
             template += [None] * piece
             continue
-        tokens = next(of_texts)
+        tokens = next(text_tokens)
         if special := special_tokens.intersection(tokens):
             shown = tokenizer.decode([min(special)])
             raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")

@@ -127,8 +127,8 @@ def generate_if_valid(
     a streamed response already has the status 200."""
 
     def checked() -> AsyncGenerator[Any, None]:
-        of_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
-        return generate(self, of_prompt, sampling_params, request_id, **kwargs)
+        checked_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
+        return generate(self, checked_prompt, sampling_params, request_id, **kwargs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
         reasoning = _reasoning_before([prompt], arguments_in(sampling_params), tokenizer, self.vllm_config)

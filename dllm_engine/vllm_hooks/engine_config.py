@@ -30,8 +30,8 @@ from dllm_engine.vllm_hooks.generation_config import (
 )
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
-from dllm_engine.vllm_hooks.request_bodies import leave_completion_length_open
-from dllm_engine.vllm_hooks.server_start import end_on_signals_while_loading
+from dllm_engine.vllm_hooks.server.bodies import leave_completion_length_open
+from dllm_engine.vllm_hooks.server.start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

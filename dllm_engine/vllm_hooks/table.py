@@ -2,7 +2,7 @@
 
 All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. One
 change is not in the table, because it is no function: the default of ``max_tokens`` in ``CompletionRequest``
-(``request_bodies.py``).
+(``server/bodies.py``).
 """
 
 from dllm_engine.vllm_hooks import refused_settings
@@ -97,13 +97,13 @@ EVERY_PROCESS = (
     ),
     Patch(
         "vllm.entrypoints.launchers.app:register_api_routers",
-        "http_app:extend_app",
+        "server.app:extend_app",
         "add the playground, the check of request bodies and the refusals of a server that ends",
     ),
     *(
         Patch(
             f"vllm.entrypoints.{module}:setup_server",
-            "server_start:name_address",
+            "server.start:name_address",
             "say in a sentence that a port is in use",
             scope="if_imported",
         )
@@ -154,7 +154,7 @@ SERVING = (
     *(
         Patch(
             f"vllm.entrypoints.openai.{method}",
-            "request_bodies:create_if_known",
+            "server.bodies:create_if_known",
             "refuse options of ours in the wrong place, which vLLM would ignore",
         )
         for method in (
@@ -179,37 +179,37 @@ SERVING = (
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.completion_stream_generator",
-        "http_responses:stream_completion_with_fields",
+        "server.responses:stream_completion_with_fields",
         "add figures and provisional blocks to the chunks of a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator",
-        "http_responses:stream_chat_with_fields",
+        "server.responses:stream_chat_with_fields",
         "add figures and provisional blocks to the chunks of a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion.request_output_to_completion_response",
-        "http_responses:complete_with_fields",
+        "server.responses:complete_with_fields",
         "add figures to a completion",
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator",
-        "http_responses:complete_chat_with_fields",
+        "server.responses:complete_chat_with_fields",
         "add figures to a chat completion",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses.responses_stream_generator",
-        "http_responses:end_responses_stream",
+        "server.responses:end_responses_stream",
         "end a stream of /v1/responses that fails with an event that says why",
     ),
     Patch(
         "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error",
-        "http_responses:raise_with_reason",
+        "server.responses:raise_with_reason",
         "tell a client why its request ended with an error",
     ),
     Patch(
         "vllm.entrypoints.launchers.api_server.entry:serve_http",
-        "shutdown:serve_gracefully",
+        "server.shutdown:serve_gracefully",
         "answer every client when the server ends, with an exit status that says why",
         scope="if_imported",
     ),

@@ -234,12 +234,12 @@ def paged_attention(
     if split:
         parts = q.new_empty(num_splits, num_rows, num_heads, head_dim, dtype=torch.float32)
         part_lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
-    of_rows, of_combining = _launches(
+    row_launch, combining_launch = _launches(
         num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, with_lse, split,
         tiles, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
         v_pages.data_ptr() % 16,
     )  # fmt: skip
-    of_rows(
+    row_launch(
         _attention_kernel, (num_requests * num_blocks, num_kv_heads, num_splits),
         q, k, v, cu_seqlens, cu_seqlens if limits is None else limits, k_pages, v_pages, page_tables, head_start,
         token_stride, head_len, parts, part_lse,
@@ -247,7 +247,7 @@ def paged_attention(
         num_rows, num_blocks,
     )  # fmt: skip
     if split:
-        of_combining(_combine_kernel, (num_rows * num_heads, 1, 1), parts, part_lse, out, lse, num_splits)
+        combining_launch(_combine_kernel, (num_rows * num_heads, 1, 1), parts, part_lse, out, lse, num_splits)
 
 
 def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:

@@ -21,9 +21,9 @@ def _rotate_kernel(
     head = tl.arange(0, BLOCK_H)[:, None]
     column = tl.arange(0, BLOCK_D)
     exists = column < HALF
-    of_position = cos_sin + tl.load(positions + row) * 2 * HALF + column
-    cos = tl.load(of_position, mask=exists, other=0.0)[None, :]
-    sin = tl.load(of_position + HALF, mask=exists, other=0.0)[None, :]
+    angles = cos_sin + tl.load(positions + row) * 2 * HALF + column
+    cos = tl.load(angles, mask=exists, other=0.0)[None, :]
+    sin = tl.load(angles + HALF, mask=exists, other=0.0)[None, :]
     kept = (head < num_heads) & exists[None, :]
     place = x + row * x_row + head * x_head + column[None, :]
     first = tl.load(place, mask=kept, other=0.0).to(tl.float32)

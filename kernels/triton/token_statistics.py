@@ -82,11 +82,11 @@ def _combine_statistics_kernel(
     highest = tl.load(floats + at * 5, mask=exists, other=-float("inf"))
     total = tl.load(floats + at * 5 + 1, mask=exists, other=0.0)
     best = tl.load(floats + at * 5 + 3, mask=exists, other=-float("inf"))
-    of_split = tl.load(tokens + at, mask=exists, other=0)
+    split_tokens = tl.load(tokens + at, mask=exists, other=0)
 
     # The first of equals: splits are in the order of the vocabulary.
     row_best, winner = tl.max(best, 0, return_indices=True)
-    tl.store(token + row, tl.sum(tl.where(split == winner, of_split, 0), 0).to(tl.int64))
+    tl.store(token + row, tl.sum(tl.where(split == winner, split_tokens, 0), 0).to(tl.int64))
     tl.store(token_logit + row, row_best)
 
     row_highest, leader = tl.max(highest, 0, return_indices=True)

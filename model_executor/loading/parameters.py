@@ -33,7 +33,7 @@ def fill_parameters(
     Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
     missing, of a wrong shape, or not finite.
     """
-    parameters, of_model = dict(model.named_parameters()), type(model).__name__
+    parameters, model_name = dict(model.named_parameters()), type(model).__name__
     wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:
@@ -46,7 +46,7 @@ def fill_parameters(
             check_group_index(tensor_name, tensor)
             continue
         if name not in parameters:
-            raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {of_model}")
+            raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {model_name}")
         if not is_finite(tensor):
             raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
         parameter = parameters[name]
@@ -64,8 +64,8 @@ def fill_parameters(
     )
     if missing and whole:
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} tensors of {of_model}, the first for {missing[0]}; is a safetensors "
-            f"shard missing?"
+            f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first for {missing[0]}; is a "
+            f"safetensors shard missing?"
         )
     return {name for name, _ in filled}
 

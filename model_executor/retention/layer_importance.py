@@ -34,15 +34,15 @@ def layer_importance(
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         parts = zip(before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True)
         cosines = torch.cat([torch.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in parts])
-        means = torch.stack([of_canvas.mean() for of_canvas in cosines.split(rows.sizes)])
+        means = torch.stack([canvas_cosines.mean() for canvas_cosines in cosines.split(rows.sizes)])
         return 1 - means.clamp(-1, 1)
 
-    of_layers, of_attention = [], []
+    layer_changes, attention_changes = [], []
     for layer in layers:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
         attended = hidden + layer.o_proj(bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens))
         after = attended + layer.mlp(layer.mlp_norm(attended))
-        of_layers.append(changes(hidden, after))
-        of_attention.append(changes(hidden, attended))
+        layer_changes.append(changes(hidden, after))
+        attention_changes.append(changes(hidden, attended))
         hidden = after
-    return {"layer_importance": torch.stack(of_layers), "attention_importance": torch.stack(of_attention)}
+    return {"layer_importance": torch.stack(layer_changes), "attention_importance": torch.stack(attention_changes)}

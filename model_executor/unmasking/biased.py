@@ -27,9 +27,9 @@ def with_biases(shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: sli
     if not biased:
         return shard
     logits, first_token = shard[0].to(torch.float32, copy=True), shard[1]
-    for of_request in biased:
-        inside = (of_request.tokens >= first_token) & (of_request.tokens < first_token + logits.shape[1])
-        columns = on_device(of_request.tokens[inside] - first_token, logits.device)
-        numbers = on_device(of_request.numbers[inside], logits.device, torch.float32)
-        logits[:, columns] += torch.where(of_request.rows[chunk, None], numbers, 0.0)
+    for request_bias in biased:
+        inside = (request_bias.tokens >= first_token) & (request_bias.tokens < first_token + logits.shape[1])
+        columns = on_device(request_bias.tokens[inside] - first_token, logits.device)
+        numbers = on_device(request_bias.numbers[inside], logits.device, torch.float32)
+        logits[:, columns] += torch.where(request_bias.rows[chunk, None], numbers, 0.0)
     return VocabularyShard(logits, first_token)

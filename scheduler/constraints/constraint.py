@@ -181,17 +181,17 @@ class Constraint:
         t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
-        of_set = np.empty((len(scores), len(t.begins) - 1))
-        for position, of_class in enumerate(scores):
-            np.maximum.reduceat(of_class[t.classes], t.begins[:-1], out=of_set[position])
-            arriving = best[position, t.sources] + of_set[position, t.set_of]
+        set_scores = np.empty((len(scores), len(t.begins) - 1))
+        for position, class_scores in enumerate(scores):
+            np.maximum.reduceat(class_scores[t.classes], t.begins[:-1], out=set_scores[position])
+            arriving = best[position, t.sources] + set_scores[position, t.set_of]
             best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into[:-1])
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
             number = int(np.searchsorted(t.reached, at))
             into = slice(t.into[number], t.into[number + 1])
-            step = into.start + int((best[position, t.sources[into]] + of_set[position, t.set_of[into]]).argmax())
+            step = into.start + int((best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax())
             classes = t.classes[t.begins[t.set_of[step]] : t.begins[t.set_of[step] + 1]]
             path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
         return path

@@ -60,9 +60,9 @@ def retain(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Rete
     old, new = (tuple(span for span in part if span.start < stop) for part in parts)
     behind = ([span for span in part if span.start >= stop] for part in parts)
     candidates = [sum(span.size for span in part) for part in (old, new)]
-    count, of_old = (int(number * options.retention_ratio) for number in (sum(candidates), candidates[0]))
+    count, old_count = (int(number * options.retention_ratio) for number in (sum(candidates), candidates[0]))
     old_behind, new_behind = (Retention.whole(*part) for part in behind)
-    return [Retention(old, of_old), old_behind], [Retention(new, count - of_old), new_behind]
+    return [Retention(old, old_count), old_behind], [Retention(new, count - old_count), new_behind]
 
 
 SPARSE = CacheMethod(

@@ -15,7 +15,7 @@ from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
 from dllm_engine.vllm_hooks.admission import CheckedPrompt, generate_if_valid
-from dllm_engine.vllm_hooks.request_bodies import create_if_known
+from dllm_engine.vllm_hooks.server.bodies import create_if_known
 from tests.support.engines import assert_nothing_left
 
 PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}

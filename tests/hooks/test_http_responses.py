@@ -13,7 +13,7 @@ from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.http_responses import StreamFields, stream_with_fields
+from dllm_engine.vllm_hooks.server.responses import StreamFields, stream_with_fields
 
 
 def completion(*, finish_reason=None, shown=None, tokens=(5,)):

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from dllm_engine.params import OWN_NAMES
-from dllm_engine.vllm_hooks.request_bodies import BodyCheck
+from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from tests.support.http_app import app_client
 
 PATH = "/v1/completions"

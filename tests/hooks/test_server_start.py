@@ -21,7 +21,7 @@ time.sleep(60)
 """A process that forks all the time, as an engine that starts workers. What it has in memory makes a fork last."""
 SERVER = f"""
 import subprocess, sys, time
-from dllm_engine.vllm_hooks.server_start import end_on_signals
+from dllm_engine.vllm_hooks.server.start import end_on_signals
 end_on_signals()
 subprocess.Popen([sys.executable, "-c", {FORKING!r}], stdout=subprocess.PIPE).stdout.readline()
 print("loads", flush=True)

@@ -12,7 +12,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.shutdown import STOPPING, RefuseWhileShuttingDown, ServerStopping, serve_gracefully
+from dllm_engine.vllm_hooks.server.shutdown import STOPPING, RefuseWhileShuttingDown, ServerStopping, serve_gracefully
 from tests.support.http_app import app_client
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from dllm_engine.demo import demo_model_path
-from dllm_engine.vllm_hooks.server_start import shared_memory_of
+from dllm_engine.vllm_hooks.server.start import shared_memory_of
 from tests.support.preloaded import wait_until
 from tests.support.server import START_TIMEOUT_S, Server, scrape
 

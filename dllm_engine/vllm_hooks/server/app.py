@@ -18,8 +18,8 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
-from dllm_engine.vllm_hooks.request_bodies import BodyCheck
-from dllm_engine.vllm_hooks.shutdown import RefuseWhileShuttingDown
+from dllm_engine.vllm_hooks.server.bodies import BodyCheck
+from dllm_engine.vllm_hooks.server.shutdown import RefuseWhileShuttingDown
 
 REMOVED_ROUTES = ("/scale_elastic_ep",)
 """Routes of vLLM that would stop an engine without experts."""

@@ -23,8 +23,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.structured_output.requests import end_waiting
 from dllm_engine.vllm_hooks.patch import Original
-from dllm_engine.vllm_hooks.request_bodies import Message, error_response
-from dllm_engine.vllm_hooks.server_start import SIGNALS, address_error, end_now
+from dllm_engine.vllm_hooks.server.bodies import Message, error_response
+from dllm_engine.vllm_hooks.server.start import SIGNALS, address_error, end_now
 
 logger = init_logger(f"vllm.{__name__}")
 
