@@ -1,7 +1,7 @@
 """Entry point ``vllm.general_plugins``: runs in every vLLM process (API server, engine core, workers)."""
 
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, refuse_models
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, refuse_models, unfit
 
 
 def register() -> None:
@@ -11,12 +11,14 @@ def register() -> None:
     """
     try:
         check_release()
-        patch.check(table.PRIVATE)
         patch.apply(table.EVERY_PROCESS)
+        _register_models()
     except IncompatibleVLLMError as error:
         refuse_models(error)
-    else:
-        _register_models()
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise
+        refuse_models(unfit(str(error)))
 
 
 def _register_models() -> None:

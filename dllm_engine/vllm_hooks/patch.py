@@ -2,17 +2,13 @@
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from operator import attrgetter
-from pathlib import Path
-from symtable import SymbolTable, symtable
 from typing import Any, Literal
 
-from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, unfit
 
 Scope = Literal["attribute", "every_import", "if_imported"]
 Original = Callable[..., Any]
@@ -41,16 +37,6 @@ class Patch:
     module is already loaded."""
 
 
-@dataclass(frozen=True)
-class Private:
-    """Names that we use of a module of vLLM that is not part of its public interface."""
-
-    module: str
-    names: str
-    """Separated by spaces: ``name``, or ``Class.attribute`` if we override, set or read the attribute."""
-    why: str
-
-
 def apply(patches: Iterable[Patch]) -> None:
     """Replace the attributes, all or none. A second call changes nothing.
 
@@ -66,15 +52,6 @@ def apply(patches: Iterable[Patch]) -> None:
     replacements = [_replacement(patch, original) for patch, _, _, original in found]
     for each, replacement in zip(found, replacements, strict=True):
         _replace(*each, replacement)
-
-
-def check(uses: Iterable[Private]) -> None:
-    """Raise ``IncompatibleVLLMError`` if vLLM's sources lack a name. Imports nothing: a worker must not load what only
-    the front end uses."""
-    for use in uses:
-        for name in use.names.split():
-            if name not in _names_in_source(use.module):
-                raise _changed(f"It uses {use.module}:{name}, {use.why}, but it is not there")
 
 
 def _original(patch: Patch, module_name: str, path: str) -> tuple[Any, str, Any]:
@@ -118,39 +95,5 @@ def _replace(patch: Patch, owner: Any, name: str, original: Any, replacement: An
                 setattr(other, name, replacement)
 
 
-@cache
-def _names_in_source(module_name: str) -> frozenset[str]:
-    """``name`` and ``Class.name`` of all that a module's source binds, without what a class inherits; none where there
-    is no such module."""
-    source = _source_of(module_name)
-    if source is None:
-        return frozenset()
-    module = symtable(source.read_text(encoding="utf-8"), str(source), "exec")
-    classes = (scope for scope in module.get_children() if scope.get_type() == "class")
-    members = (f"{scope.get_name()}.{name}" for scope in classes for name in _names_bound(scope))
-    return frozenset(_names_bound(module)).union(members)
-
-
-def _source_of(module_name: str) -> Path | None:
-    """A module's file, found without importing the packages above it, as ``find_spec`` would."""
-    top, *below = module_name.split(".")
-    spec = find_spec(top)
-    assert spec is not None
-    place = Path(spec.origin or "").parent.joinpath(*below)
-    return next((file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file()), None)
-
-
-def _names_bound(scope: SymbolTable) -> Iterator[str]:
-    return (symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported())
-
-
 def _unfit(patch: Patch, what: str) -> IncompatibleVLLMError:
-    return _changed(f"It changes {patch.target} to {patch.why}, but {what}")
-
-
-def _changed(what: str) -> IncompatibleVLLMError:
-    import vllm
-
-    return IncompatibleVLLMError(
-        f"vLLM {vllm.__version__} does not suit this dllm-engine. {what}; install a vLLM that this dllm-engine supports"
-    )
+    return unfit(f"It changes {patch.target} to {patch.why}, but {what}")

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.vllm_hooks.patch import Private
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -21,8 +19,6 @@ _USE_TENSORS = "use tensor_parallel_size to split a model over GPUs, data_parall
 class Refused:
     """Settings of one of vLLM's configs that must keep their defaults."""
 
-    owner: str
-    """``module:Class`` of the config."""
     place: str
     """Place of the config in a ``VllmConfig``; empty: the config itself."""
     names: str
@@ -62,89 +58,82 @@ def _with_pages_reserved_at_once(config: "VllmConfig") -> bool:
     return not options.with_paper_settings(config.model_config.model, family).method.keeps_for_good
 
 
-_PARALLEL = ("vllm.config.parallel:ParallelConfig", "parallel_config")
-_SCHEDULER = ("vllm.config.scheduler:SchedulerConfig", "scheduler_config")
-_CACHE = ("vllm.config.cache:CacheConfig", "cache_config")
-_MODEL = ("vllm.config.model:ModelConfig", "model_config")
-_ENGINE = ("vllm.config.vllm:VllmConfig", "")
-
 REFUSED = (
     Refused(
-        *_PARALLEL,
+        "parallel_config",
         "pipeline_parallel_size decode_context_parallel_size prefill_context_parallel_size",
         _USE_TENSORS,
     ),
     # vLLM's experts for CPUs do not ask which of them a rank holds, and read beyond them.
     Refused(
-        *_PARALLEL,
+        "parallel_config",
         "enable_expert_parallel",
         "it is for models with experts, on GPUs; " + _USE_TENSORS,
         when=_without_experts_or_gpu,
     ),
     # With experts, its ranks would wait for each other in every step, also those without requests.
     Refused(
-        *_PARALLEL, "data_parallel_size", "start one server for each", when=lambda config: config.model_config.is_moe
+        "parallel_config",
+        "data_parallel_size",
+        "start one server for each",
+        when=lambda config: config.model_config.is_moe,
     ),
-    Refused(*_PARALLEL, "enable_eplb enable_batch_sharded_sampling enable_dbo ubatch_size enable_ep_weight_filter"),
-    Refused(*_PARALLEL, "enable_hc_sp enable_elastic_ep enable_fault_tolerance"),
     Refused(
-        *_SCHEDULER,
+        "parallel_config", "enable_eplb enable_batch_sharded_sampling enable_dbo ubatch_size enable_ep_weight_filter"
+    ),
+    Refused("parallel_config", "enable_hc_sp enable_elastic_ep enable_fault_tolerance"),
+    Refused(
+        "scheduler_config",
         "long_prefill_token_threshold long_prefill_token_threshold_adaptive",
         "refresh_ratio limits how long requests hold up short ones",
     ),
     Refused(
-        *_SCHEDULER,
+        "scheduler_config",
         "scheduler_cls",
         "cache_method chooses what a step computes; leave it unset",
         when=lambda config: config.scheduler_config.scheduler_cls != SCHEDULER_CLASS,
     ),
-    Refused(*_SCHEDULER, "async_scheduling", "steps_per_dispatch runs several steps without the scheduler"),
-    Refused(*_SCHEDULER, "scheduler_reserve_full_isl prefill_schedule_interval"),
+    Refused("scheduler_config", "async_scheduling", "steps_per_dispatch runs several steps without the scheduler"),
+    Refused("scheduler_config", "scheduler_reserve_full_isl prefill_schedule_interval"),
     Refused(
-        *_SCHEDULER,
+        "scheduler_config",
         "watermark",
         "this cache method reserves all pages of a request at admission; leave it unset",
         when=_with_pages_reserved_at_once,
     ),
-    Refused(*_CACHE, "block_size", "page_size sets how many tokens a page has", when=_with_other_pages),
-    Refused(*_CACHE, "prefix_match_unit", "prefixes are shared by pages; page_size sets how many tokens a page has"),
+    Refused("cache_config", "block_size", "page_size sets how many tokens a page has", when=_with_other_pages),
     Refused(
-        *_CACHE,
+        "cache_config", "prefix_match_unit", "prefixes are shared by pages; page_size sets how many tokens a page has"
+    ),
+    Refused(
+        "cache_config",
         "cache_dtype",
         "pages have the model's dtype; leave it unset",
         option="kv_cache_dtype",
         when=_with_other_dtype,
     ),
-    Refused(*_CACHE, "kv_cache_dtype_skip_layers kv_sharing_fast_prefill kv_offloading_size"),
-    Refused(*_MODEL, "enable_prompt_embeds return_sampling_mask enable_trace_replay"),
-    Refused(*_MODEL, "logits_processors use_fp64_gumbel"),
-    Refused(*_MODEL, "logprobs_mode", "log-probabilities are those of the unmasking step; leave it unset"),
-    Refused("vllm.config.offload:UVAOffloadConfig", "offload_config.uva", "cpu_offload_gb", _USE_TENSORS),
-    Refused("vllm.config.offload:PrefetchOffloadConfig", "offload_config.prefetch", "offload_group_size", _USE_TENSORS),
+    Refused("cache_config", "kv_cache_dtype_skip_layers kv_sharing_fast_prefill kv_offloading_size"),
+    Refused("model_config", "enable_prompt_embeds return_sampling_mask enable_trace_replay"),
+    Refused("model_config", "logits_processors use_fp64_gumbel"),
+    Refused("model_config", "logprobs_mode", "log-probabilities are those of the unmasking step; leave it unset"),
+    Refused("offload_config.uva", "cpu_offload_gb", _USE_TENSORS),
+    Refused("offload_config.prefetch", "offload_group_size", _USE_TENSORS),
     Refused(
-        "vllm.config.attention:AttentionConfig",
         "attention_config",
         "backend",
         "dense_attention chooses the library",
         option="attention_backend",
     ),
-    Refused("vllm.config.aux_output:AuxOutputConfig", "aux_output_config", "enable_return_routed_experts"),
+    Refused("aux_output_config", "enable_return_routed_experts"),
     Refused(
-        *_ENGINE,
+        "",
         "lora_config",
         "an adapter serves all requests of an engine: name its folder as lora_path",
         option="enable_lora",
     ),
-    Refused(*_ENGINE, "speculative_config kv_transfer_config kv_events_config ec_transfer_config"),
-    Refused(*_ENGINE, "watermark_config diffusion_config"),
+    Refused("", "speculative_config kv_transfer_config kv_events_config ec_transfer_config"),
+    Refused("", "watermark_config diffusion_config"),
 )
-
-USES = tuple(
-    Private(module, " ".join(f"{name}.{field}" for field in each.names.split()), "to refuse what is not honoured")
-    for each in REFUSED
-    for module, _, name in [each.owner.partition(":")]
-)
-"""For ``table.py``."""
 
 
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:

@@ -30,6 +30,15 @@ def check_release() -> None:
         )
 
 
+def unfit(what: str) -> IncompatibleVLLMError:
+    """An error for a supported release of which a part differs."""
+    import vllm
+
+    return IncompatibleVLLMError(
+        f"vLLM {vllm.__version__} does not suit this dllm-engine. {what}; install a vLLM that this dllm-engine supports"
+    )
+
+
 def refuse_models(reason: IncompatibleVLLMError) -> None:
     """Raise ``reason`` whenever one of our models is loaded. All other models work as before.
 

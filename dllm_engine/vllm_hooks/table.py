@@ -1,12 +1,11 @@
-"""Everything in vLLM that this package replaces, or uses although vLLM does not promise to keep it.
+"""Everything in vLLM that this package replaces.
 
 All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. One
 change is not in the table, because it is no function: the default of ``max_tokens`` in ``CompletionRequest``
 (``server/bodies.py``).
 """
 
-from dllm_engine.vllm_hooks import refused_settings
-from dllm_engine.vllm_hooks.patch import Patch, Private
+from dllm_engine.vllm_hooks.patch import Patch
 
 EVERY_PROCESS = (
     Patch(
@@ -215,130 +214,3 @@ SERVING = (
     ),
 )
 """Applied in the process that builds an engine's config, once it is known that the model is one of ours."""
-
-_SCHEDULER = "for the scheduler"
-_RUNNER = "for the model runner"
-_WORKER = "for the workers"
-_ATTENTION = "for dense attention"
-_LOADING = "to load weights"
-_SETTINGS = "to set up an engine"
-_TOOLS = "for calls of tools that must be made"
-_LIKELIHOODS = "for the route of likelihoods"
-_FRONT_END = "for what a front end checks and shows"
-
-PRIVATE = (
-    # The scheduler and its messages
-    Private("vllm.v1.core.sched.interface", "SchedulerInterface PauseState", _SCHEDULER),
-    Private("vllm.v1.core.sched.output", "SchedulerOutput.make_empty CachedRequestData.make_empty", _SCHEDULER),
-    Private("vllm.v1.core.sched.output", "NewRequestData.from_request GrammarOutput", _SCHEDULER),
-    Private("vllm.v1.core.sched.request_queue", "SchedulingPolicy create_request_queue", _SCHEDULER),
-    Private("vllm.v1.core.sched.utils", "remove_all", _SCHEDULER),
-    Private("vllm.v1.engine", "EngineCoreEventType EngineCoreOutput EngineCoreOutputs", _SCHEDULER),
-    Private("vllm.v1.engine", "EngineCoreOutput.kv_transfer_params EngineCoreOutputs.scheduler_stats", _SCHEDULER),
-    Private("vllm.v1.request", "Request.append_output_token_ids Request.take_events RequestStatus", _SCHEDULER),
-    Private("vllm.v1.structured_output", "StructuredOutputManager", _SCHEDULER),
-    Private("vllm.multimodal", "MULTIMODAL_REGISTRY MultiModalRegistry", _SCHEDULER),
-    Private("vllm.v1.metrics.stats", "PrefixCacheStats SchedulerStats.kv_connector_stats", "for the metrics"),
-    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._counter_cls", "for the metrics"),
-    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._gauge_cls", "for the metrics"),
-    Private("vllm.v1.metrics.loggers", "PrometheusStatLogger._histogram_cls", "for the metrics"),
-    # Pages
-    Private("vllm.v1.core.block_pool", "BlockPool.get_new_blocks BlockPool.free_blocks", "for the pages"),
-    Private("vllm.v1.core.block_pool", "BlockPool.get_num_free_blocks", "for the pages"),
-    Private("vllm.v1.core.kv_cache_utils", "BlockHash KVCacheBlock", "for the pages"),
-    Private("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager", "for the pages"),
-    Private("vllm.v1.kv_cache_interface", "FullAttentionSpec KVCacheConfig.num_blocks KVCacheSpec", "for the pages"),
-    Private("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry._ensure_registered", "for the pages"),
-    Private("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.register", "for the pages"),
-    # Workers and what they run
-    Private("vllm.v1.outputs", "DraftTokenIds EMPTY_MODEL_RUNNER_OUTPUT LogprobsLists ModelRunnerOutput", _RUNNER),
-    Private("vllm.tasks", "SupportedTask", _RUNNER),
-    Private("vllm.model_executor.layers.fused_moe", "FusedMoEFactory", "for experts"),
-    Private("vllm.forward_context", "set_forward_context", "for experts"),
-    Private("vllm.distributed.parallel_state", "GraphCaptureContext GroupCoordinator.graph_capture", _RUNNER),
-    Private("vllm.distributed.parallel_state", "GroupCoordinator is_global_first_rank", _RUNNER),
-    Private("vllm.utils.gc_utils", "freeze_gc_heap", _WORKER),
-    Private("vllm.model_executor.model_loader", "DefaultModelLoader get_model_loader", _LOADING),
-    Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._get_weights_iterator", _LOADING),
-    Private("vllm.model_executor.model_loader.default_loader", "DefaultModelLoader._prepare_weights", _LOADING),
-    Private("vllm.model_executor.model_loader.reload.inplace", "reload_weights", _RUNNER),
-    Private("vllm.model_executor.model_loader.reload", "record_metadata_for_reloading", "for the guide model"),
-    Private("vllm.model_executor.model_loader.utils", "process_weights_after_loading", "for the guide model"),
-    Private("vllm.utils.torch_utils", "set_default_torch_dtype", "for the guide model"),
-    Private("vllm.utils.torch_utils", "set_random_seed", _WORKER),
-    Private("vllm.v1.worker.worker_base", "CompilationTimes WorkerBase.get_supported_kv_cache_layouts", _WORKER),
-    Private("vllm.v1.worker.cpu_worker", "CPUWorker.init_device CPUWorker.compile_or_warm_up_model", _WORKER),
-    Private("vllm.v1.worker.gpu_worker", "Worker._make_model_runner init_worker_distributed_environment", _WORKER),
-    Private("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model Worker.execute_dummy_batch", _WORKER),
-    Private("vllm.v1.attention.backends.fa_utils", "flash_attn_varlen_func get_flash_attn_version", _ATTENTION),
-    Private("vllm.platforms.cpu", "CpuPlatform", "for Ray without GPUs"),
-    Private("vllm.platforms.interface", "Platform.ray_device_key", "for Ray without GPUs"),
-    Private("vllm.v1.executor.ray_executor_v2", "RayWorkerProc.get_node_and_physical_gpu_ids", "for Ray without GPUs"),
-    Private("vllm.v1.executor.ray_executor_v2", "RayExecutorV2._get_actor_resource_kwargs", "for Ray without GPUs"),
-    Private("vllm.v1.executor.ray_executor_v2", "RayExecutorV2._init_executor", "for Ray without GPUs"),
-    # Settings of an engine
-    Private("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", _SETTINGS),
-    Private(
-        "vllm.model_executor.models.config",
-        "VerifyAndUpdateConfig.verify_and_update_config VerifyAndUpdateConfig.verify_and_update_model_config",
-        _SETTINGS,
-    ),
-    Private("vllm.config.compilation", "CompilationMode CUDAGraphMode", _SETTINGS),
-    Private("vllm.config.compilation", "CompilationConfig.mode CompilationConfig.cudagraph_mode", _SETTINGS),
-    Private("vllm.config.compilation", "CompilationConfig.custom_ops", _SETTINGS),
-    Private("vllm.config.scheduler", "SchedulerConfig.scheduler_cls SchedulerConfig.async_scheduling", _SETTINGS),
-    Private("vllm.config.scheduler", "SchedulerConfig.enable_chunked_prefill SchedulerConfig.policy", _SETTINGS),
-    Private("vllm.config.scheduler", "SchedulerConfig.max_num_batched_tokens SchedulerConfig.max_num_seqs", _SETTINGS),
-    Private("vllm.config.scheduler", "SchedulerConfig.max_num_scheduled_tokens", _SETTINGS),
-    Private("vllm.config.scheduler", "SchedulerConfig.max_num_active_seqs", _SETTINGS),
-    Private("vllm.config.cache", "CacheConfig.enable_prefix_caching CacheConfig.kv_cache_memory_bytes", _SETTINGS),
-    Private("vllm.config.cache", "CacheConfig.num_gpu_blocks CacheConfig.user_specified_block_size", _SETTINGS),
-    Private("vllm.config.parallel", "ParallelConfig.worker_cls", _SETTINGS),
-    Private("vllm.config.parallel", "ParallelConfig.distributed_executor_backend", _SETTINGS),
-    Private("vllm.config.parallel", "ParallelConfig.tensor_parallel_size", _SETTINGS),
-    Private("vllm.utils.torch_utils", "resolve_kv_cache_dtype_string", _SETTINGS),
-    *refused_settings.USES,
-    Private("vllm.tokenizers", "cached_tokenizer_from_config", _SETTINGS),
-    Private("vllm.transformers_utils.repo_utils", "get_hf_file_to_dict", "for the checkpoint's own defaults"),
-    # Front ends
-    Private("vllm.v1.engine.input_processor", "InputProcessor parse_model_prompt", _FRONT_END),
-    Private("vllm.renderers", "TokenizeParams renderer_from_config", _FRONT_END),
-    Private("vllm.usage.usage_lib", "UsageContext", _FRONT_END),
-    Private(
-        "vllm.renderers.base", "BaseRenderer.tokenize_prompts_async", "to tokenize templates outside the event loop"
-    ),
-    Private("vllm.tokenizers", "TokenizerLike", "for automata over tokens"),
-    Private("vllm.reasoning", "ReasoningParserManager", "for reasoning before structured output"),
-    Private("vllm.renderers.online_renderer", "OnlineRenderer.effective_chat_template_kwargs", _FRONT_END),
-    Private(
-        "vllm.reasoning.abs_reasoning_parsers",
-        "ReasoningParser.is_reasoning_end ReasoningParser.reasoning_start_str ReasoningParser.reasoning_end_str",
-        "for reasoning before structured output",
-    ),
-    Private("vllm.entrypoints.generate.base.protocol", "DeltaMessage ExtractedToolCallInformation", _TOOLS),
-    Private("vllm.tool_parsers", "ToolParserManager", _TOOLS),
-    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser ToolParser.adjust_request", _TOOLS),
-    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser.structural_tag_model", _TOOLS),
-    Private("vllm.tool_parsers.abstract_tool_parser", "ToolParser.supports_required_and_named", _TOOLS),
-    Private("vllm.v1.serial_utils", "MsgpackEncoder", _FRONT_END),
-    Private("vllm.v1.engine", "EngineCoreRequest FinishReason", _FRONT_END),
-    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest.max_tokens", _FRONT_END),
-    Private("vllm.entrypoints.openai.completion.protocol", "CompletionRequest", _LIKELIHOODS),
-    Private(
-        "vllm.entrypoints.openai.completion.serving", "OpenAIServingCompletion.render_completion_request", _LIKELIHOODS
-    ),
-    Private("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest", _LIKELIHOODS),
-    Private("vllm.entrypoints.openai.chat_completion.serving", "OpenAIServingChat.render_chat_request", _LIKELIHOODS),
-    Private("vllm.entrypoints.serve.engine.protocol", "ErrorResponse", _LIKELIHOODS),
-    Private("vllm.entrypoints.serve.utils.api_utils", "load_aware_call with_cancellation", _LIKELIHOODS),
-    Private("vllm.entrypoints.serve.middleware.authenticate", "AuthenticationMiddleware.verify_token", _FRONT_END),
-    Private("vllm.v1.engine.exceptions", "EngineDeadError", _FRONT_END),
-    Private("vllm.v1.engine.output_processor", "RequestState._new_request_output", _FRONT_END),
-    Private("vllm.v1.engine.output_processor", "OutputProcessor.propagate_error", _FRONT_END),
-    Private("vllm.entrypoints.serve.exception_handling.error_response", "create_error_response", _FRONT_END),
-    Private("vllm.entrypoints.launchers.launcher", "terminate_if_errored", _FRONT_END),
-    Private("vllm.entrypoints.cli.main", "main", "for `dllm serve`"),
-    Private("vllm.entrypoints.cli.serve", "make_arg_parser", "for `dllm serve`"),
-    Private("vllm.utils.argparse_utils", "FlexibleArgumentParser.load_config_file", "for `dllm serve`"),
-)
-"""Names that are imported, and their attributes that are overridden, set or read. Checked when vLLM loads plugins."""

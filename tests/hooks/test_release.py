@@ -10,8 +10,7 @@ import vllm
 
 from dllm_engine import plugin
 from dllm_engine.cli.main import main
-from dllm_engine.vllm_hooks import table
-from dllm_engine.vllm_hooks.patch import Private
+from dllm_engine.vllm_hooks import patch
 from dllm_engine.vllm_hooks.release import RELEASES, IncompatibleVLLMError, check_release
 
 CHECKOUT = Path(__file__).parents[2]
@@ -69,13 +68,18 @@ def test_vllm_itself_with_another_model(other_release, tmp_path):
     assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
 
 
-def test_a_release_that_lacks_something_is_refused_as_well(monkeypatch, tiny_llada):
+@pytest.mark.parametrize("imported", ["before the models", "with the models"])
+def test_a_release_that_lacks_something_is_refused_as_well(imported, monkeypatch, tiny_llada):
+    def register_models():
+        from vllm.config import Gone  # noqa: F401
+
     with monkeypatch.context() as patched:
-        patched.setattr(table, "PRIVATE", (*table.PRIVATE, Private("vllm.config", "Gone", "for this test")))
+        if imported == "with the models":
+            patched.setattr(plugin, "_register_models", register_models)
+        else:
+            patched.setattr(patch, "apply", lambda patches: register_models())
         plugin.register()
-        with pytest.raises(
-            IncompatibleVLLMError, match=r"It uses vllm\.config:Gone, for this test, but it is not there"
-        ):
+        with pytest.raises(IncompatibleVLLMError, match=r"cannot import name 'Gone' from 'vllm\.config'.*; install"):
             vllm.LLM(str(tiny_llada))
     plugin.register()
 
