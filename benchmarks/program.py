@@ -12,7 +12,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 from dllm_engine import LLM
 from dllm_engine.checkpoints import named_shape
 from dllm_engine.evaluation.bench import random_engine
-from dllm_engine.evaluation.machine import machine_line, provenance
+from dllm_engine.evaluation.hardware import machine_line, provenance
 from dllm_engine.text import format_table, json_rows
 
 Rows = list[dict[str, Any]]

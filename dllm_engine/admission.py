@@ -18,7 +18,7 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError, r
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking import MOST_TOKENS
+from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".

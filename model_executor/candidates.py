@@ -15,11 +15,11 @@ from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
-from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, Rule, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan, UnmaskQuota, may_fill
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, Measure
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
 
 
 @dataclass(frozen=True)
@@ -200,52 +200,53 @@ class BatchCandidates:
         alone = self.columns[1] >= sizes[self.columns[0]]
         return on_device(alone, self.table.device, torch.bool) if alone.any() else None
 
-    def least(self, plans: Sequence[StepPlan]) -> list[int]:
+    def least(self) -> list[int]:
         """Minimum number of candidates that each plan fills if its rule fills fewer; 0: the rule decides."""
-        return [plan.quota.least if plan.quota.parallel is not None else 0 for plan in plans]
+        return [plan.quota.least if plan.quota.parallel is not None else 0 for plan in self.batch.plans]
 
-    def enough(self, plans: Sequence[StepPlan]) -> list[int]:
+    def enough(self) -> list[int]:
         """Number of candidates that a rule must allow, or one is filled; 0: no such number."""
-        return [plan.quota.enough if plan.quota.enough > 2 else 0 for plan in plans]
+        return [plan.quota.enough if plan.quota.enough > 2 else 0 for plan in self.batch.plans]
 
-    def observed(self, statistics: TokenStatistics, plans: Sequence[StepPlan]) -> torch.Tensor | None:
+    def observed(self, statistics: TokenStatistics) -> torch.Tensor | None:
         """Candidates as confident as their plan's quota asks for, bool ``[num_candidates]``; None where none does."""
-        bounds = [torch.inf if plan.quota.observed is None else plan.quota.observed for plan in plans]
+        quotas = [plan.quota for plan in self.batch.plans]
+        bounds = [torch.inf if quota.observed is None else quota.observed for quota in quotas]
         if min(bounds) == torch.inf:
             return None
         found = statistics.probability >= on_device(bounds, self.table.device, torch.float32)[self.requests]
         return found if self.predicted_alone is None else found & ~self.predicted_alone
 
-    def choices(self, plans: Sequence[StepPlan]) -> dict[Choice, dict[int, float]]:
-        """Choices of the plans of a step, with the rule's value for each request; guided requests are left out."""
+    def choices(self) -> dict[Choice, dict[int, float]]:
+        """Choices of the plans, with the rule's value for each request; guided requests are left out."""
         found: dict[Choice, dict[int, float]] = defaultdict(dict)
         for i in self.members:
             spec = self.batch.canvases[i].spec
             if spec.guidance is None:
-                rule, value = _rule(plans[i].quota, spec.unmasking)
+                rule, value = _rule(self.batch.plans[i].quota, spec.unmasking)
                 found[Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)][i] = value
         return found
 
-    def guaranteed(self, plans: Sequence[StepPlan]) -> list[int]:
+    def guaranteed(self) -> list[int]:
         """Offset of each request below which its plan fills one candidate at least; 0 where it leaves that to the
         rule."""
-        found = [0] * len(plans)
+        found = [0] * len(self.batch.plans)
         for i in self.members:
-            quota, canvas = plans[i].quota, self.batch.canvases[i]
+            quota, canvas = self.batch.plans[i].quota, self.batch.canvases[i]
             if quota.first_needed and canvas.known[quota.candidates.start] < 0:
                 found[i] = 1
             elif quota.guaranteed is not None:
                 found[i] = quota.guaranteed.stop - quota.candidates.start
         return found
 
-    def choose(self, statistics: TokenStatistics, masked: torch.Tensor, plans: Sequence[StepPlan]) -> torch.Tensor:
-        """Candidates that ``plans`` unmask, bool ``[num_candidates]``; only those that are still ``masked``
+    def choose(self, statistics: TokenStatistics, masked: torch.Tensor) -> torch.Tensor:
+        """Candidates that the plans unmask, bool ``[num_candidates]``; only those that are still ``masked``
         ``[num_candidates]``."""
-        offsets = self.guaranteed(plans)
+        offsets = self.guaranteed()
         guaranteed = on_device(offsets, masked.device) if any(offsets) else None
-        numbers = self.least(plans)
+        numbers = self.least()
         least = on_device(numbers, masked.device) if any(numbers) else None
-        numbers = self.enough(plans)
+        numbers = self.enough()
         enough = on_device(numbers, masked.device) if any(numbers) else None
         barred = ~masked if statistics.held_back is None else ~masked | statistics.held_back
         if self.predicted_alone is not None:
@@ -253,7 +254,7 @@ class BatchCandidates:
         requests = range(len(self.batch.plans))
         alg_temps = [canvas.spec.alg_temp for canvas in self.batch.canvases]
         chosen = torch.zeros_like(self.requests, dtype=torch.bool)
-        for (measure, rule), of_requests in self.choices(plans).items():
+        for (measure, rule), of_requests in self.choices().items():
             confidence = statistics.confidence(measure, self.offsets)
             if self.certainty is not None:
                 confidence = confidence * self.certainty
@@ -289,7 +290,7 @@ class BatchCandidates:
 def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     """The rule by which a request's positions are chosen, and its value."""
     if quota.parallel is not None:
-        return PARALLEL_RULES[quota.parallel.kind], quota.parallel.value
+        return SELECTION_RULES[quota.parallel.kind], quota.parallel.value
     if UNMASKING_POLICIES[policy].draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count

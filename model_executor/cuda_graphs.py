@@ -320,9 +320,9 @@ class StepGraphs:
         size = ForwardSize(num_requests, longest, writes and not fresh, writes and fresh)
         return self.forwards[size](batch, layer_pass)
 
-    def fill(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> Filled | None:
+    def fill(self, hidden: torch.Tensor, group: BatchCandidates) -> Filled | None:
         """Tokens that the step fills in ``group``; None: launch it. ``hidden`` covers all rows of the batch."""
-        choices, guaranteed, least = group.choices(plans), group.guaranteed(plans), group.least(plans)
+        choices, guaranteed, least = group.choices(), group.guaranteed(), group.least()
         num_candidates, width = padded(group.positions.numel()), padded(group.width)
         if len(choices) != 1 or num_candidates is None or width is None or not self._is_plain(group):
             return None
@@ -331,7 +331,7 @@ class StepGraphs:
             return None
         self._forget_outdated()
         size = FillingSize(num_candidates, width, choice, any(guaranteed), any(least))
-        values = [choices[choice].get(i, 0.0) for i in range(len(plans))]
+        values = [choices[choice].get(i, 0.0) for i in range(len(group.batch.plans))]
         return self.fillings[size](hidden, group, values, guaranteed, least)
 
     def _is_plain(self, group: BatchCandidates) -> bool:
@@ -345,6 +345,6 @@ class StepGraphs:
             or group.biased
             or any(spec.delay_eos or spec.needs_per_step_output or spec.certainty_sigma is not None for spec in specs)
             or any(plan.quota.observed is not None for plan in plans)
-            or any(group.enough(plans))
+            or any(group.enough())
             or any(spec.alg_temp for spec in specs)
         )

@@ -29,7 +29,7 @@ from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, co
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 
 
 class Denoiser:
@@ -61,9 +61,9 @@ class Denoiser:
         self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
         filled_by_step = []
-        for step_plans in steps:
-            plans = [step_plans[request_id] for request_id in batch.request_ids]
-            filled_by_step.append(self._step(batch, plans, groups, layer_pass))
+        for plans in steps:
+            batch.plans = [plans[request_id] for request_id in batch.request_ids]
+            filled_by_step.append(self._step(batch, groups, layer_pass))
         outcomes_of_steps, layer_pass.answers = outcomes_of(filled_by_step, len(batch.plans), layer_pass.asked())
         return outcomes_of_steps
 
@@ -82,10 +82,8 @@ class Denoiser:
             members[canvas.settings, canvas.constrained is not None].append(index)
         return [candidates.of_requests(indices) for indices in members.values()]
 
-    def _step(
-        self, batch: StepBatch, plans: list[StepPlan], groups: list[BatchCandidates], layer_pass: LayerPass
-    ) -> list[Filled]:
-        """One forward pass, and what it fills of the candidates by ``plans``, in the order of the batch."""
+    def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
+        """One forward pass, and the tokens that it fills in, in the order of the batch."""
         hidden = self.forward(batch, layer_pass)
         if self.graphs is not None and len(groups) > 1:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
@@ -97,12 +95,12 @@ class Denoiser:
             if not group.positions.numel():
                 continue
             if self.graphs is not None and not layer_pass.observes:
-                recorded = self.graphs.fill(hidden, group, plans)
+                recorded = self.graphs.fill(hidden, group)
                 if recorded is not None:
                     found.append(recorded)
                     continue
             specs = [batch.canvases[index].spec for index in group.members]
-            statistics = self._predict(hidden, group, plans)
+            statistics = self._predict(hidden, group)
             if any(spec.delay_eos for spec in specs):
                 statistics.held_back = self._held_back(group, statistics.token)
             if layer_pass.observes or any(spec.needs_per_step_output for spec in specs):
@@ -111,10 +109,10 @@ class Denoiser:
                     _record(candidates, request_statistics)
                     if candidates.canvas.spec.guidance is not None:
                         drafted.append((candidates, request_statistics))
-            found.append(self._fill(group, statistics, plans))
+            found.append(self._fill(group, statistics))
         return found + self._fill_guided(drafted)
 
-    def _predict(self, hidden: torch.Tensor, group: BatchCandidates, plans: list[StepPlan]) -> TokenStatistics:
+    def _predict(self, hidden: torch.Tensor, group: BatchCandidates) -> TokenStatistics:
         """Statistics of candidates of equal settings, in one pass through the head."""
         specs = [group.batch.canvases[index].spec for index in group.members]
         settings = group.batch.canvases[group.members[0]].settings
@@ -127,7 +125,7 @@ class Denoiser:
 
             counters = Counters(
                 per_candidate([canvas.seed for canvas in group.batch.canvases]),
-                per_candidate([plan.forward for plan in plans]),
+                per_candidate([plan.forward for plan in group.batch.plans]),
                 group.positions,
             )
         num_logprobs = [spec.num_logprobs_kept for spec in specs if spec.num_logprobs_kept is not None]
@@ -139,7 +137,7 @@ class Denoiser:
             with_margin="margin" in measures,
             num_logprobs=max(num_logprobs, default=None),
             biased=group.biased,
-            constrained=_constrained_rows(group, plans),
+            constrained=_constrained_rows(group),
         )
         if draws_positions and counters is not None:
             statistics.noise = uniform(
@@ -161,13 +159,13 @@ class Denoiser:
         after_mask = self.store.masked[group.places - 1]
         return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
 
-    def _fill(self, group: BatchCandidates, statistics: TokenStatistics, plans: list[StepPlan]) -> Filled:
+    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> Filled:
         """Unmask the plans' quotas of the candidates."""
-        chosen = group.choose(statistics, self.store.masked[group.places], plans)
+        chosen = group.choose(statistics, self.store.masked[group.places])
         self.store.fill(group.places, statistics.token, chosen)
         if group.spare is not None:
             chosen = chosen & ~group.spare
-        return filled_of(group.requests, group.positions, statistics, chosen, group.observed(statistics, plans))
+        return filled_of(group.requests, group.positions, statistics, chosen, group.observed(statistics))
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""
@@ -219,7 +217,7 @@ class Denoiser:
         return found
 
 
-def _constrained_rows(group: BatchCandidates, plans: list[StepPlan]) -> list[ConstrainedRows]:
+def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     """The rows of each request, in a group of constrained ones; none in another group."""
     canvases = group.batch.canvases
     if canvases[group.members[0]].constrained is None:
@@ -230,7 +228,7 @@ def _constrained_rows(group: BatchCandidates, plans: list[StepPlan]) -> list[Con
     for index in group.members:
         canvas, rows = canvases[index], slice(bounds[index], bounds[index + 1])
         assert canvas.constrained is not None
-        stop = min(plans[index].window.stop, canvas.spec.response_span.stop)
+        stop = min(group.batch.plans[index].window.stop, canvas.spec.response_span.stop)
         found.append(constrained_rows(canvas.constrained, canvas.known, stop, rows, positions[rows], group.rows.device))
     return found
 

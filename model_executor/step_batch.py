@@ -16,7 +16,7 @@ from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.scheduler.unmasking import SeenOfBlock
+from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 
 @dataclass
@@ -160,12 +160,13 @@ class SplitRows(RowBounds):
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepBatch:
     """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
 
     request_ids: list[str]
     plans: list[StepPlan]
+    """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
     canvases: list[Canvas]
     cu_seqlens: list[int]
     positions: torch.Tensor

@@ -21,7 +21,7 @@ from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, be
 from dllm_engine.model_executor.unmasking.logprobs import log_total_of, logits_of, token_logprobs
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 
 _Rows = TypeVar("_Rows", TokenStatistics, TokenLogprobs)
 _Made = TypeVar("_Made")

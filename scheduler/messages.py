@@ -14,7 +14,7 @@ from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
-from dllm_engine.scheduler.unmasking import SeenOfBlock
+from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 logger = init_logger(f"vllm.{__name__}")
 

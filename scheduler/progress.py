@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from dllm_engine.scheduler.request import FIRST_BLOCK, Blocks, DecodingSpec
-from dllm_engine.scheduler.unmasking import SeenOfBlock, SpanState
+from dllm_engine.scheduler.unmasking_policies import SeenOfBlock, SpanState
 
 
 @dataclass

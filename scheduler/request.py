@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.families import Attention, ScheduleKind
 from dllm_engine.scheduler.token_bias import TokenBias
-from dllm_engine.scheduler.unmasking import SlowFast, SpanState, split_steps
+from dllm_engine.scheduler.unmasking_policies import SlowFast, SpanState, split_steps
 
 
 class Span(NamedTuple):

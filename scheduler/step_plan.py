@@ -6,7 +6,7 @@ from enum import Enum
 
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
-from dllm_engine.scheduler.unmasking import (
+from dllm_engine.scheduler.unmasking_policies import (
     PARALLEL_RULES,
     UNMASKING_POLICIES,
     timestep_count,

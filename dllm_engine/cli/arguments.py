@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import BaseModel
 
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import choices, did_you_mean
 
 _SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}

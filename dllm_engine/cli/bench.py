@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     workload = Workload(args.batch, args.prompt, args.repeats, args.seed)
     errors: dict[str, str] = {}
     cells = measure(combinations(args, max(args.batch)), workload, _load, errors)
-    from dllm_engine.evaluation.machine import machine_line, provenance
+    from dllm_engine.evaluation.hardware import machine_line, provenance
 
     machine = provenance()
     print(machine_line(machine), table(cells, COLUMNS), sep="\n\n")

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from dllm_engine.check import checks
     from dllm_engine.check.cases import BY_HEADS, OTHERS, Sizes
     from dllm_engine.checkpoints import load_config
-    from dllm_engine.evaluation.machine import provenance
+    from dllm_engine.evaluation.hardware import provenance
     from dllm_engine.scheduler.page_layout import head_dim_of
 
     config, machine = load_config(args.model), provenance()

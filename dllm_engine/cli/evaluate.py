@@ -245,7 +245,7 @@ def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None)
         print(f"cannot be measured: {key}: {why}", file=sys.stderr)
     if args.output is None:
         return
-    from dllm_engine.evaluation.machine import provenance
+    from dllm_engine.evaluation.hardware import provenance
 
     comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance())
     write_csv([row.values for row in rows], args.output.with_suffix(".csv"))

@@ -44,7 +44,7 @@ def print_demo_path(args: argparse.Namespace) -> int:
 def describe() -> dict[str, Any]:
     """Everything an engine can be asked for, from the registries that check it."""
     from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS, RequestOptions
-    from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+    from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
 
     rules = RequestOptions.model_json_schema()["properties"]
     return {

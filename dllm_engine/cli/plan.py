@@ -16,7 +16,7 @@ from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.text import format_table, readable_size
 
 if TYPE_CHECKING:
-    from dllm_engine.memory.plan import RequestDemand, Sizing
+    from dllm_engine.memory.capacity import RequestDemand, Sizing
 
 
 def byte_size(text: str) -> int:
@@ -92,7 +92,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    from dllm_engine.memory.plan import Deployment, plan
+    from dllm_engine.memory.capacity import Deployment, plan
 
     if args.gpu_memory is None:
         raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")

@@ -194,7 +194,7 @@ def _tell(bar: Any, what: str, left: float) -> None:
 
 def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | None) -> None:
     """Print and write the result, which may be that of an interrupted search."""
-    from dllm_engine.evaluation.machine import provenance
+    from dllm_engine.evaluation.hardware import provenance
     from dllm_engine.params import DiffusionParams
 
     brought = {name: value for name, value in task.decoding.items() if name == "block_length"}

@@ -233,8 +233,8 @@ class MemoryMeter:
     """Measures the memory of an engine in this process from now on; ``look`` after each of its steps."""
 
     def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.evaluation.machine import restart_peak
-        from dllm_engine.memory.plan import models_of
+        from dllm_engine.evaluation.hardware import restart_peak
+        from dllm_engine.memory.capacity import models_of
         from dllm_engine.memory.weights import weights_of_models
 
         runner = runner_of(llm)
@@ -252,7 +252,7 @@ class MemoryMeter:
 
     def read(self) -> Cost:
         """The peaks up to now."""
-        from dllm_engine.evaluation.machine import peak
+        from dllm_engine.evaluation.hardware import peak
 
         page_bytes, working_bytes = self._most_pages * self._bytes_per_page, max(0, peak() - self._before)
         return Cost(weight_bytes=self._weight_bytes, page_bytes=page_bytes, working_bytes=working_bytes)

@@ -15,7 +15,7 @@ from dllm_engine.evaluation.runner import Cost
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 
 Factor = Literal["rule", "window", "block_length", "cache_method", "cache_options"]
 """A part of a setting."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from dllm_engine.memory.plan import models_of
+from dllm_engine.memory.capacity import models_of
 from dllm_engine.memory.weights import weights_of_models
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.options import EngineOptions

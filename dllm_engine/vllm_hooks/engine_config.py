@@ -21,13 +21,13 @@ from dllm_engine.scheduler.options.request_fields import RequestOptions, with_de
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.admission import limit_responses
 from dllm_engine.vllm_hooks.generation_config import (
     UNSUPPORTED,
     checkpoint_generation,
     left_out_generation,
     settled_override,
 )
+from dllm_engine.vllm_hooks.input_processor import limit_responses
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.server.bodies import leave_completion_length_open

@@ -15,12 +15,12 @@ EVERY_PROCESS = (
     ),
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-        "admission:process_checked_inputs",
+        "input_processor:process_checked_inputs",
         "check a request before it enters the engine",
     ),
     Patch(
         "vllm.entrypoints.serve.utils.api_utils:get_max_tokens",
-        "admission:refuse_clipping",
+        "input_processor:refuse_clipping",
         "refuse a length that vLLM would silently shorten",
         scope="every_import",
     ),
@@ -114,12 +114,12 @@ EVERY_PROCESS = (
 SAMPLING = (
     Patch(
         "vllm.sampling_params:SamplingParams._verify_args",
-        "admission:remember_filters",
+        "input_processor:remember_filters",
         "keep top_p and top_k of greedy requests, on which confidences depend",
     ),
     Patch(
         "vllm.sampling_params:SamplingParams._verify_greedy_sampling",
-        "admission:settle_greedy",
+        "input_processor:settle_greedy",
         "bring top_p and top_k back, and say what several responses to a prompt need",
     ),
 )
@@ -130,24 +130,24 @@ SERVING = (
     *(
         Patch(
             f"vllm.renderers.online_renderer:OnlineRenderer.preprocess_{kind}",
-            "admission:render_and_build",
+            "input_processor:render_and_build",
             "build what structured output needs before the request is checked, while others are served",
         )
         for kind in ("chat", "completion")
     ),
     Patch(
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended",
-        "admission:resolve_by_prompt",
+        "input_processor:resolve_by_prompt",
         "let a response reason before its structured output, also where its reasoning is not included",
     ),
     Patch(
         "vllm.v1.engine.async_llm:AsyncLLM.generate",
-        "admission:generate_if_valid",
+        "input_processor:generate_if_valid",
         "refuse a streamed request before its response starts with status 200",
     ),
     Patch(
         "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses._generate_with_builtin_tools",
-        "admission:respond_if_valid",
+        "input_processor:respond_if_valid",
         "refuse a request to /v1/responses before its response starts",
     ),
     *(
@@ -171,7 +171,7 @@ SERVING = (
     *(
         Patch(
             f"vllm.entrypoints.generate.beam_search.{method}.beam_search",
-            "admission:refuse_beam_search",
+            "input_processor:refuse_beam_search",
             "refuse beam search, which means nothing without a prefix to extend",
         )
         for method in ("offline:BeamSearchOfflineMixin", "online:BeamSearchOnlineMixin")

@@ -1,1 +1,1 @@
-"""Parts of the cache methods' layer passes."""
+"""Layer passes: what a layer computes, attends to and keeps. Each cache method names one of them."""

@@ -1,7 +1,7 @@
 """Number of positions that a step fills: the rules of parallel unmasking, a fixed count, and a draw per position.
 
-A new rule of parallel unmasking is a function here, its name in ``PARALLEL_RULES``, and its row in
-``scheduler/unmasking.py``.
+A new rule of parallel unmasking is a function here, its name in ``SELECTION_RULES``, and its row in
+``scheduler/unmasking_policies.py``.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ def below_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch
     return ordered > -value
 
 
-PARALLEL_RULES: dict[str, Rule] = {
+SELECTION_RULES: dict[str, Rule] = {
     "threshold": reaching,
     "factor": within_factor,
     "entropy_bound": within_bound,
@@ -95,4 +95,4 @@ PARALLEL_RULES: dict[str, Rule] = {
     "entropy_threshold": within_threshold,
     "strict_entropy_threshold": below_threshold,
 }
-"""By the names in ``scheduler/unmasking.py``. All but the last pass the most confident position at least."""
+"""By the names in ``scheduler/unmasking_policies.py``. All but the last pass the most confident position at least."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dllm_engine.scheduler.unmasking import Measure
+from dllm_engine.scheduler.unmasking_policies import Measure
 
 LEAST_CONFIDENT = -1e30
 """Less than any negative entropy, and yet one that may be unmasked."""

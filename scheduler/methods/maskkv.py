@@ -108,5 +108,11 @@ def largest(options: MaskKVOptions) -> CacheOptions:
 
 TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
 MASKKV = CacheMethod(
-    plan, hold_budget_and_features, MaskKVOptions, "passes.maskkv:MaskKVPass", runs=runs, largest=largest, tuned=TUNED
+    plan,
+    hold_budget_and_features,
+    MaskKVOptions,
+    "layer_pass.maskkv:MaskKVPass",
+    runs=runs,
+    largest=largest,
+    tuned=TUNED,
 )

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dllm_engine.options import explain
-from dllm_engine.scheduler.unmasking import MOST_TOKENS, SlowFast
+from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS, SlowFast
 
 PARALLEL_OPTIONS = (
     *("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast"),

@@ -30,7 +30,7 @@ from dllm_engine.scheduler.options.request_options import (
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
 

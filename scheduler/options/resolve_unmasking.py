@@ -4,7 +4,13 @@ from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
-from dllm_engine.scheduler.unmasking import CONFIDENCES, PARALLEL_RULES, UNMASKING_POLICIES, WEIGHTED_MEASURES, SlowFast
+from dllm_engine.scheduler.unmasking_policies import (
+    CONFIDENCES,
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    WEIGHTED_MEASURES,
+    SlowFast,
+)
 from dllm_engine.text import choices
 
 _MEASURED = {

@@ -9,7 +9,7 @@ from dllm_engine.cli.models import as_tables, describe
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 
 
 class Options(BaseModel):

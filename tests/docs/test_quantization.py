@@ -5,7 +5,7 @@ To write it anew: ``python -m tests.docs.test_quantization``
 
 from pathlib import Path
 
-from dllm_engine.memory.plan import GIB, Deployment, SizingError, plan
+from dllm_engine.memory.capacity import GIB, Deployment, SizingError, plan
 from dllm_engine.options import EngineOptions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"

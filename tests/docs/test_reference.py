@@ -22,7 +22,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, SlowFast
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, SlowFast
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "reference.md"

@@ -8,7 +8,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.retention.scorers import SCORERS
 from dllm_engine.model_executor.unmasking import rules
-from dllm_engine.scheduler import unmasking
+from dllm_engine.scheduler import unmasking_policies
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate
 
@@ -49,8 +49,8 @@ def test_the_scorer_chooses_what_is_near(page, engines, tiny_llada, monkeypatch)
 
 
 def test_the_rule_fills_what_is_nearly_as_sure_as_the_best(page, engines, tiny_llada, monkeypatch):
-    monkeypatch.setitem(rules.PARALLEL_RULES, "factor", page["near_the_best"])
-    monkeypatch.setitem(unmasking.PARALLEL_RULES, "factor", page["RELATIVE"])
+    monkeypatch.setitem(rules.SELECTION_RULES, "factor", page["near_the_best"])
+    monkeypatch.setitem(unmasking_policies.PARALLEL_RULES, "factor", page["RELATIVE"])
     llm = engines(tiny_llada)
     assert {len(step) for step in figures(llm, factor=1.0)[0].diffusion.unmasked_per_step} == {1}
     assert [len(step) for step in figures(llm, factor=0.001)[0].diffusion.unmasked_per_step] == [8, 8]

@@ -13,8 +13,8 @@ from dllm_engine import DiffusionParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.vllm_hooks import admission
-from dllm_engine.vllm_hooks.admission import CheckedPrompt, generate_if_valid
+from dllm_engine.vllm_hooks import input_processor
+from dllm_engine.vllm_hooks.input_processor import CheckedPrompt, generate_if_valid
 from dllm_engine.vllm_hooks.server.bodies import create_if_known
 from tests.support.engines import assert_nothing_left
 
@@ -71,20 +71,21 @@ def engine(engines, tiny_llada, monkeypatch):
     """What ``AsyncLLM`` shows to the hooks, and the requests that were checked."""
     llm = engines(tiny_llada)
     checked = []
-    check_request = admission.check_request
+    check_request = input_processor.check_request
 
     def counting(params, *args):
         checked.append(params)
         return check_request(params, *args)
 
-    monkeypatch.setattr(admission, "check_request", counting)
+    monkeypatch.setattr(input_processor, "check_request", counting)
 
     def generate(self, prompt, sampling_params, request_id, **kwargs):
         """As ``AsyncLLM.generate``, whose generator makes the request when it is first asked."""
         yield self.input_processor.process_inputs(request_id, prompt, sampling_params, ("generate",), **kwargs)
 
-    input_processor = llm.llm_engine.input_processor
-    engine = SimpleNamespace(model_config=llm.model_config, input_processor=input_processor, checked=checked)
+    engine = SimpleNamespace(
+        model_config=llm.model_config, input_processor=llm.llm_engine.input_processor, checked=checked
+    )
     engine.generate = lambda *args, **kwargs: generate_if_valid(generate, engine, *args, **kwargs)
     return engine
 

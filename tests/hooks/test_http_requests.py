@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dllm_engine.vllm_hooks import admission
+from dllm_engine.vllm_hooks import input_processor
 from tests.support.engines import assert_nothing_left
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
@@ -195,8 +195,8 @@ def test_several_responses_are_drawn(client, endpoint):
 
 
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
-    checked, check_request = [], admission.check_request
-    monkeypatch.setattr(admission, "check_request", lambda *given: checked.append(given) or check_request(*given))
+    checked, check_request = [], input_processor.check_request
+    monkeypatch.setattr(input_processor, "check_request", lambda *given: checked.append(given) or check_request(*given))
     assert ask().status_code == 200
     assert len(checked) == 1
     processor = demo.llm_engine.output_processor

@@ -57,12 +57,14 @@ def test_a_function_that_others_have_imported_is_replaced_there_too():
 
 def test_a_module_that_is_not_loaded_is_left_alone():
     patch.apply(
-        [Patch("vllm.no_such_module:attribute", "admission:process_checked_inputs", "test", scope="if_imported")]
+        [Patch("vllm.no_such_module:attribute", "input_processor:process_checked_inputs", "test", scope="if_imported")]
     )
 
 
 def test_where_one_attribute_is_gone_none_is_replaced(monkeypatch):
     monkeypatch.setattr(outputs.RequestOutput, "add", original := lambda self, next_output, aggregate: None)
     with pytest.raises(IncompatibleVLLMError):
-        patch.apply([*table.EVERY_PROCESS, Patch("vllm.outputs:gone", "admission:process_checked_inputs", "test")])
+        patch.apply(
+            [*table.EVERY_PROCESS, Patch("vllm.outputs:gone", "input_processor:process_checked_inputs", "test")]
+        )
     assert outputs.RequestOutput.add is original

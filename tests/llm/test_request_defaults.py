@@ -17,7 +17,7 @@ from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
 from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.unmasking import SlowFast
+from dllm_engine.scheduler.unmasking_policies import SlowFast
 from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine

@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.memory import start_up
-from dllm_engine.memory.plan import GIB
+from dllm_engine.memory.capacity import GIB
 from dllm_engine.memory.start_up import check_gpu_memory
 from examples.quantize import quantize
 from tests.support.engines import start_engine

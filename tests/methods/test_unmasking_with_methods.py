@@ -11,7 +11,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.plans import FULL_METHODS
 from tests.support.tiny_checkpoints import MASK

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.unmasking import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
 from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, generate, runner_of, set_steps_per_dispatch
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, drawn_below, first_of_all
 from dllm_engine.model_executor.unmasking.selection import select
 
-RULES = PARALLEL_RULES | {"count": first_of_all, "draws": drawn_below}
+RULES = SELECTION_RULES | {"count": first_of_all, "draws": drawn_below}
 
 
 def pick(rule: str, confidences: list[list[float]], values: list[float]) -> list[list[int]]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.unmasking.rules import PARALLEL_RULES
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.step_plan import unmask_quota
@@ -64,7 +64,7 @@ def test_a_window_over_the_border_of_intervals_computes_the_whole_canvas(masked,
 def test_a_threshold_must_be_exceeded():
     request = spec(parallel=ParallelRule("threshold", 0.9), cache=cache_of("es_dllm"))
     assert {plan.quota.parallel for plan in plans_of(request, "es_dllm")} == {ParallelRule("exceeded_threshold", 0.9)}
-    exceeded = PARALLEL_RULES["exceeded_threshold"](torch.tensor([0.875, 0.75, 0.5]), 0.75)
+    exceeded = SELECTION_RULES["exceeded_threshold"](torch.tensor([0.875, 0.75, 0.5]), 0.75)
     assert exceeded.tolist() == [True, False, False]
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.unmasking import (
+from dllm_engine.scheduler.unmasking_policies import (
     SeenOfBlock,
     SlowFast,
     SpanState,

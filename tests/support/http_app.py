@@ -43,7 +43,7 @@ class EngineInProcess:
     """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process; one request at a time."""
 
     def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.vllm_hooks.admission import generate_if_valid
+        from dllm_engine.vllm_hooks.input_processor import generate_if_valid
 
         self.llm_engine = llm.llm_engine
         self.errored, self.is_running, self.dead_error = False, True, None

@@ -22,7 +22,7 @@ from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
 from dllm_engine.scheduler.request import DecodingSpec, Span
-from dllm_engine.scheduler.unmasking import UNMASKING_POLICIES, WEIGHTED_MEASURES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, WEIGHTED_MEASURES
 
 
 class Rollout:

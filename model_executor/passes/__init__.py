@@ -1,1 +1,0 @@
-"""Layer passes of single cache methods, by the names of ``scheduler/methods/``."""
