@@ -17,10 +17,10 @@ from vllm.distributed.parallel_state import GraphCaptureContext
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, filled_of
 from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
-from dllm_engine.model_executor.layer_pass.base import LayerPass
-from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device

@@ -20,8 +20,8 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.cuda_graphs import StepGraphs
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
-from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device

@@ -26,11 +26,11 @@ from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
-from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
+from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor

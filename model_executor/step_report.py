@@ -9,7 +9,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists
 
 from dllm_engine.model_executor.candidates import StepOutcome
-from dllm_engine.model_executor.layer_pass.base import LayerPass
+from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span

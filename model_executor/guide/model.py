@@ -23,11 +23,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.text import GuideReader, Reading
-from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_pages
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.causal import CausalModel
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
+from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, RowBounds, StepBatch
 from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.model_executor.transfer import gather_from_ranks, on_device

@@ -2,7 +2,7 @@
 
 LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
 in what ``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the
-layers belongs to a layer pass (``model_executor/layer_pass/base.py``), which may change the rows between and inside
+layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and inside
 layers.
 """
 

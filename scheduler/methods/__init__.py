@@ -1,5 +1,5 @@
 """Cache methods. A new one is a file here and an entry in ``CACHE_METHODS``; a layer pass of its own is a file in
-``model_executor/layer_pass/``."""
+``model_executor/passes/``."""
 
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod

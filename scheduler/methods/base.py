@@ -47,7 +47,7 @@ class CacheMethod:
     so that they can be reserved."""
     options: type[CacheOptions] = CacheOptions
     """The model that validates ``cache_options``."""
-    layer_pass: str = "layer_pass.paged:RetentionPass"
+    layer_pass: str = "passes.paged:RetentionPass"
     """``module:name`` below ``dllm_engine.model_executor``: ``name(batch, pages)`` makes the layer pass of a step."""
     attention: tuple[Attention, ...] = ("full",)
     """Kinds of attention that the method is for. Methods for full attention approximate keys and values that may change

@@ -74,5 +74,5 @@ def pass_bytes(rows: int, longest: int) -> int:
 
 
 D2_CACHE = CacheMethod(
-    plan, hold_canvas, D2CacheOptions, "layer_pass.d2_cache:RolloutPass", check=check, pass_bytes=pass_bytes
+    plan, hold_canvas, D2CacheOptions, "passes.d2_cache:RolloutPass", check=check, pass_bytes=pass_bytes
 )

@@ -44,7 +44,7 @@ DKV = CacheMethod(
     plan,
     hold_canvas,
     DKVOptions,
-    "layer_pass.paged:OverwritePass",
+    "passes.paged:OverwritePass",
     paper_settings=PAPER_SETTINGS,
     tuned={"refresh_interval": (4, 8, 16)},
 )

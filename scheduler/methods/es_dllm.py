@@ -153,7 +153,7 @@ ES_DLLM = CacheMethod(
     plan,
     hold_canvas_and_copy,
     ESDLLMOptions,
-    "layer_pass.es_dllm:EarlySkipPass",
+    "passes.es_dllm:EarlySkipPass",
     uniform_sampler="always",
     check=check,
     tuned=TUNED,

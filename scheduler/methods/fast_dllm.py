@@ -73,7 +73,7 @@ DUAL = CacheMethod(
     plan_dual,
     hold_retained(retain_all),
     DualOptions,
-    "layer_pass.fast_dllm:dual_pass",
+    "passes.fast_dllm:dual_pass",
     trims_suffix=True,
     records=reuses,
     tuned={"refresh": ("all", "response", "near")},

@@ -111,7 +111,7 @@ MASKKV = CacheMethod(
     plan,
     hold_budget_and_features,
     MaskKVOptions,
-    "layer_pass.maskkv:MaskKVPass",
+    "passes.maskkv:MaskKVPass",
     runs=runs,
     largest=largest,
     tuned=TUNED,

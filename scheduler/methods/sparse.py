@@ -69,7 +69,7 @@ SPARSE = CacheMethod(
     plan,
     hold_retained(retain),
     SparseOptions,
-    "layer_pass.sparse:SparsePass",
+    "passes.sparse:SparsePass",
     trims_suffix=True,
     records=reuses,
     tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},

@@ -16,7 +16,7 @@ from dllm_engine.families import FAMILIES, family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.memory.capacity import GIB, Deployment, SizingError, pages_of_pool, plan
 from dllm_engine.memory.weights import QUANTIZATIONS, activation_bytes, weight_bytes
-from dllm_engine.model_executor.layer_pass.d2_cache import Rollout
+from dllm_engine.model_executor.passes.d2_cache import Rollout
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for

@@ -119,7 +119,7 @@ def test_a_prompt_within_the_budget_is_held_whole(engine, monkeypatch):
 
 def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
     boundary_alone = layer_budgets("boundary", 16, [0.5, 0, 0, 0.5], 24, base_share=0.4)
-    monkeypatch.setattr("dllm_engine.model_executor.layer_pass.maskkv.prompt_budgets", lambda *_: boundary_alone)
+    monkeypatch.setattr("dllm_engine.model_executor.passes.maskkv.prompt_budgets", lambda *_: boundary_alone)
     llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16)
     first, after, kept = pages_of_maskkv(llm, monkeypatch, 24, 12, 12)
     # Base 6 and a pool of 40 for the boundary alone: 26, 6, 6, 26 tokens a head, but there are only 24. A page has 8

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.layer_pass.d2_cache import choose_rows
+from dllm_engine.model_executor.passes.d2_cache import choose_rows
 from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.scheduler.progress import Progress

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from dllm_engine.model_executor.layer_pass.dense import DensePass
+from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints

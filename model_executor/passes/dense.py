@@ -2,8 +2,8 @@
 
 import torch
 
-from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_alone
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_alone
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 
 

@@ -17,9 +17,9 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
-from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_split
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics

@@ -6,8 +6,8 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.layer_pass.paged import RetentionPass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device

@@ -7,8 +7,8 @@ nothing but the tokens enters them.
 """
 
 from dllm_engine.model_executor.batch_tables import TokenTables
-from dllm_engine.model_executor.layer_pass.adaptive import AdaptivePass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.adaptive import AdaptivePass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 

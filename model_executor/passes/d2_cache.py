@@ -14,8 +14,8 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.voting import summed_probabilities
 from dllm_engine.model_executor.batch_tables import TokenTables
-from dllm_engine.model_executor.layer_pass.base import LayerPass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.certainty import certainty_density

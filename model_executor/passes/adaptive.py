@@ -19,9 +19,9 @@ from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import BatchTables
-from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_alone, attend_pages
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables
-from dllm_engine.model_executor.layer_pass.paged import PagedPass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind

@@ -17,10 +17,10 @@ from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import BatchTables
-from dllm_engine.model_executor.layer_pass.adaptive import AdaptivePass, ComputedRows
-from dllm_engine.model_executor.layer_pass.base import attend_alone
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
+from dllm_engine.model_executor.passes.base import attend_alone
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
 from dllm_engine.model_executor.retention.layer_importance import layer_importance
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer

@@ -1,7 +1,7 @@
 """The layer pass of ``dual`` (Fast-dLLM, arXiv 2505.22618)."""
 
-from dllm_engine.model_executor.layer_pass.paged import OverwritePass, PagedPass, RetentionPass
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.paged import OverwritePass, PagedPass, RetentionPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
 

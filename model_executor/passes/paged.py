@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.batch_tables import BatchTables, KVTables, TokenTables
-from dllm_engine.model_executor.layer_pass.base import LayerPass, attend_split
 from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
