@@ -220,3 +220,17 @@ def test_a_request_has_a_bounded_number_of_responses(client, path, fields, respo
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert f"are {responses} responses, more than the 1024" in message, message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": []}),
+        ("/v1/completions", {"prompt": [[]]}),
+        ("/v1/chat/completions", {"messages": []}),
+        ("/v1/chat/completions/batch", {"messages": []}),
+        ("/v1/chat/completions/batch", {"messages": [[]]}),
+    ],
+)
+def test_a_request_without_a_prompt_is_refused(client, path, fields):
+    assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400

@@ -144,7 +144,7 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
 def _check_num_responses(request: Any) -> None:
     """vLLM limits prompts and ``n``, but not what both are together; and it makes all of these requests at once."""
     prompts: Any = getattr(request, "prompt", None) or getattr(request, "messages", None)
-    is_several = isinstance(prompts, list) and isinstance(prompts[0], str | list)
+    is_several = isinstance(prompts, list) and isinstance(next(iter(prompts), None), str | list)
     num_prompts, n = len(prompts) if is_several else 1, getattr(request, "n", None) or 1
     if num_prompts * n > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
         raise InvalidRequestError(
