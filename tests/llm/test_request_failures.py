@@ -148,11 +148,11 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     denoiser = type(runner.denoiser)
     fill, seed = denoiser._fill, 77
 
-    def fill_broken(self, group, statistics, plans):
+    def fill_broken(self, group, statistics):
         bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
         of_bad = torch.isin(group.requests, torch.tensor(bad, dtype=torch.int64))
         statistics.token = statistics.token.masked_fill(of_bad, BROKEN)
-        return fill(self, group, statistics, plans)
+        return fill(self, group, statistics)
 
     monkeypatch.setattr(denoiser, "_fill", fill_broken)
     outputs = generate(llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)])
