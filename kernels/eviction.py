@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels.ordering import top_indices
 
 
 @operator("eviction:mean_query_scores")
@@ -61,7 +62,7 @@ def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
 def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> torch.Tensor:
     """The candidates to retain, of one request or of several.
 
-    Pooling makes neighbours equal, so the last place is often a tie, which ``torch.topk`` decides.
+    Pooling makes neighbours equal, so the last place is often a tie, which ``top_indices`` decides.
 
     Args:
         scores: ``[num_candidates]`` or ``[num_requests, num_candidates]``.
@@ -80,4 +81,4 @@ def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> 
         raise ValueError(f"pool_kernel_size={pool_kernel_size} is not a positive odd number")
     if count:
         scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(scores.shape)
-    return scores.topk(count).indices.sort().values
+    return top_indices(scores, count).sort().values
