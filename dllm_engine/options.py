@@ -173,7 +173,7 @@ class EngineOptions(BaseModel):
             raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
         graphs = self.cuda_graphs
         if graphs is None:
-            graphs = device_type == "cuda" and self.method.recordable and not enforce_eager
+            graphs = device_type == "cuda" and not enforce_eager
         return self.model_copy(update={"cuda_graphs": graphs})
 
     @field_validator("guide_model")
@@ -197,12 +197,6 @@ class EngineOptions(BaseModel):
             known = [name for name in cls.model_fields if name != "guide_shape"]
             raise ValueError(f"{explain(error, 'engine option', known)} (engine options: {', '.join(known)})") from None
         _ = options.cache
-        if options.cuda_graphs and options.cache_method != AUTO and not options.method.recordable:
-            recordable = ", ".join(name for name, method in CACHE_METHODS.items() if method.recordable)
-            raise ValueError(
-                f"cuda_graphs=True records steps of the cache methods {recordable}, not of "
-                f"cache_method={options.cache_method!r}; leave it out"
-            )
         return options
 
     @property

@@ -6,7 +6,7 @@ sequence, nothing across sequences. With fewer KV heads than query heads each se
 
 import torch
 
-from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa
+from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa, attend_with_xformers
 
 _attend: DenseAttention = attend_with_sdpa
 
@@ -15,6 +15,11 @@ def use_dense_backend(attend: DenseAttention) -> None:
     """Let ``attend`` compute ``bidirectional_attention`` in this process; at first it is PyTorch's."""
     global _attend
     _attend = attend
+
+
+def reads_bounds_on_device() -> bool:
+    """Return True if the library in use needs no more of ``bounds`` than upper bounds of the lengths."""
+    return _attend not in (attend_with_sdpa, attend_with_xformers)
 
 
 def bidirectional_attention(

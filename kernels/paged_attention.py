@@ -75,9 +75,14 @@ def attention_with_lse(
 
 
 def attention_with_limits(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, limits: torch.Tensor, max_seqlen: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    limits: torch.Tensor | None,
+    max_seqlen: int,
 ) -> torch.Tensor:
-    """Attention within each sequence, where a row sees as many of its sequence's rows as ``limits`` says.
+    """Attention within each sequence, where a row sees as many of its sequence's rows as ``limits`` says; None: all.
 
     Arguments and result as of ``paged_attention``.
     """

@@ -5,38 +5,43 @@ of such a step differs from another's in the contents of a few tensors alone, an
 recorded over tensors of a rounded size and replayed over what later batches put into them.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GraphCaptureContext
 
 from dllm_engine.model_executor.batch_tables import KVTables
-from dllm_engine.model_executor.candidates import BatchCandidates, Choice, Filled, filled_of
+from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE, CanvasStore
+from dllm_engine.model_executor.filling import Filled, FillInputs, FillWork, Number, fill, response_places
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.passes.paged import PagedPass
-from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
-from dllm_engine.model_executor.token_prediction import GREEDY, TokenPredictor
+from dllm_engine.model_executor.step_batch import PaddedRows, StepBatch
+from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.selection import select
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 """Graphs kept of each kind; the least recently replayed one goes first."""
-SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of rows that graphs are recorded for. From the last on a GPU is busy for longer than launching takes."""
-FREE_ROWS = 256
-"""Rows that a GPU computes about as fast as one: reading the weights takes longer."""
+SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of rows that graphs are recorded for, beside multiples of the last."""
+MAX_ROWS = 4096
+"""The most rows of a graph."""
+HOST_BOUND_ROWS = 1024
+"""Rows that a GPU computes in about the time that launching a pass takes."""
+LAUNCHES_BEFORE = 2
+"""Times that work of a kind is launched before it is recorded, if warm-up has not recorded it."""
 NO_LIMIT = torch.iinfo(torch.int32).max
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Any]
 Record = Callable[[Run], Run]
 """Takes a function of tensors that stay where they are; returns one that does the same work again, into the same
 result."""
@@ -59,7 +64,7 @@ class GraphRecorder:
             with torch.cuda.graph(graph, self.pool, self.context.stream, capture_error_mode="thread_local"):
                 result = run()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             graph.replay()
             return result
 
@@ -67,24 +72,33 @@ class GraphRecorder:
 
 
 class GraphCache(Generic[_Key, _Graph]):
-    """Graphs by their sizes, recorded when they are first needed."""
+    """Graphs by what they compute."""
 
-    def __init__(self, make: Callable[[_Key], _Graph]) -> None:
-        self.make = make
+    def __init__(self) -> None:
         self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        self.num_launched: Counter[_Key] = Counter()
 
-    def __getitem__(self, key: _Key) -> _Graph:
+    def get(self, key: _Key, make: Callable[[], _Graph], after: int = 0) -> _Graph | None:
+        """The graph; one that is not there is made once it has been asked for more than ``after`` times. None: launch
+        the step."""
         if key not in self.graphs:
+            self.num_launched[key] += 1
+            if self.num_launched[key] <= after:
+                return None
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.popitem(last=False)
-            self.graphs[key] = self.make(key)
+            self.num_launched.clear()
+            self.graphs[key] = make()
         self.graphs.move_to_end(key)
         return self.graphs[key]
 
 
 def padded(number: int) -> int | None:
-    """The next of ``SIZES``; None beyond the last."""
-    return next((size for size in SIZES if number <= size), None)
+    """The next of ``SIZES``, or multiple of the last; None beyond ``MAX_ROWS``."""
+    if number > SIZES[-1]:
+        number = -(-number // SIZES[-1]) * SIZES[-1]
+        return number if number <= MAX_ROWS else None
+    return next(size for size in SIZES if number <= size)
 
 
 def padded_requests(num_requests: int) -> int:
@@ -92,9 +106,9 @@ def padded_requests(num_requests: int) -> int:
     return next((size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8)
 
 
-def most_rows(num_rows: int) -> int:
-    """Rows of the largest graph that does the work of ``num_rows`` sooner than launches do."""
-    return min(SIZES[-1], max(FREE_ROWS, 2 * num_rows))
+def worth_padding(num_rows: int, padded_rows: int) -> bool:
+    """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner than launches do."""
+    return padded_rows <= max(HOST_BOUND_ROWS, num_rows + num_rows // 16)
 
 
 class ForwardSize(NamedTuple):
@@ -102,11 +116,31 @@ class ForwardSize(NamedTuple):
 
     num_requests: int
     num_rows: int
-    """The most of one request."""
+    longest: int
+    """The most rows of one request."""
+    reads: bool
+    """True if requests attend to pages."""
     overwrites: bool
     """True if rows are written to pages before attention reads them there."""
     adds: bool
-    """True if some rows are written to pages as well, and rows have limits."""
+    """True if rows are written to pages where no row of the pass reads them."""
+    limited: bool
+    """True if rows have limits."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
+        """The smallest graph for a pass; None: launching takes less time."""
+        sizes, num_rows = [batch.num_rows(i) for i in range(len(batch.plans))], batch.cu_seqlens[-1]
+        rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
+        if rows is None or longest is None or not worth_padding(num_rows, rows):
+            return None
+        reads = writes = overwrites = False
+        if isinstance(layer_pass, PagedPass):
+            if layer_pass.chooses:
+                return None
+            reads, writes = layer_pass.rows.num_paged_rows > 0, layer_pass.row_slots is not None
+            overwrites = writes and reads and not layer_pass.attend_fresh
+        return cls(padded_requests(len(sizes)), rows, longest, reads, overwrites, writes and not overwrites, limited)
 
 
 class ForwardGraph:
@@ -116,68 +150,101 @@ class ForwardGraph:
     """
 
     def __init__(self, engine: "StepGraphs", size: ForwardSize) -> None:
-        model, store, pages, max_pages = engine.model, engine.store, engine.pages, engine.max_pages
-        (num_requests, num_rows, overwrites, adds), device = size, pages.keys.device
-        self.places = torch.full((num_requests * num_rows,), SPARE, device=device)
+        model, store, pages = engine.model, engine.store, engine.pages
+        num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
+        self.places = torch.full((num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
-        self.max_head_len = max_pages * pages.page_size
-        shape = (model.shape.num_layers, num_requests, max_pages)
-        self.tokens = KVTables(
-            pages,
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(num_requests, dtype=torch.int32, device=device),
-            self.max_head_len,
-        )
-        self.limits = torch.zeros_like(self.places, dtype=torch.int32) if adds else None
-        rows = SplitRows([num_rows] * num_requests, [False] * num_requests, device, self.limits)
-        self.cu_seqlens = rows.paged.cu_seqlens
-        nowhere = torch.full((model.shape.num_layers, num_requests * num_rows, pages.num_kv_heads), -1, device=device)
-        self.row_slots = nowhere if overwrites or adds else None
+        self.limits = torch.zeros_like(self.places, dtype=torch.int32) if size.limited else None
+        alone = [not size.reads] * num_requests
+        rows = PaddedRows(num_rows, size.longest, alone, device, self.limits)
+        self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
+        self.tokens: KVTables | None = None
+        self.row_slots: torch.Tensor | None = None
+        self.longest, self.max_head_len = size.longest, 0
+        own_pass: LayerPass = DensePass(rows.alone)
+        if pages is not None and (size.reads or size.adds):
+            self.max_head_len = engine.max_pages * pages.page_size
+            table = model.shape.num_layers, num_requests, engine.max_pages
+            head_len = torch.zeros(num_requests, dtype=torch.int32, device=device)
+            tables = torch.zeros(table, dtype=torch.int32, device=device)
+            self.tokens = KVTables(pages, tables, head_len, self.max_head_len)
+            if size.overwrites or size.adds:
+                shape = model.shape.num_layers, num_rows, pages.num_kv_heads
+                self.row_slots = torch.full(shape, -1, device=device)
+            own_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites)
         self.holds: LayerPass | None = None
-        layer_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not overwrites)
         places, positions = self.places, self.positions
-        self.launch = lambda: model(store.tokens[places], positions, layer_pass)
+        self.launch = lambda: model(store.tokens[places], positions, own_pass)
         self.replay = engine.record(self.launch)
 
-    def __call__(self, batch: StepBatch, layer_pass: PagedPass) -> torch.Tensor:
+    def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> torch.Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
-        num_rows = batch.cu_seqlens[-1]
         if self.holds is not layer_pass:  # else it runs one more step on what the last one left
-            self._take(batch, layer_pass, num_rows)
+            self._take(batch, layer_pass)
             self.holds = layer_pass
-        return self.replay()[:num_rows]
+        hidden: torch.Tensor = self.replay()
+        return hidden[: batch.cu_seqlens[-1]]
 
-    def fill_up(self, page: int) -> None:
-        """Take in the numbers of a made-up full batch, whose tokens are all in one page of the pool."""
-        num_requests = self.tokens.head_len.shape[0]
+    def fill_up(self, page: int) -> int:
+        """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
+        num_requests = self.cu_seqlens.shape[0] - 1
         rows = torch.arange(self.places.shape[0], device=self.places.device)
         self.places.fill_(SPARE)
         self.positions.copy_(rows % 2)  # which every canvas has
-        self.cu_seqlens.copy_(torch.arange(num_requests + 1) * (len(rows) // num_requests))
-        self.tokens.tables.fill_(page)
-        self.tokens.head_len.fill_(self.max_head_len)
-        if self.row_slots is not None:
-            pages = self.tokens.pages
-            slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
-            self.row_slots.fill_(-1)[:, : pages.page_size] = slots
+        bounds = (torch.arange(num_requests + 1) * self.longest).clamp(max=len(rows))
+        self.cu_seqlens.copy_(bounds)
+        if self.tokens is not None:
+            self.tokens.tables.fill_(page)
+            self.tokens.head_len.fill_(self.max_head_len)
+            if self.row_slots is not None:
+                pages = self.tokens.pages
+                slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
+                self.row_slots.fill_(-1)[:, : pages.page_size] = slots
         if self.limits is not None:
-            self.limits.copy_(self.max_head_len + rows % 2)
+            self.limits.copy_(self.max_head_len + 1 + rows % 2)
         self.holds = None
+        return int(bounds[-1])
 
-    def _take(self, batch: StepBatch, layer_pass: PagedPass, num_rows: int) -> None:
-        num_requests, tokens, slots = len(batch.plans), layer_pass.tokens, layer_pass.row_slots
+    def _take(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> None:
+        num_rows, num_requests = batch.cu_seqlens[-1], len(batch.plans)
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
+        if self.limits is not None:
+            self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits
+        if self.tokens is None or not isinstance(layer_pass, PagedPass):
+            return
+        tokens, slots = layer_pass.tokens, layer_pass.row_slots
         self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
         self.tokens.head_len[:num_requests] = tokens.head_len
         # What is left of an earlier batch: pages that it had may be another's by now.
         self.tokens.head_len[num_requests:] = 0
         if self.row_slots is not None and slots is not None:
             self.row_slots[:, :num_rows], self.row_slots[:, num_rows:] = slots, -1
-        if self.limits is not None:
-            self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits
+
+
+class LayoutGraph:
+    """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
+
+    def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
+        model, store = engine.model, engine.store
+        self.layer_pass = layer_pass
+        self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
+        places, positions = self.inputs
+        self.inputs += layer_pass.graph_inputs()
+        self.holds: LayerPass | None = layer_pass
+        self.replay = engine.record(lambda: model(store.tokens[places], positions, layer_pass))
+
+    def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+        """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
+        if self.holds is not layer_pass:
+            torch._foreach_copy_(self.inputs, [batch.places, batch.positions, *layer_pass.graph_inputs()])
+            self.holds = layer_pass
+        hidden: torch.Tensor = self.replay()
+        if layer_pass is not self.layer_pass:
+            layer_pass.take_results(self.layer_pass)
+        return hidden
 
 
 class FillingSize(NamedTuple):
@@ -186,11 +253,10 @@ class FillingSize(NamedTuple):
     num_candidates: int
     width: int
     """Candidates and positions of one request."""
-    choice: Choice
-    guaranteed: bool
-    """True if a request fills at least one candidate, whatever its rule says."""
-    least: bool
-    """True if a request has a minimum number of filled candidates."""
+    num_positions: int | None
+    """Positions of the responses, where some request delays end tokens."""
+    has_certainty: bool
+    work: FillWork
 
 
 class FillingGraph:
@@ -198,62 +264,59 @@ class FillingGraph:
     canvas. Candidates behind a batch's own, which fill the graph up, are no request's."""
 
     def __init__(self, engine: "StepGraphs", size: FillingSize) -> None:
-        predictor, store, measure = engine.predictor, engine.store, size.choice.measure
-        self.hidden = engine.pages.keys.new_zeros(size.num_candidates, engine.model.shape.hidden_size)
-        device = self.hidden.device
+        store, device = engine.store, engine.store.tokens.device
+        width = engine.model.shape.hidden_size
+        self.hidden = torch.zeros(size.num_candidates, width, dtype=engine.dtype, device=device)
         # What fills the graph up belongs to one more request.
-        self.filler = torch.tensor([engine.max_requests, 0, 0, SPARE, 0], device=device)[:, None]
-        self.table = self.filler.repeat(1, size.num_candidates)
-        self.values = torch.zeros(engine.max_requests + 1, device=device)
-        zeros = torch.zeros_like(self.values, dtype=torch.int64)
-        self.guaranteed = zeros if size.guaranteed else None
-        self.least = zeros.clone() if size.least else None
+        self.filler = torch.tensor([engine.max_requests, 0, 0, SPARE, 0, ALONE], device=device)[:, None]
+        self.no_position = self.filler[[0, 3]]
+        self.inputs = FillInputs(
+            self.filler.repeat(1, size.num_candidates),
+            torch.zeros(len(Number), engine.max_requests + 1, dtype=torch.int64, device=device),
+            torch.ones(size.num_candidates, device=device) if size.has_certainty else None,
+            None if size.num_positions is None else self.no_position.repeat(1, size.num_positions),
+            size.width,
+        )
+        self.store = store
         self.holds: BatchCandidates | None = None
-        self.held_values: tuple[list[float], list[int], list[int]] = [], [], []
-        self.store, self.width = store, size.width
-        requests, offsets, positions, places, self.rows = self.table.unbind()
-
-        def fill() -> torch.Tensor:
-            statistics = predictor.predict(self.hidden, GREEDY, None, measure == "entropy", measure == "margin")
-            confidence = statistics.confidence(measure, offsets).masked_fill(~store.masked[places], -torch.inf)
-            numbers = self.values, size.width, self.guaranteed, self.least
-            chosen = select(size.choice.rule, confidence, requests, offsets, *numbers)
-            store.fill(places, statistics.token, chosen)
-            return filled_of(requests, positions, statistics, chosen)
-
-        self.launch = fill
-        self.replay = engine.record(fill)
+        self.numbers: np.ndarray | None = None
+        self.launch = lambda: fill(engine.predictor, store, engine.end_tokens, size.work, self.inputs, self.hidden)
+        self.replay = engine.record(self.launch)
 
     def fill_up(self) -> None:
         """Take in the numbers of a made-up batch. The store must be empty."""
-        numbers = torch.arange(self.table.shape[1], device=self.table.device)
-        requests, places = (numbers // self.width).clamp(max=self.values.shape[0] - 1), SPARE + 1 + numbers
-        self.table.copy_(torch.stack((requests, numbers % self.width, numbers, places, numbers)))
+        table, request_numbers = self.inputs.table, self.inputs.numbers
+        numbers = torch.arange(table.shape[1], device=table.device)
+        requests = (numbers // self.inputs.width).clamp(max=request_numbers.shape[1] - 1)
+        places = SPARE + 1 + numbers
+        table.copy_(torch.stack((requests, numbers % self.inputs.width, numbers, places, numbers, numbers * 0)))
         self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
-        self.values.fill_(0.5)
-        for held in (self.guaranteed, self.least):
-            if held is not None:
-                held.fill_(1)
+        request_numbers.zero_()
+        request_numbers.view(torch.float64)[[Number.VALUE, Number.OBSERVED]] = 0.5
+        request_numbers[[Number.GUARANTEED, Number.LEAST]] = 1
         self.store.masked[places] = True
-        self.holds, self.held_values = None, ([], [], [])
+        self.holds = self.numbers = None
 
     def __call__(
-        self, hidden: torch.Tensor, group: BatchCandidates, values: list[float], guaranteed: list[int], least: list[int]
-    ) -> Filled:
-        """``values`` of the rule, ``guaranteed`` and ``least`` are as ``select`` wants them, for each request."""
-        num_candidates = group.positions.numel()
+        self, hidden: torch.Tensor, group: BatchCandidates, numbers: np.ndarray
+    ) -> tuple[Filled, TokenStatistics]:
+        """``hidden`` covers all rows of the batch. The statistics last until the next replay of any graph."""
+        num_candidates, own = group.positions.numel(), self.inputs
         if self.holds is not group:
-            self.table[:, :num_candidates] = group.table
-            self.table[:, num_candidates:] = self.filler
+            own.table[:, :num_candidates], own.table[:, num_candidates:] = group.table, self.filler
+            if own.certainty is not None:
+                own.certainty[:num_candidates] = required(group.certainty)
+            if own.responses is not None:
+                places = response_places(group)
+                own.responses[:, : places.shape[1]], own.responses[:, places.shape[1] :] = places, self.no_position
             self.holds = group
-        if self.held_values != (values, guaranteed, least):
-            self.values[: len(values)] = on_device(values, hidden.device, self.values.dtype)
-            for held, numbers in ((self.guaranteed, guaranteed), (self.least, least)):
-                if held is not None:
-                    held[: len(values)] = on_device(numbers, hidden.device)
-            self.held_values = values, guaranteed, least
-        torch.index_select(hidden, 0, self.rows, out=self.hidden)
-        return self.replay()[:, :num_candidates].clone()
+        if self.numbers is None or not np.array_equal(self.numbers, numbers):
+            own.numbers[:, : numbers.shape[1]] = on_device(numbers, hidden.device)
+            self.numbers = numbers
+        torch.index_select(hidden, 0, own.table[4], out=self.hidden)
+        filled, statistics = self.replay()
+        rest = self.hidden.shape[0] - num_candidates
+        return filled[:, :num_candidates].clone(), statistics.split([num_candidates, rest])[0] if rest else statistics
 
 
 @dataclass
@@ -263,21 +326,24 @@ class StepGraphs:
     model: DiffusionDecoder
     predictor: TokenPredictor
     store: CanvasStore
-    pages: PageView
+    end_tokens: torch.Tensor
+    pages: PageView | None
+    dtype: torch.dtype
+    """Of hidden states."""
     max_pages: int
     """The most pages of a request in a layer."""
     max_requests: int
     """The most requests of a batch."""
-    records: Callable[[DecodingSpec, StepPlan], bool]
-    """Return True if a step of a request can be recorded."""
     record: Record
+    launches_before: int = 0
+    """Times that work of a kind is launched before it is recorded."""
     forwards: GraphCache[ForwardSize, ForwardGraph] = field(init=False)
+    layouts: GraphCache[Hashable, LayoutGraph] = field(init=False)
     fillings: GraphCache[FillingSize, FillingGraph] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tokens = self.store.tokens
-        self.forwards = GraphCache(lambda size: ForwardGraph(self, size))
-        self.fillings = GraphCache(lambda size: FillingGraph(self, size))
+        self.forwards, self.layouts, self.fillings = GraphCache(), GraphCache(), GraphCache()
 
     def _forget_outdated(self) -> None:
         """Graphs read and write the canvases where they were recorded."""
@@ -290,61 +356,57 @@ class StepGraphs:
         For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error`` is that of hidden
         states, over the largest of them.
         """
-        self.pages.keys[1].normal_()
-        self.pages.values[1].normal_()
+        if self.pages is not None:
+            self.pages.keys[1].normal_()
+            self.pages.values[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():
-            forward.fill_up(page=1)
-            launched = forward.launch().float()
-            error = float((forward.replay().float() - launched).abs().max() / launched.abs().max())
+            used = forward.fill_up(page=1)
+            launched = forward.launch()[:used].float()
+            error = float((forward.replay()[:used].float() - launched).abs().max() / launched.abs().max())
             if not error <= max_error:
                 return f"{num_requests} requests of {num_rows} rows are off by {error:.1e} when they are replayed"
         for size, filling in self.fillings.graphs.items():
             filling.fill_up()
-            expected = filling.launch().clone()
+            expected = filling.launch()[0].clone()
             filling.fill_up()
-            if not torch.equal(filling.replay(), expected):
+            if not torch.equal(filling.replay()[0], expected):
                 return f"{size.num_candidates} candidates are filled otherwise when that is replayed"
         return None
 
+    def record_forward(self, size: ForwardSize) -> ForwardGraph | None:
+        """The graph of a size, as ``GraphCache.get`` gives it."""
+        return self.forwards.get(size, lambda: ForwardGraph(self, size), self.launches_before)
+
+    def record_filling(self, size: FillingSize) -> FillingGraph | None:
+        """The graph of a size, as ``GraphCache.get`` gives it."""
+        return self.fillings.get(size, lambda: FillingGraph(self, size), self.launches_before)
+
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
-        if not (isinstance(layer_pass, PagedPass) and layer_pass.reads):
+        self._forget_outdated()
+        if isinstance(layer_pass, PagedPass | DensePass):
+            size = ForwardSize.of(batch, layer_pass)
+            forward = None if size is None else self.record_forward(size)
+            return None if forward is None else forward(batch, layer_pass)
+        layout = layer_pass.graph_layout()
+        if layout is None:
             return None
-        if not all(self.records(canvas.spec, plan) for canvas, plan in zip(batch.canvases, batch.plans, strict=True)):
+        graph = self.layouts.get(layout, lambda: LayoutGraph(self, batch, layer_pass), self.launches_before)
+        return None if graph is None else graph(batch, layer_pass)
+
+    def fill(
+        self, hidden: torch.Tensor, group: BatchCandidates, work: FillWork, numbers: np.ndarray
+    ) -> tuple[Filled, TokenStatistics] | None:
+        """``fill`` of a group, whose rows are among those of ``hidden``; None: launch it. The statistics last until the
+        next replay."""
+        specs = [group.batch.canvases[index].spec for index in group.members]
+        num_candidates, delayed = group.positions.numel(), sum(spec.gen_length for spec in specs if spec.delay_eos)
+        rows, width, positions = padded(num_candidates), padded(group.width), padded(delayed)
+        if rows is None or width is None or positions is None or not worth_padding(num_candidates, rows):
             return None
-        sizes, writes, fresh = layer_pass.rows.sizes, layer_pass.row_slots is not None, layer_pass.attend_fresh
-        num_requests, longest = padded_requests(len(sizes)), padded(max(sizes))
-        if longest is None or num_requests * longest > most_rows(sum(sizes)):
+        if self.predictor.tp_group.world_size > 1 or group.biased or any(spec.guidance is not None for spec in specs):
             return None
         self._forget_outdated()
-        size = ForwardSize(num_requests, longest, writes and not fresh, writes and fresh)
-        return self.forwards[size](batch, layer_pass)
-
-    def fill(self, hidden: torch.Tensor, group: BatchCandidates) -> Filled | None:
-        """Tokens that the step fills in ``group``; None: launch it. ``hidden`` covers all rows of the batch."""
-        choices, guaranteed, least = group.choices(), group.guaranteed(), group.least()
-        num_candidates, width = padded(group.positions.numel()), padded(group.width)
-        if len(choices) != 1 or num_candidates is None or width is None or not self._is_plain(group):
-            return None
-        (choice,) = choices
-        if choice.measure == "noise" or num_candidates > most_rows(group.positions.numel()):
-            return None
-        self._forget_outdated()
-        size = FillingSize(num_candidates, width, choice, any(guaranteed), any(least))
-        values = [choices[choice].get(i, 0.0) for i in range(len(group.batch.plans))]
-        return self.fillings[size](hidden, group, values, guaranteed, least)
-
-    def _is_plain(self, group: BatchCandidates) -> bool:
-        """Return True if requests with equal settings are greedy and ask for tokens only."""
-        plans, specs = group.batch.plans, [group.batch.canvases[index].spec for index in group.members]
-        first = group.batch.canvases[group.members[0]]
-        return not (
-            self.predictor.tp_group.world_size > 1
-            or first.settings != GREEDY
-            or first.constrained is not None
-            or group.biased
-            or any(spec.delay_eos or spec.needs_per_step_output or spec.certainty_sigma is not None for spec in specs)
-            or any(plan.quota.observed is not None for plan in plans)
-            or any(group.enough())
-            or any(spec.alg_temp for spec in specs)
-        )
+        size = FillingSize(rows, width, positions if delayed else None, group.certainty is not None, work)
+        graph = self.record_filling(size)
+        return None if graph is None else graph(hidden, group, numbers)

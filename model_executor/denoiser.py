@@ -6,30 +6,21 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from dllm_engine.kernels.noise import NO_TOKEN, uniform
-from dllm_engine.model_executor.candidates import (
-    CHOSEN,
-    BatchCandidates,
-    Candidates,
-    Filled,
-    StepOutcome,
-    filled_of,
-    outcomes_of,
-)
+from dllm_engine.model_executor.candidates import BatchCandidates, Candidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.cuda_graphs import StepGraphs
+from dllm_engine.model_executor.filling import CHOSEN, Filled, StepOutcome, fill, fill_inputs, fill_work, outcomes_of
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch, ranges
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, constrained_rows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 
 
 class Denoiser:
@@ -90,82 +81,30 @@ class Denoiser:
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
         drafted: list[tuple[Candidates, TokenStatistics]] = []
-        found = []
+        filled = []
         for group in groups:
             if not group.positions.numel():
                 continue
-            if self.graphs is not None and not layer_pass.observes:
-                recorded = self.graphs.fill(hidden, group)
-                if recorded is not None:
-                    found.append(recorded)
-                    continue
-            specs = [batch.canvases[index].spec for index in group.members]
-            statistics = self._predict(hidden, group)
-            if any(spec.delay_eos for spec in specs):
-                statistics.held_back = self._held_back(group, statistics.token)
-            if layer_pass.observes or any(spec.needs_per_step_output for spec in specs):
+            outcome, statistics = self._fill(hidden, group)
+            filled.append(outcome)
+            if layer_pass.observes or any(batch.canvases[i].spec.needs_per_step_output for i in group.members):
                 for candidates, request_statistics in group.split(statistics):
                     layer_pass.observe(candidates.index, candidates.positions, request_statistics)
                     _record(candidates, request_statistics)
                     if candidates.canvas.spec.guidance is not None:
                         drafted.append((candidates, request_statistics))
-            found.append(self._fill(group, statistics))
-        return found + self._fill_guided(drafted)
+        return filled + self._fill_guided(drafted)
 
-    def _predict(self, hidden: torch.Tensor, group: BatchCandidates) -> TokenStatistics:
-        """Statistics of candidates of equal settings, in one pass through the head."""
-        specs = [group.batch.canvases[index].spec for index in group.members]
-        settings = group.batch.canvases[group.members[0]].settings
-        measures = {UNMASKING_POLICIES[spec.unmasking].measures for spec in specs}
-        counters, draws_positions = None, "noise" in measures or any(spec.alg_temp for spec in specs)
-        if draws_positions or settings.temperature > 0:
-
-            def per_candidate(values: list[int]) -> torch.Tensor:
-                return on_device(values, self.device)[group.requests]
-
-            counters = Counters(
-                per_candidate([canvas.seed for canvas in group.batch.canvases]),
-                per_candidate([plan.forward for plan in group.batch.plans]),
-                group.positions,
-            )
-        num_logprobs = [spec.num_logprobs_kept for spec in specs if spec.num_logprobs_kept is not None]
-        statistics = self.predictor.predict(
-            hidden[group.rows],
-            settings,
-            counters,
-            with_entropy="entropy" in measures,
-            with_margin="margin" in measures,
-            num_logprobs=max(num_logprobs, default=None),
-            biased=group.biased,
-            constrained=_constrained_rows(group),
-        )
-        if draws_positions and counters is not None:
-            statistics.noise = uniform(
-                counters.seeds, counters.forwards, counters.positions, torch.full_like(counters.positions, NO_TOKEN)
-            )
-        return statistics
-
-    def _held_back(self, group: BatchCandidates, tokens: torch.Tensor) -> torch.Tensor:
-        """Predicted end tokens after a masked position, while the response has none, where the request delays them;
-        bool ``[num_candidates]``."""
-        canvases = group.batch.canvases
-        delays = [canvas.spec.delay_eos for canvas in canvases]
-        starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
-        sizes = [canvas.spec.gen_length * delayed for canvas, delayed in zip(canvases, delays, strict=True)]
-        owners, places = on_device(np.stack(ranges(starts, sizes)), self.device).unbind()
-        ends = torch.isin(self.store.tokens[places], self.end_tokens)
-        num_ends = torch.zeros(len(canvases), dtype=torch.int64, device=self.device).index_add_(0, owners, ends.long())
-        delayed = on_device(delays, self.device, torch.bool) & (num_ends == 0)
-        after_mask = self.store.masked[group.places - 1]
-        return torch.isin(tokens, self.end_tokens) & after_mask & delayed[group.requests]
-
-    def _fill(self, group: BatchCandidates, statistics: TokenStatistics) -> Filled:
-        """Unmask the plans' quotas of the candidates."""
-        chosen = group.choose(statistics, self.store.masked[group.places])
-        self.store.fill(group.places, statistics.token, chosen)
-        if group.spare is not None:
-            chosen = chosen & ~group.spare
-        return filled_of(group.requests, group.positions, statistics, chosen, group.observed(statistics))
+    def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
+        """Predict candidates of equal settings in one pass through the head, and unmask the plans' quotas of them."""
+        work, numbers = fill_work(group)
+        constrained = _constrained_rows(group)
+        if self.graphs is not None and not constrained:
+            recorded = self.graphs.fill(hidden, group, work, numbers)
+            if recorded is not None:
+                return recorded
+        inputs, own = fill_inputs(group, work, numbers), hidden[group.rows]
+        return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
 
     def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
         """Unmask what the guide lets pass of each request's draft."""

@@ -168,15 +168,19 @@ class DiffusionModelRunner:
 
     def use_graphs(self, record: Record) -> StepGraphs:
         """Run what can be recorded from graphs that ``record`` makes, from now on."""
-        assert self.pages is not None
-        longest_table = -(-self.model_config.max_model_len // self.options.page_size)
-        max_requests = self.vllm_config.scheduler_config.max_num_seqs
-        records = self.options.method.records
-        assert records is not None
-        self.denoiser.graphs = StepGraphs(
-            self.model, self.predictor, self.store, self.pages, longest_table, max_requests, records, record
+        denoiser = self.denoiser
+        denoiser.graphs = StepGraphs(
+            self.model,
+            self.predictor,
+            self.store,
+            denoiser.end_tokens,
+            self.pages,
+            self.model_config.dtype,
+            max_pages=-(-self.model_config.max_model_len // self.options.page_size),
+            max_requests=self.vllm_config.scheduler_config.max_num_seqs,
+            record=record,
         )
-        return self.denoiser.graphs
+        return denoiser.graphs
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""

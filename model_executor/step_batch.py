@@ -127,6 +127,8 @@ class RowBounds:
         self.bounds = list(accumulate(sizes, initial=0))
         """First row of each request and, last, the number of rows."""
         self.max_seqlen = max(sizes, default=0)
+        self.is_padded = False
+        """True if ``cu_seqlens`` alone has the bounds."""
 
     @cached_property
     def cu_seqlens(self) -> torch.Tensor:
@@ -158,6 +160,18 @@ class SplitRows(RowBounds):
         """Rows of all requests, without the rows of those that attend alone."""
         self.alone = RowBounds(sizes[num_paged:], device, alone_limits)
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
+
+
+class PaddedRows(SplitRows):
+    """Rows of a recorded pass: ``num_rows`` of requests of up to ``longest`` rows each. Their bounds are on the device
+    alone."""
+
+    def __init__(
+        self, num_rows: int, longest: int, alone: Sequence[bool], device: torch.device, limits: torch.Tensor | None
+    ) -> None:
+        super().__init__([num_rows, *[0] * (len(alone) - 1)], alone, device, limits)
+        self.max_seqlen = self.paged.max_seqlen = self.alone.max_seqlen = longest
+        self.alone.is_padded = True
 
 
 @dataclass

@@ -11,10 +11,13 @@ from vllm.logger import init_logger
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.cuda_graphs import (
+    LAUNCHES_BEFORE,
+    MAX_ROWS,
     SIZES,
     ForwardSize,
     GraphRecorder,
     Record,
+    StepGraphs,
     padded,
     padded_requests,
 )
@@ -26,7 +29,6 @@ from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.page_layout import PageCounts
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -97,19 +99,16 @@ class WarmUp:
         """
         runner = self.runner
         graphs = runner.use_graphs(record)
-        spec = self.spec(self.longest)
         try:
-            problem = None
-            self._answer(spec, 1, STEPS_OF_LONGEST)  # records how requests of the defaults choose
-            overwrites = any(size.overwrites for size in graphs.forwards.graphs)
-            sizes = [ForwardSize(n, rows, overwrites, adds) for n, rows, adds in self._forward_sizes(spec)]
-            for size in tqdm(sizes, desc="Recording steps", disable=None if show_progress else True):
-                _ = graphs.forwards[size]
+            self._answer(self.spec(self.longest), 1, STEPS_OF_LONGEST)  # records what requests of the defaults need
+            for size in tqdm(self._forward_sizes(graphs), desc="Recording steps", disable=not show_progress or None):
+                graphs.record_forward(size)
             for filling in list(graphs.fillings.graphs):
-                most = padded(min(self.max_requests * filling.width, SIZES[-1]))
-                for number in SIZES[: SIZES.index(most) + 1] if most else ():
-                    _ = graphs.fillings[filling._replace(num_candidates=number)]
+                most = padded(min(self.max_requests * filling.width, MAX_ROWS))
+                for number in [size for size in (*SIZES, *range(0, MAX_ROWS + 1, SIZES[-1])[2:]) if size <= most]:
+                    graphs.record_filling(filling._replace(num_candidates=number))
             problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
+            graphs.launches_before = LAUNCHES_BEFORE
         except Exception as error:
             logger.debug("recording failed", exc_info=error)
             problem = f"recording failed with {type(error).__name__}: {error}"
@@ -121,22 +120,18 @@ class WarmUp:
                 problem or "another rank could not record them",
             )
 
-    def _forward_sizes(self, spec: DecodingSpec) -> list[tuple[int, int, bool]]:
-        """Sizes of the graphs of a request's steps, alone and in batches: requests, rows of each, and True if some rows
-        are added to pages."""
-        method = self.runner.options.method
-        assert method.records is not None
-        plans = [plan for plan, _ in method.steps(spec) if plan.read and method.records(spec, plan)]
-        kinds = {(padded(plan.max_rows), plan.state is RefreshState.UPDATE) for plan in plans}
-        numbers = sorted({padded_requests(n) for n in range(1, min(self.max_requests, SIZES[-1]) + 1)})
-        return [
-            (n, r, adds)
-            for r in SIZES
-            for adds in (False, True)
-            if (r, adds) in kinds
-            for n in numbers
-            if n * r <= SIZES[-1]
-        ]
+    def _forward_sizes(self, graphs: StepGraphs) -> list[ForwardSize]:
+        """Sizes of the steps of blocks that were recorded for one request, in batches of equal requests; the largest
+        first, so that the memory they share is asked for once."""
+        numbers = {padded_requests(n) for n in range(1, self.max_requests + 1)}
+        sizes = {
+            size._replace(num_requests=number, num_rows=num_rows)
+            for size in graphs.forwards.graphs
+            if size.reads
+            for number in numbers
+            if (num_rows := padded(number * size.longest)) is not None
+        }
+        return sorted(sizes, reverse=True)
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
         """The most pages of each table, over the life of a request."""

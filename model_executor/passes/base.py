@@ -4,13 +4,13 @@ A model's layers expose parts only. A layer pass owns the loop over them; it may
 skipping) or compute some parts for all rows and others for a few (adaptive updates).
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
 from dllm_engine.kernels.paged_attention import attention_with_limits, paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import KVTables
@@ -38,6 +38,18 @@ class LayerPass:
     def repeats(self) -> bool:
         """True if running the pass once more does the same work on the current tokens."""
         return False
+
+    def graph_layout(self) -> Hashable | None:
+        """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.
+        None: the pass is launched."""
+        return None
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """Tensors that the pass reads on the device, in an order and of shapes that the layout fixes."""
+        return []
+
+    def take_results(self, replayed: Self) -> None:
+        """Take what a replay of another pass of this layout has left in that pass."""
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
@@ -88,7 +100,7 @@ class LayerPass:
 
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
-    if rows.limits is not None:
+    if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
         return attention_with_limits(q, k, v, rows.cu_seqlens, rows.limits, rows.max_seqlen)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 

@@ -22,8 +22,8 @@ class PagedPass(LayerPass):
     """Attends to retained tokens in pages and to the fresh rows. All tensors stay on the device; the host reads none of
     them."""
 
-    reads = True
-    """True if a request attends to pages."""
+    chooses = False
+    """True if layers choose what they write to pages."""
 
     def __init__(
         self, tokens: KVTables, rows: SplitRows, slots: torch.Tensor | None = None, *, attend_fresh: bool = True
@@ -84,10 +84,8 @@ class RetentionPass(PagedPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
-        self.pages = pages
         self.device = batch.positions.device
         read = [plan.read for plan in batch.plans]
-        self.reads = any(read)
         tables = BatchTables(batch, PageKind.KV)
         tokens = KVTables(pages, tables.tables, on_device(read, self.device, torch.int32), max(read))
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
@@ -110,6 +108,10 @@ class RetentionPass(PagedPass):
             self.slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
             """Per layer, the slots of each token that is retained."""
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
+            if not self.chooses:
+                shape = self.slots.shape[0], batch.cu_seqlens[-1], self.slots.shape[2]
+                self.row_slots = self.slots.new_full(shape, -1).index_copy_(1, self.named_rows, self.slots)
+                self.retained = [self.named_rows] * self.slots.shape[0]
 
     def _group(self, members: list[int]) -> UpdateGroup:
         plan = self.batch.plans[members[0]]
@@ -120,19 +122,6 @@ class RetentionPass(PagedPass):
     @property
     def repeats(self) -> bool:
         return not self.groups
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = super().attend(layer, q, k, v)
-        if self.groups:
-            rows = self._retained_rows(layer, q, k, v)
-            self.pages.write(k[rows], v[rows], self.slots[layer])
-            self.retained.append(rows)
-        return out
-
-    def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Batch rows that a layer adds to pages: of each request of ``updating``, as many as ``plan.adds`` says, in its
-        order. The same on every rank."""
-        return self.named_rows
 
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:

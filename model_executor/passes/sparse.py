@@ -25,7 +25,8 @@ class SparsePass(RetentionPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         options = batch.canvases[0].spec.cache
         assert isinstance(options, SparseOptions)
-        self.options = options
+        self.options, self.pages = options, pages
+        self.chooses = any(retention.count < retention.num_positions for plan in batch.plans for retention in plan.adds)
         super().__init__(batch, pages)
         self.columns = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
         """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
@@ -43,9 +44,17 @@ class SparsePass(RetentionPass):
             spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
         self.spans = on_device(spans, self.device)
 
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = super().attend(layer, q, k, v)
+        if self.chooses:
+            rows = self._retained_rows(layer, q, k, v)
+            self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
+            self.retained.append(rows)
+        return out
+
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        if not any(self.num_scored):
-            return self.named_rows
+        """Batch rows that a layer adds to pages: of each request of ``updating``, as many as ``plan.adds`` says, in its
+        order. The same on every rank."""
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
         retained, first = [], 0

@@ -11,7 +11,7 @@ from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_plan import StepPlan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
@@ -61,9 +61,6 @@ class CacheMethod:
     """True if the keys and values of a token depend only on its block and the tokens before it, and never change. Then
     nothing is refreshed, requests with the same beginning share pages, a request that has lost its pages can fill new
     ones, and pages are reserved block by block."""
-    records: Callable[[DecodingSpec, StepPlan], bool] | None = None
-    """``records(spec, plan)``: True if the step does the same work as others on different numbers, so that
-    ``cuda_graphs`` can record it. None: no step does."""
     pass_bytes: Callable[[int, int], int] = lambda rows, longest: 0
     """``pass_bytes(rows, max_model_len)``: bytes that a forward pass holds for this method alone."""
     runs: Callable[[DecodingSpec, StepPlan], int] = lambda spec, plan: 1
@@ -104,11 +101,6 @@ class CacheMethod:
             plan = self.plan(spec, progress)
             yield plan, progress
             progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
-
-    @property
-    def recordable(self) -> bool:
-        """True if ``cuda_graphs`` can record some of its steps."""
-        return self.records is not None
 
     @property
     def uses_pages(self) -> bool:
@@ -166,11 +158,6 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 
 # What several methods plan and hold
-
-
-def reuses(spec: DecodingSpec, plan: StepPlan) -> bool:
-    """Return True for REUSE steps, which compute all rows of their span and write nothing else."""
-    return plan.state is RefreshState.REUSE
 
 
 def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:

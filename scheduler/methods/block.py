@@ -39,12 +39,6 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
     )
 
 
-def records(spec: DecodingSpec, plan: StepPlan) -> bool:
-    """Steps of a block, also with the one before it. The parts of a prompt have too many sizes, and are long enough
-    to be launched."""
-    return plan.max_rows <= 2 * spec.block_length
-
-
 def span_of_block(spec: DecodingSpec, running: Blocks) -> Span:
     """Canvas positions of the running block, with the end of the prompt where that lies in it."""
     window = spec.span_of(running)
@@ -63,5 +57,4 @@ BLOCK = CacheMethod(
     attention=("block_causal",),
     shortened=shortened,
     keeps_for_good=True,
-    records=records,
 )

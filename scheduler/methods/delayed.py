@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, reuses
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
@@ -70,6 +70,5 @@ DELAYED = CacheMethod(
     hold_tokens(finished_tokens),
     DelayedOptions,
     trims_suffix=True,
-    records=reuses,
     tuned={"cache_delay": (0, 1, 2)},
 )

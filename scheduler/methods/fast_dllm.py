@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, reuses, tokens_before
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, tokens_before
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
@@ -68,13 +68,12 @@ def retain_all(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[
     return [Retention.whole(*old)], [Retention.whole(*new)]
 
 
-PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), trims_suffix=True, records=reuses)
+PREFIX = CacheMethod(plan_prefix, hold_tokens(tokens_before), trims_suffix=True)
 DUAL = CacheMethod(
     plan_dual,
     hold_retained(retain_all),
     DualOptions,
     "passes.fast_dllm:dual_pass",
     trims_suffix=True,
-    records=reuses,
     tuned={"refresh": ("all", "response", "near")},
 )

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, reuses, tokens_before
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, tokens_before
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
@@ -61,6 +61,5 @@ FREECACHE = CacheMethod(
     FreeCacheOptions,
     refusal=refusal,
     trims_suffix=True,
-    records=reuses,
     tuned={"include_suffix": (True, False)},
 )

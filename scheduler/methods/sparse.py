@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, reuses
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth
 from dllm_engine.scheduler.methods.window_refresh import (
     RefreshOptions,
     hold_retained,
@@ -71,6 +71,5 @@ SPARSE = CacheMethod(
     SparseOptions,
     "passes.sparse:SparsePass",
     trims_suffix=True,
-    records=reuses,
     tuned={"retention_ratio": (0.25, 0.5, 0.75), "update_delay": (0, 1), "refresh": ("all", "response")},
 )

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor import model_runner, step_report
-from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor import filling, model_runner, step_report
 from dllm_engine.scheduler.messages import failure_of
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
@@ -145,16 +144,21 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     if several_steps:
         set_steps_per_dispatch(llm, 4, monkeypatch)
     alone = answers_alone(llm)
-    denoiser = type(runner.denoiser)
-    fill, seed = denoiser._fill, 77
+    denoiser, predictor = type(runner.denoiser), type(runner.predictor)
+    fill, predict, seed, bad_rows = denoiser._fill, predictor.predict, 77, []
 
-    def fill_broken(self, group, statistics):
+    def fill_broken(self, hidden, group):
         bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
-        of_bad = torch.isin(group.requests, torch.tensor(bad, dtype=torch.int64))
-        statistics.token = statistics.token.masked_fill(of_bad, BROKEN)
-        return fill(self, group, statistics)
+        bad_rows[:] = [torch.isin(group.requests, torch.tensor(bad, dtype=torch.int64))]
+        return fill(self, hidden, group)
+
+    def predict_broken(self, *args, **kwargs):
+        statistics = predict(self, *args, **kwargs)
+        statistics.token = statistics.token.masked_fill(bad_rows[0], BROKEN)
+        return statistics
 
     monkeypatch.setattr(denoiser, "_fill", fill_broken)
+    monkeypatch.setattr(predictor, "predict", predict_broken)
     outputs = generate(llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)])
     assert [tokens(output) for output in outputs[:-1]] == alone
     # Where few rows are recomputed, or a pass fills none, the broken one is read later.
@@ -188,7 +192,7 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
 
 def test_a_pass_that_unmasks_nothing_ends_its_request(engine, family, monkeypatch):
     llm = engine("none", family)
-    monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
+    monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
     (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="low_confidence"))
     assert output.outputs[0].finish_reason == "error"
     assert output.outputs[0].diffusion.error == "forward pass 1 unmasked no token, although it has to"
@@ -198,7 +202,7 @@ def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
     """By chance a pass fills nothing until the schedule's last step; here none ever does, and no pass is said to
     have to."""
     llm = engine("none", "Dream")
-    monkeypatch.setattr(BatchCandidates, "choose", lambda self, *_: torch.zeros_like(self.requests, dtype=torch.bool))
+    monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
     monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
     (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="origin", seed=1))
     assert "still has 8 masked tokens after 24 forward passes" in output.outputs[0].diffusion.error

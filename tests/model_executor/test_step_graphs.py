@@ -47,9 +47,9 @@ def recording(engines, monkeypatch):
 
 
 def recordable() -> list[tuple[dict[str, Any], str]]:
-    """Settings of every method that can be recorded, and a family that it is for."""
+    """Settings of every method, and a family that it is for."""
     full = itertools.cycle(["llada", "llada_moe", "dream"])
-    found = [{"cache_method": name} for name, method in CACHE_METHODS.items() if method.recordable]
+    found = [{"cache_method": name} for name in CACHE_METHODS]
     found.append({"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}})
     return [(s, next(full) if "full" in CACHE_METHODS[s["cache_method"]].attention else "sdar") for s in found]
 
@@ -65,7 +65,7 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, request, method
 
 
 def forward_sizes(llm) -> list[tuple[int, int]]:
-    return [size[:2] for size in runner_of(llm).denoiser.graphs.forwards.graphs]
+    return [(size.num_requests, size.num_rows) for size in runner_of(llm).denoiser.graphs.forwards.graphs]
 
 
 def filling_sizes(llm) -> list[tuple[int, int]]:
@@ -128,7 +128,7 @@ def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_lla
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"), **asked)
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm, **asked) == expected
-    assert len({size.choice for size in runner_of(llm).denoiser.graphs.fillings.graphs}) == 1
+    assert len({size.work.choices for size in runner_of(llm).denoiser.graphs.fillings.graphs}) == 1
 
 
 def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
@@ -225,15 +225,6 @@ def test_launching_asks_nothing_of_the_host(monkeypatch):
             step(max_seqlen=None)
 
 
-def test_methods_that_cannot_be_recorded_are_refused():
-    for method in CACHE_METHODS:
-        if CACHE_METHODS[method].recordable:
-            assert EngineOptions.parse({"cache_method": method, "cuda_graphs": True}).cuda_graphs
-        else:
-            with pytest.raises(ValueError, match=f"cuda_graphs=True .*prefix, dual, sparse, freecache.*'{method}'"):
-                EngineOptions.parse({"cache_method": method, "cuda_graphs": True})
-
-
 def test_graphs_are_for_gpus():
     def settled(device_type, enforce_eager=False, **options):
         return EngineOptions.parse(options).on_device(device_type, enforce_eager).cuda_graphs
@@ -241,7 +232,6 @@ def test_graphs_are_for_gpus():
     assert settled("cuda", cache_method="sparse")
     assert not settled("cuda", enforce_eager=True, cache_method="sparse")
     assert settled("cuda", enforce_eager=True, cache_method="sparse", cuda_graphs=True)
-    assert not settled("cuda", cache_method="maskkv")
     assert not settled("cuda", cache_method="dual", cuda_graphs=False)
     assert not settled("cpu", cache_method="dual")
     with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and the device is 'cpu'"):

@@ -90,18 +90,18 @@ class FakeGraphs:
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
-        self.last: torch.Tensor | None = None
+        self.last: Any = None
 
-    def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
         self.num_recorded += 1
         run()
         with Capture() as capture:
             result = run()
 
-        def replay() -> torch.Tensor:
+        def replay() -> Any:
             self.num_replayed += 1
             with _disable_current_modes():  # nobody sees what a replay does
-                if self.last is not None and self.last.is_floating_point():
+                if isinstance(self.last, torch.Tensor):
                     self.last.fill_(torch.nan)  # graphs share their memory
                 capture.replay()
             self.last = result

@@ -1,0 +1,269 @@
+"""Filling in: the predictions of candidates, and the choice of those that a step fills.
+
+What the host decides, ``FillWork``, is the same in most steps; the numbers that differ are in tensors, ``FillInputs``.
+So a step is launched, or replayed from what was recorded for the same work, by one function.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
+from dllm_engine.model_executor.candidates import ALONE, SPARE_COPY, BatchCandidates
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.step_batch import ranges
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.transfer import on_device, on_host
+from dllm_engine.model_executor.unmasking.biased import BiasedRows
+from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all
+from dllm_engine.model_executor.unmasking.selection import select
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
+from dllm_engine.scheduler.step_plan import UnmaskQuota
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
+
+CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
+
+Filled = torch.Tensor
+"""Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by request and position: request
+number in the batch, canvas position, token, and a sum of ``CHOSEN`` (filled), ``OBSERVED`` (as the quota asks) and
+``NOT_FINITE`` (the logits were not finite)."""
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """Result of a step for the requests of a batch, by their numbers."""
+
+    positions: list[list[int]]
+    """Positions filled in each request, ascending."""
+    tokens: list[list[int]]
+    """Tokens at these positions."""
+    farthest: dict[int, int]
+    """Rightmost position that was ``OBSERVED`` in a request, where any was."""
+    not_finite: set[int]
+    """Requests for which the model made logits that are NaN or infinite."""
+
+
+def outcomes_of(
+    filled: list[list[Filled]], num_requests: int, asked: Sequence[torch.Tensor] = ()
+) -> tuple[list[StepOutcome], list[np.ndarray]]:
+    """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the device once."""
+    parts = list(chain.from_iterable(filled))
+    requests = range(num_requests)
+    outcomes = [StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set()) for _ in filled]
+    if not parts:
+        return outcomes, on_host(asked)
+    columns, *answers = on_host([torch.cat(parts, dim=1), *asked])
+    stop = 0
+    for outcome, step_parts in zip(outcomes, filled, strict=True):
+        start, stop = stop, stop + sum(part.shape[1] for part in step_parts)
+        flags = columns[3, start:stop]
+        for request, position, token in columns[:3, start:stop][:, flags & CHOSEN > 0].T.tolist():
+            outcome.positions[request].append(position)
+            outcome.tokens[request].append(token)
+        if (flags > CHOSEN).any():
+            # Positions of a request ascend.
+            outcome.farthest.update(columns[:2, start:stop][:, flags & OBSERVED > 0].T.tolist())
+            outcome.not_finite.update(columns[0, start:stop][flags == NOT_FINITE].tolist())
+    return outcomes, answers
+
+
+class Choice(NamedTuple):
+    """Measure and rule by which requests choose positions."""
+
+    measure: Measure
+    rule: Rule
+
+
+class Number(IntEnum):
+    """Rows of ``FillInputs.numbers``. Those after ``CHOICE`` are the bits of float64 numbers."""
+
+    SEED = 0
+    FORWARD = 1
+    GUARANTEED = 2
+    """Offset below which one candidate is filled at least; 0: the rule decides."""
+    LEAST = 3
+    """Minimum number of filled candidates; 0: the rule decides."""
+    ENOUGH = 4
+    """Number of candidates that the rule must allow, or one is filled; 0: no such number."""
+    DELAYS_EOS = 5
+    CHOICE = 6
+    """Number of the request's choice in ``FillWork.choices``; −1: a guide chooses."""
+    VALUE = 7
+    """Value of the choice's rule."""
+    ALG_TEMP = 8
+    OBSERVED = 9
+    """Confidence from which a candidate is observed."""
+
+
+class FillWork(NamedTuple):
+    """What filling in computes, as far as the host decides it; equal work differs in numbers alone."""
+
+    settings: SamplingSettings
+    choices: tuple[Choice, ...]
+    measures: frozenset[Measure]
+    """Of all requests, also of those that a guide fills."""
+    num_logprobs: int | None
+    uses: frozenset[Number]
+    """Numbers that some request has."""
+
+    @property
+    def draws_positions(self) -> bool:
+        """True if a choice needs a random number of each position."""
+        return "noise" in self.measures or Number.ALG_TEMP in self.uses
+
+
+@dataclass
+class FillInputs:
+    """What filling in reads on the device."""
+
+    table: torch.Tensor
+    """``BatchCandidates.table``."""
+    numbers: torch.Tensor
+    """int64 ``[len(Number), num_requests]``"""
+    certainty: torch.Tensor | None
+    """Factor of each candidate's confidence, float32 ``[num_candidates]``; None: no request has a prior."""
+    responses: torch.Tensor | None
+    """Request and place of every position of every response, int64 ``[2, n]``; None: no request delays end tokens."""
+    width: int
+    """Exclusive upper bound of the candidates' offsets."""
+
+
+def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
+    """The work of the running step's plans for candidates of equal settings, and ``FillInputs.numbers`` on the host."""
+    canvases, plans = group.batch.canvases, group.batch.plans
+    specs = [canvas.spec for canvas in canvases]
+    numbers = np.zeros((len(Number), len(plans)), dtype=np.int64)
+    floats = numbers.view(np.float64)
+    numbers[Number.CHOICE], floats[Number.OBSERVED] = -1, np.inf
+    choices: dict[Choice, int] = {}
+    for i in group.members:
+        spec, quota = specs[i], plans[i].quota
+        if spec.guidance is None:
+            rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking)
+            choice = Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)
+            numbers[Number.CHOICE, i] = choices.setdefault(choice, len(choices))
+        if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
+            numbers[Number.GUARANTEED, i] = 1
+        elif quota.guaranteed is not None:
+            numbers[Number.GUARANTEED, i] = quota.guaranteed.stop - quota.candidates.start
+        numbers[Number.LEAST, i] = quota.least if quota.parallel is not None else 0
+        numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
+        numbers[Number.DELAYS_EOS, i] = spec.delay_eos
+        floats[Number.ALG_TEMP, i] = spec.alg_temp
+        if quota.observed is not None:
+            floats[Number.OBSERVED, i] = quota.observed
+    uses = {number for number in Number if Number.GUARANTEED <= number != Number.CHOICE and numbers[number].any()}
+    if (floats[Number.OBSERVED] == np.inf).all():
+        uses.discard(Number.OBSERVED)
+    if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
+        uses.add(Number.CHOICE)
+    members = [specs[i] for i in group.members]
+    measures = frozenset(UNMASKING_POLICIES[spec.unmasking].measures for spec in members)
+    kept = [spec.num_logprobs_kept for spec in members if spec.num_logprobs_kept is not None]
+    settings = canvases[group.members[0]].settings
+    work = FillWork(settings, tuple(choices), measures, max(kept, default=None), frozenset(uses - {Number.VALUE}))
+    if work.draws_positions or settings.temperature > 0:
+        numbers[Number.SEED] = [canvas.seed for canvas in canvases]
+        numbers[Number.FORWARD] = [plan.forward for plan in plans]
+    return work, numbers
+
+
+def fill_inputs(group: BatchCandidates, work: FillWork, numbers: np.ndarray) -> FillInputs:
+    """The inputs of a group's own size, without waiting for the device."""
+    responses = response_places(group) if Number.DELAYS_EOS in work.uses else None
+    return FillInputs(group.table, on_device(numbers, group.table.device), group.certainty, responses, group.width)
+
+
+def response_places(group: BatchCandidates) -> torch.Tensor:
+    """``FillInputs.responses`` of the requests of a group that delay end tokens."""
+    canvases = group.batch.canvases
+    starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
+    sizes = [0] * len(canvases)
+    for i in group.members:
+        sizes[i] = canvases[i].spec.gen_length * canvases[i].spec.delay_eos
+    return on_device(np.stack(ranges(starts, sizes)), group.table.device)
+
+
+def fill(
+    predictor: TokenPredictor,
+    store: CanvasStore,
+    end_tokens: torch.Tensor,
+    work: FillWork,
+    inputs: FillInputs,
+    hidden: torch.Tensor,
+    biased: Sequence[BiasedRows] = (),
+    constrained: Sequence[ConstrainedRows] = (),
+) -> tuple[Filled, TokenStatistics]:
+    """Predict the candidates whose rows are ``hidden`` ``[num_candidates, hidden_size]``, and unmask the plans' quotas
+    of those that are still masked."""
+    requests, offsets, positions, places, _, flags = inputs.table.unbind()
+    numbers, floats, uses = inputs.numbers, inputs.numbers.view(torch.float64), work.uses
+    counters = None
+    if work.draws_positions or work.settings.temperature > 0:
+        counters = Counters(numbers[Number.SEED][requests], numbers[Number.FORWARD][requests], positions)
+    statistics = predictor.predict(
+        hidden,
+        work.settings,
+        counters,
+        with_entropy="entropy" in work.measures,
+        with_margin="margin" in work.measures,
+        num_logprobs=work.num_logprobs,
+        biased=biased,
+        constrained=constrained,
+    )
+    if work.draws_positions and counters is not None:
+        no_token = torch.full_like(positions, NO_TOKEN)
+        statistics.noise = uniform(counters.seeds, counters.forwards, counters.positions, no_token)
+    barred = ~store.masked[places] | (flags & ALONE > 0)
+    if inputs.responses is not None:
+        statistics.held_back = _held_back(store, end_tokens, inputs, statistics.token)
+        barred = barred | statistics.held_back
+    chosen = torch.zeros_like(barred)
+    guaranteed, least, enough = (
+        numbers[number] if number in uses else None for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
+    )
+    for number, (measure, rule) in enumerate(work.choices):
+        confidence = statistics.confidence(measure, offsets)
+        if inputs.certainty is not None:
+            confidence = confidence * inputs.certainty
+        if Number.ALG_TEMP in uses:
+            # The largest of them are draws without replacement from the softmax of confidences over temperatures.
+            confidence = confidence + floats[Number.ALG_TEMP][requests] * gumbel_of(required(statistics.noise))
+        others = barred | (numbers[Number.CHOICE][requests] != number) if Number.CHOICE in uses else barred
+        confidence = confidence.masked_fill(others, -torch.inf)
+        values = floats[Number.VALUE].to(confidence.dtype)
+        chosen |= select(rule, confidence, requests, offsets, values, inputs.width, guaranteed, least, enough)
+    store.fill(places, statistics.token, chosen)
+    outcome = (chosen & (flags & SPARE_COPY == 0)) * CHOSEN
+    if Number.OBSERVED in uses:
+        bounds = floats[Number.OBSERVED].float()[requests]
+        outcome = outcome + ((statistics.probability >= bounds) & (flags & ALONE == 0)) * OBSERVED
+    # A NaN or an infinity among a row's logits makes every probability of the row NaN.
+    outcome = outcome.long().masked_fill(statistics.probability.isnan(), NOT_FINITE)
+    return torch.stack((requests, positions, statistics.token, outcome)), statistics
+
+
+def _held_back(store: CanvasStore, end_tokens: torch.Tensor, inputs: FillInputs, tokens: torch.Tensor) -> torch.Tensor:
+    """Predicted end tokens after a masked position, while the response has none, where the request delays them; bool
+    ``[num_candidates]``."""
+    owners, places = required(inputs.responses)
+    delays = inputs.numbers[Number.DELAYS_EOS]
+    ends = torch.isin(store.tokens[places], end_tokens)
+    delayed = (delays > 0) & (torch.zeros_like(delays).index_add_(0, owners, ends.long()) == 0)
+    after_mask = store.masked[inputs.table[3] - 1]
+    return torch.isin(tokens, end_tokens) & after_mask & delayed[inputs.table[0]]
+
+
+def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
+    """The rule by which a request's positions are chosen, and its value."""
+    if quota.parallel is not None:
+        return SELECTION_RULES[quota.parallel.kind], quota.parallel.value
+    if UNMASKING_POLICIES[policy].draws_each_position:
+        return drawn_below, quota.ratio
+    return first_of_all, quota.count
