@@ -11,6 +11,13 @@ from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 
+WIDTH_UNIT = 8
+
+
+def padded_width(num_pages: int) -> int:
+    """The width of a batch's tables that hold so many pages: of few, because a recorded step has tables of one."""
+    return -(-num_pages // WIDTH_UNIT) * WIDTH_UNIT
+
 
 class BatchTables:
     """Tables of one kind, or of a kind per request, stacked over the requests of a batch."""
@@ -20,7 +27,7 @@ class BatchTables:
         tables = [canvas.page_tables.get(kind) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
-        widest = max((table.shape[1] for table in held), default=0)
+        widest = padded_width(max((table.shape[1] for table in held), default=0))
         none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.positions.device)
         same = [none if table is None else table for table in tables]
         same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
@@ -88,6 +95,10 @@ class TokenTables(BatchTables, KVTables):
         if rows is not None:
             requests, tokens = requests[rows], tokens[rows]
         return self.token_slots(layer, requests, tokens)
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """As ``LayerPass.graph_inputs``."""
+        return [self.tables, self.head_len, self.requests, self.positions]
 
     def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""

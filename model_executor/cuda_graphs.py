@@ -8,7 +8,7 @@ recorded over tensors of a rounded size and replayed over what later batches put
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -42,9 +42,19 @@ LAUNCHES_BEFORE = 2
 NO_LIMIT = torch.iinfo(torch.int32).max
 
 Run = Callable[[], Any]
-Record = Callable[[Run], Run]
-"""Takes a function of tensors that stay where they are; returns one that does the same work again, into the same
-result."""
+
+
+class Record(Protocol):
+    """Records work on tensors that stay where they are."""
+
+    def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
+        """Return a function that does the work of ``run`` again, into the same result.
+
+        ``launch_first``: do the work once before, because kernels are compiled and workspaces allocated by it, which
+        must not happen while recording.
+        """
+
+
 _Key = TypeVar("_Key", bound=Hashable)
 _Graph = TypeVar("_Graph")
 
@@ -56,11 +66,12 @@ class GraphRecorder:
         self.context = GraphCaptureContext(torch.cuda.Stream(device))
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Run) -> Run:
+    def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
         graph = torch.cuda.CUDAGraph()
         # vLLM's context: the all-reduces of tensor parallelism have to know.
         with get_tp_group().graph_capture(self.context):
-            run()  # compiles kernels and allocates workspaces, which must not happen while recording
+            if launch_first:
+                run()
             with torch.cuda.graph(graph, self.pool, self.context.stream, capture_error_mode="thread_local"):
                 result = run()
 
@@ -234,7 +245,8 @@ class LayoutGraph:
         places, positions = self.inputs
         self.inputs += layer_pass.graph_inputs()
         self.holds: LayerPass | None = layer_pass
-        self.replay = engine.record(lambda: model(store.tokens[places], positions, layer_pass))
+        # Not launched first: rows are chosen by what the last step has left, which this work replaces.
+        self.replay = engine.record(lambda: model(store.tokens[places], positions, layer_pass), launch_first=False)
 
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
@@ -391,7 +403,8 @@ class StepGraphs:
         layout = layer_pass.graph_layout()
         if layout is None:
             return None
-        graph = self.layouts.get(layout, lambda: LayoutGraph(self, batch, layer_pass), self.launches_before)
+        before = max(1, self.launches_before)
+        graph = self.layouts.get(layout, lambda: LayoutGraph(self, batch, layer_pass), before)
         return None if graph is None else graph(batch, layer_pass)
 
     def fill(

@@ -158,7 +158,9 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         floats[Number.ALG_TEMP, i] = spec.alg_temp
         if quota.observed is not None:
             floats[Number.OBSERVED, i] = quota.observed
-    uses = {number for number in Number if Number.GUARANTEED <= number != Number.CHOICE and numbers[number].any()}
+    uses: set[Number] = {
+        number for number in Number if Number.GUARANTEED <= number != Number.CHOICE and numbers[number].any()
+    }
     if (floats[Number.OBSERVED] == np.inf).all():
         uses.discard(Number.OBSERVED)
     if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():

@@ -19,6 +19,7 @@ from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.dense_backends import choose_backend
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
+from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.cuda_graphs import Record, StepGraphs
@@ -176,7 +177,7 @@ class DiffusionModelRunner:
             denoiser.end_tokens,
             self.pages,
             self.model_config.dtype,
-            max_pages=-(-self.model_config.max_model_len // self.options.page_size),
+            max_pages=padded_width(-(-self.model_config.max_model_len // self.options.page_size)),
             max_requests=self.vllm_config.scheduler_config.max_num_seqs,
             record=record,
         )
@@ -311,9 +312,10 @@ class DiffusionModelRunner:
         batch, layer_pass = self._lay_out(plans)
         candidates = BatchCandidates.of(batch)
         steps = [plans]
-        if layer_pass.repeats and num_steps > 1:
+        if layer_pass.repeats and num_steps > 1 and not (self.options.trace and layer_pass.chooses):
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
-            steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps)
+            may_idle = not layer_pass.writes
+            steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps, may_idle=may_idle)
         outcomes = self.denoiser.run(candidates, layer_pass, steps)
         reports = step_reports(batch, steps, outcomes, layer_pass, self.mask_token_id, with_trace=self.options.trace)
         reports[-1] |= self.denoiser.failures

@@ -25,7 +25,8 @@ def step_reports(
     *,
     with_trace: bool,
 ) -> list[dict[str, StepResult]]:
-    """A dictionary per step, by request. A request ends with its first failure.
+    """A dictionary per step, by request, up to the last step that did something. A request ends with its first
+    failure.
 
     Args:
         batch: of the first step.
@@ -40,9 +41,9 @@ def step_reports(
             results = _results(batch, index, plans, outcomes, layer_pass, mask_token_id, with_trace)
         except Exception as error:
             results = [failure_of(request_id, error)]
-        for reports_of_step, result in zip(reports, results, strict=False):
-            reports_of_step[request_id] = result
-    return reports
+        for step_results, result in zip(reports, results, strict=False):
+            step_results[request_id] = result
+    return reports[: 1 + max((i for i, step_results in enumerate(reports) if step_results), default=0)]
 
 
 def _results(
@@ -58,6 +59,8 @@ def _results(
     canvas = batch.canvases[index]
     results: list[StepResult] = []
     for plan, outcome in zip(plans, outcomes, strict=True):
+        if results and (canvas.known[slice(*plan.window)] >= 0).all():
+            break  # it ran with others, and had nothing to do
         changed = unmasked = outcome.positions[index]
         canvas.known[unmasked] = outcome.tokens[index]
         canvas.last_unmasked = unmasked

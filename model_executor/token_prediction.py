@@ -5,6 +5,7 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -243,8 +244,8 @@ class TokenPredictor:
             drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
         unchanged = measured = drawn_from if settings.tempered else logits
         if settings.least_confident:
-            left_out = [token - first_token for token in settings.least_confident]
-            columns = on_device([column for column in left_out if 0 <= column < logits.shape[-1]], logits.device)
+            left_out = self._on_device(settings.least_confident, logits.device)
+            columns = self._on_device(settings.least_confident, logits.device, first_token, logits.shape[-1])
             measured = measured.index_fill(-1, columns, -torch.inf)
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
@@ -284,7 +285,7 @@ class TokenPredictor:
             margin = p1 - p2 if given is None else torch.where(probability < p1, probability - p1, p1 - p2)
         statistics = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
         if settings.least_confident:
-            statistics.put_last(torch.isin(token, on_device(sorted(settings.least_confident), token.device)))
+            statistics.put_last(torch.isin(token, left_out))
         return statistics, log_total if measured is logits else None
 
     def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
@@ -292,6 +293,15 @@ class TokenPredictor:
         if self.tp_group.world_size > 1 and settings.filters:
             return torch.cat(gather_shards(shard[0], self.tp_group), dim=-1), 0, False
         return *shard, self.tp_group.world_size > 1
+
+    @functools.cache  # noqa: B019 - one predictor per engine
+    def _on_device(
+        self, tokens: frozenset[int], device: torch.device, first: int = 0, size: int | None = None
+    ) -> torch.Tensor:
+        """Tokens as columns of a shard that begins with ``first``, those among its ``size``; a recorded step reads them
+        where they were when it was recorded."""
+        columns = sorted(token - first for token in tokens)
+        return on_device([c for c in columns if size is None or 0 <= c < size], device)
 
     def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:
         """Column of the mask, which is never predicted: a position filled with it would never count as filled."""

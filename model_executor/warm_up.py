@@ -121,16 +121,16 @@ class WarmUp:
             )
 
     def _forward_sizes(self, graphs: StepGraphs) -> list[ForwardSize]:
-        """Sizes of the steps of blocks that were recorded for one request, in batches of equal requests; the largest
+        """Sizes of the steps of blocks that were recorded for one request, in batches of such requests; the largest
         first, so that the memory they share is asked for once."""
-        numbers = {padded_requests(n) for n in range(1, self.max_requests + 1)}
-        sizes = {
-            size._replace(num_requests=number, num_rows=num_rows)
-            for size in graphs.forwards.graphs
-            if size.reads
-            for number in numbers
-            if (num_rows := padded(number * size.longest)) is not None
-        }
+        sizes = set()
+        for size in [size for size in graphs.forwards.graphs if size.reads]:
+            for number in range(1, self.max_requests + 1):
+                # Beside requests that keep a block, others have half as many rows.
+                least = number * size.longest // (2 if size.adds else 1)
+                for num_rows in {padded(rows) for rows in range(least, number * size.longest + 1, size.longest // 2)}:
+                    if num_rows is not None:
+                        sizes.add(size._replace(num_requests=padded_requests(number), num_rows=num_rows))
         return sorted(sizes, reverse=True)
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:

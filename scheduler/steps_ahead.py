@@ -14,28 +14,39 @@ def steps_known_ahead(
     specs: Mapping[str, DecodingSpec],
     plan: Callable[[DecodingSpec, Progress], StepPlan],
     num_steps: int,
+    *,
+    may_idle: bool,
 ) -> list[dict[str, StepPlan]]:
-    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block, each of which
-    unmasks a fixed number of tokens.
+    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block.
 
     Args:
         plans, progress: of the requests of the step, before it.
         specs: of these requests.
         plan: the next step of a request.
         num_steps: the most steps wanted.
+        may_idle: True if a step changes nothing but the tokens that it fills. Then requests whose rules fill an open
+            number of tokens run ahead too, and may have nothing to do in the last steps.
 
     Returns:
-        At least one step, ``plans``. All steps except the last leave every block unfinished.
+        At least one step, ``plans``. Steps that fill fixed counts leave every block unfinished, except the last.
     """
-    run = [plans]
-    if not all(_is_known_ahead(first, specs[request_id]) for request_id, first in plans.items()):
-        return run
-    ahead = {request_id: replace(progress[request_id]) for request_id in plans}
-    while len(run) < num_steps:
-        for request_id, last in run[-1].items():
-            if last.quota.count >= ahead[request_id].num_masked:
+    run, most = [plans], float(num_steps)
+    for request_id, first in plans.items():
+        own, spec = progress[request_id], specs[request_id]
+        if not _is_known_ahead(first, spec):
+            return run
+        if not fills_fixed_count(first, spec):
+            if not may_idle or not _depends_on_no_count(first, own, spec, plan):
                 return run
-            ahead[request_id].advance(specs[request_id], last.quota.count)
+            # Half of the steps that the block takes at the pace of its last one: few of them find nothing to do.
+            most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
+    ahead = {request_id: replace(progress[request_id]) for request_id in plans}
+    while len(run) < most:
+        for request_id, last in run[-1].items():
+            count = last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
+            if count >= ahead[request_id].num_masked:
+                return run
+            ahead[request_id].advance(specs[request_id], count)
         try:
             following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
         except Exception:
@@ -47,11 +58,26 @@ def steps_known_ahead(
 
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if the number of positions that a step fills is known before it runs, and the host needs no other
-    result of it."""
+    """Return True if the host needs no result of a step to plan the next."""
     whole_window = plan.quota.candidates == plan.window
-    asks = spec.delay_eos or spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
-    return whole_window and fills_fixed_count(plan, spec) and not asks and spec.constraint is None
+    asks = spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
+    return whole_window and not asks and spec.constraint is None and spec.guidance is None
+
+
+def _depends_on_no_count(
+    plan: StepPlan, progress: Progress, spec: DecodingSpec, plan_next: Callable[[DecodingSpec, Progress], StepPlan]
+) -> bool:
+    """Return True if the next steps do the same work however many tokens this one fills, and each fills one at
+    least."""
+    by_rule = plan.quota.parallel is not None and spec.block_add_threshold is None and spec.slow_fast is None
+    if not by_rule or progress.num_masked < 2:
+        return False
+    ahead = replace(progress)
+    ahead.advance(spec, progress.num_masked - 1)
+    try:
+        return does_same_work(plan_next(spec, ahead), plan)
+    except Exception:
+        return False  # the step itself will fail, and only the request whose plan it is
 
 
 def does_same_work(plan: StepPlan, other: StepPlan) -> bool:

@@ -7,8 +7,8 @@ ever added one after the other, so their sum is all there is to keep.)
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable
+from typing import Any, Protocol, Self
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -25,7 +25,7 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, atte
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.step_plan import Scope
+from dllm_engine.scheduler.step_plan import RefreshState, Scope
 
 
 class CanvasTables(Protocol):
@@ -36,6 +36,9 @@ class CanvasTables(Protocol):
 
     def paged_tokens(self, layer: int) -> PagedTokens:
         """Keys and values that requests attend to in a layer."""
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """As ``LayerPass.graph_inputs``, between refreshes."""
 
 
 class ComputedRows(RowBounds):
@@ -61,6 +64,8 @@ class AdaptivePass(LayerPass):
 
     Requests refreshing different scopes, and those between refreshes, share the pass.
     """
+
+    chooses = True
 
     def __init__(
         self,
@@ -104,8 +109,8 @@ class AdaptivePass(LayerPass):
         refreshed_places: list[torch.Tensor] = []
         adaptive: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
         sizes: list[int] = []
-        self.updated: dict[int, list[torch.Tensor]] = {}
-        """Per request that updates adaptively: the canvas positions that each layer chose."""
+        self.chosen: list[torch.Tensor] = []
+        """Per layer of the last pass that chose, the rows that it recomputed."""
         for i, plan in enumerate(batch.plans):
             first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
             response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
@@ -121,7 +126,6 @@ class AdaptivePass(LayerPass):
             num_updated = plan.num_updated or 0
             if plan.num_updated is not None:
                 adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
-                self.updated[i] = []
             sizes.append(stop_at - start_at + num_updated)
         self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
         self.adaptive = [
@@ -134,6 +138,7 @@ class AdaptivePass(LayerPass):
         """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
         recomputed ones ``[group, chosen]``."""
         self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
+        self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.verified is not None and similarity == "random":
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
             seeds, forwards = on_device(request_numbers, device)[:, self.requests[self.verified]]
@@ -145,7 +150,30 @@ class AdaptivePass(LayerPass):
         self.kept[self.refreshed] = False
         self.any_kept = self.refreshed.numel() < self.requests.numel()
 
+    @property
+    def repeats(self) -> bool:
+        return self.counters is None and all(plan.state is RefreshState.REUSE for plan in self.batch.plans)
+
+    def graph_layout(self) -> Hashable | None:
+        # A refreshed prompt is as long as its request's, and few requests have equally long ones.
+        refreshes_prompt = any(plan.scope in (Scope.ALL, Scope.PROMPT) for plan in self.batch.plans)
+        if refreshes_prompt or any(self.all_rows.alone.sizes + self.some_rows.alone.sizes):
+            return None
+        shapes = [tuple(tensor.shape) for tensor in self.graph_inputs()]
+        return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), self.any_kept, tuple(shapes)
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        groups = [tensor for pair in self.adaptive for tensor in pair]
+        verified = [] if self.verified is None else [self.verified, *(self.counters or ())]
+        rows = [self.requests, self.feature_items, self.refreshed, self.refreshed_places, self.kept]
+        rows += [self.all_rows.cu_seqlens, self.some_rows.cu_seqlens]
+        return [*rows, *groups, *verified, self.feature_tables.tables, *self.tables.graph_inputs()]
+
+    def take_results(self, replayed: Self) -> None:
+        self.chosen, self.num_layers = replayed.chosen, replayed.num_layers
+
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        self.chosen = []
         for index, layer in enumerate(layers):
             if index < self.first_adaptive_layer:
                 self._recompute_all(index, layer, hidden, phases)
@@ -159,8 +187,12 @@ class AdaptivePass(LayerPass):
         return -(-(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers)
 
     def record(self, index: int) -> dict[str, Any]:
-        updated = self.updated.get(index)
-        return {} if updated is None else {"updated_positions": [positions.tolist() for positions in updated]}
+        count = self.batch.plans[index].num_updated
+        if count is None:
+            return {}
+        stop = self.some_rows.bounds[index + 1]
+        updated = [self.batch.positions[rows[stop - count : stop]].tolist() for rows in self.chosen]
+        return {"updated_positions": updated}
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
@@ -206,7 +238,7 @@ class AdaptivePass(LayerPass):
         if self.verified is None:
             return rows, None
         values = None
-        if self.similarity == "random":
+        if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
             similarity = uniform(*self.counters, torch.full_like(self.verified, NO_TOKEN - 1 - index))
         else:
@@ -229,9 +261,7 @@ class AdaptivePass(LayerPass):
             if values is not None:
                 which = torch.arange(len(members), device=chosen.device)[:, None]
                 values[places] = fresh[group].unflatten(0, members.shape)[which, chosen]
-        for i, updated in self.updated.items():
-            stop = self.some_rows.bounds[i + 1]
-            updated.append(self.batch.positions[rows[stop - (self.batch.plans[i].num_updated or 0) : stop]])
+        self.chosen.append(rows)
         return rows, values
 
     def _project(

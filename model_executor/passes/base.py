@@ -31,6 +31,9 @@ class LayerPass:
     answers: Sequence[np.ndarray] = ()
     """Values of ``asked`` on the host."""
 
+    chooses = False
+    """True if layers choose rows to compute or to keep. A trace shows them of each step."""
+
     observes = False
     """True if ``observe`` must be called."""
 
@@ -38,6 +41,11 @@ class LayerPass:
     def repeats(self) -> bool:
         """True if running the pass once more does the same work on the current tokens."""
         return False
+
+    @property
+    def writes(self) -> bool:
+        """True if the pass changes more than the tokens that its step fills."""
+        return True
 
     def graph_layout(self) -> Hashable | None:
         """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.

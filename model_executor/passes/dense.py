@@ -18,6 +18,10 @@ class DensePass(LayerPass):
     def repeats(self) -> bool:
         return True
 
+    @property
+    def writes(self) -> bool:
+        return False
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend_alone(q, k, v, self.row_bounds)
 

@@ -7,8 +7,8 @@ changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy o
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Hashable, Iterable
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
+from dllm_engine.kernels.ordering import top_indices
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -26,7 +27,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import FIRST_BLOCK
-from dllm_engine.scheduler.step_plan import RetainedCopy
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy
 
 POOL_KERNEL_SIZE = 3
 """Width of the max-pooling before eviction, as in Sparse-dLLM."""
@@ -170,8 +171,32 @@ class EarlySkipPass(LayerPass):
                 bonuses[last] = UNMASKED_BONUS
         return confidences, on_device(bonuses, confidences.device, confidences.dtype)
 
+    def graph_layout(self) -> Hashable | None:
+        if any(plan.state is not RefreshState.REUSE for plan in self.batch.plans):
+            return None
+        sizes, shapes = tuple(tuple(s.sizes) for s in self.stages), tuple(x.shape for x in self.graph_inputs())
+        return type(self), sizes, tuple(self.skips), tuple(self.reading), shapes
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        inputs = self.tables.graph_inputs() + [stage.paged.cu_seqlens for stage in self.stages]
+        if self.copy_tokens is not None:
+            inputs += [self.copy_tokens, *self.attended.graph_inputs()]
+        if any(self.skips):
+            inputs += [self.confidences, self.bonuses]
+        if self.options.keeps_features and self.cuts:
+            inputs += [self.feature_items, self.feature_tables.tables]
+        for cut in self.cuts.values():
+            inputs += [x for x in (cut.whole, cut.whole_places) if x is not None]
+            inputs += [x for group in cut.groups for x in group]
+        return inputs
+
+    def take_results(self, replayed: Self) -> None:
+        self.stage, self.kept_rows = replayed.stage, replayed.kept_rows
+        self.finished, self.num_finished = replayed.finished, replayed.num_finished
+
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         inside = self.options.indicator != "hidden_state"
+        self.stage, self.kept_rows = self.stages[0], []
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
@@ -191,7 +216,7 @@ class EarlySkipPass(LayerPass):
         if x is not hidden:
             hidden[rows] = x
             self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
-            self.finished[rows] = True
+            self.finished.index_fill_(0, rows, True)
             self.num_finished = self.stage.sizes
         return hidden
 
@@ -278,10 +303,10 @@ class EarlySkipPass(LayerPass):
         changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
         scores = alpha * confidences + (1 - alpha) * changes
         if alpha > 0:
-            best = confidences.topk(min(NUM_CONFIDENT, rows.shape[1])).indices
+            best = top_indices(confidences, min(NUM_CONFIDENT, rows.shape[1]))
             scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
         scores += self.bonuses[rows]
-        return scores.topk(count, sorted=False).indices
+        return top_indices(scores, count, in_order=False)
 
     def _feature_slots(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
         items = self.feature_items[rows]

@@ -98,11 +98,14 @@ class HeadTables(BatchTables):
         first = self.starts[layer - 1, index, -1] + self.lengths[layer - 1, index, -1] if layer else 0
         self.starts[layer, index] = first + self.lengths[layer, index].cumsum(dim=0) - self.lengths[layer, index]
 
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [self.tables, self.kept, self.lengths, self.starts, self.requests, self.response_index, self.unread]
+
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         start = self.starts[layer]
         requests, response = self.requests, self.response_index
         slots = (start + self.kept[layer])[requests] + response[:, None]
-        slots[response < 0] = -1
+        slots.masked_fill_((response < 0)[:, None], -1)
         for i, first_row in self.prompts:
             layer_numbers = self.batch.canvases[i].cache_state.numbers
             # A request that votes in this pass has not yet, where other requests' rows are verified.

@@ -22,9 +22,6 @@ class PagedPass(LayerPass):
     """Attends to retained tokens in pages and to the fresh rows. All tensors stay on the device; the host reads none of
     them."""
 
-    chooses = False
-    """True if layers choose what they write to pages."""
-
     def __init__(
         self, tokens: KVTables, rows: SplitRows, slots: torch.Tensor | None = None, *, attend_fresh: bool = True
     ) -> None:
@@ -37,6 +34,10 @@ class PagedPass(LayerPass):
             attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
         """
         self.tokens, self.rows, self.row_slots, self.attend_fresh = tokens, rows, slots, attend_fresh
+
+    @property
+    def writes(self) -> bool:
+        return self.chooses or self.row_slots is not None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.row_slots is not None:

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 
+from dllm_engine.kernels.ordering import top_indices
+
 ADAPTIVE_UNIFORM_SHARE = 0.2
 """Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""
 
@@ -42,7 +44,7 @@ def adaptive(scores: torch.Tensor, layer_budget: int, base_share: float) -> torc
     """Ada-KV, Algorithm 1: as many tokens as a head has among the highest scores of all heads together, mixed with an
     even share."""
     num_heads, num_tokens = scores.shape
-    best = scores.flatten().topk(min(layer_budget * num_heads, scores.numel())).indices
+    best = top_indices(scores.flatten(), min(layer_budget * num_heads, scores.numel()))
     counts = torch.zeros(num_heads, dtype=torch.float64, device=scores.device)
     counts.index_add_(0, best // max(num_tokens, 1), torch.ones_like(best, dtype=torch.float64))
     return ADAPTIVE_UNIFORM_SHARE * layer_budget + (1 - ADAPTIVE_UNIFORM_SHARE) * counts

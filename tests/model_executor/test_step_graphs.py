@@ -46,6 +46,10 @@ def recording(engines, monkeypatch):
     return start
 
 
+CHOOSING = ("dllm_cache", "maskkv", "es_dllm", "d2_cache")
+"""Methods whose layers choose rows: equal requests alone share a recorded pass of those."""
+
+
 def recordable() -> list[tuple[dict[str, Any], str]]:
     """Settings of every method, and a family that it is for."""
     full = itertools.cycle(["llada", "llada_moe", "dream"])
@@ -65,7 +69,8 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, request, method
 
 
 def forward_sizes(llm) -> list[tuple[int, int]]:
-    return [(size.num_requests, size.num_rows) for size in runner_of(llm).denoiser.graphs.forwards.graphs]
+    """Requests and rows of the recorded steps of blocks."""
+    return [(size.num_requests, size.num_rows) for size in runner_of(llm).denoiser.graphs.forwards.graphs if size.reads]
 
 
 def filling_sizes(llm) -> list[tuple[int, int]]:
@@ -75,9 +80,11 @@ def filling_sizes(llm) -> list[tuple[int, int]]:
 def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
     llm, recorder = recording(tiny_llada, cache_method="dual")
     answers(llm)
-    assert set(forward_sizes(llm)) == {(1, 8), (4, 8), (8, 8)}
+    assert set(forward_sizes(llm)) == {(1, 8), (4, 24), (8, 48)}
     assert set(filling_sizes(llm)) == {(4, 8), (8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
-    assert recorder.num_recorded == 9
+    wholes = [size.num_rows for size in runner_of(llm).denoiser.graphs.forwards.graphs if not size.reads]
+    assert wholes == [48, 128, 256, 64]  # of canvases of 33, of 99, and of 165 positions in all, and of 49
+    assert recorder.num_recorded == 9 + len(wholes)
 
 
 def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recording, tiny_sdar):
@@ -109,8 +116,9 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
     llm, _ = recording(checkpoint, **method)
     for output, other in zip(generate(llm, prompts, params), expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
-    assert [size for size in forward_sizes(llm) if size[0] > 2]
-    assert filling_sizes(llm)
+    graphs = runner_of(llm).denoiser.graphs
+    assert [size for size in graphs.forwards.graphs if size.num_requests > 2] or method["cache_method"] in CHOOSING
+    assert graphs.fillings.graphs
 
 
 @pytest.mark.parametrize(
@@ -122,6 +130,16 @@ def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording,
         {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
         {"threshold": 0.2, "tokens_per_step": 2},
         {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
+        {"temperature": 0.5, "seed": 1},
+        {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
+        {"unmasking": "random", "seed": 3},
+        {"unmasking": "origin", "seed": 3},
+        {"alg_temp": 0.1, "seed": 4},
+        {"logprobs": 3},
+        {"delay_eos": True},
+        {"return_order": True},
+        {"confidence_eos_eot_inf": True},
+        {"temperature": 0.4, "seed": 5, "confidence_eos_eot_inf": True, "logprobs": 1},
     ],
 )
 def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):
@@ -131,16 +149,23 @@ def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_lla
     assert len({size.work.choices for size in runner_of(llm).denoiser.graphs.fillings.graphs}) == 1
 
 
-def test_what_asks_for_more_than_tokens_is_launched(recording, tiny_llada):
+def test_what_changes_logits_is_launched(recording, tiny_llada):
     llm, _ = recording(tiny_llada, cache_method="dual")
     constrained = {"extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK}).packed}}
-    for asked in ({"temperature": 0.5}, {"logprobs": 1}, {"delay_eos": True}, {"unmasking": "random"}, constrained):
+    for asked in (constrained, {"logit_bias": {5: 1.0}}, {"min_tokens": 3}, {"logits_eos_inf": True}):
         answers(llm, **asked)
-    for asked in ({"logit_bias": {5: 1.0}}, {"min_tokens": 3}, {"logits_eos_inf": True}, {"alg_temp": 0.1}):
-        answers(llm, **asked)
-    answers(llm, confidence_eos_eot_inf=True)
     assert forward_sizes(llm)
     assert not filling_sizes(llm)
+
+
+def test_what_is_rare_is_launched(recording, tiny_llada):
+    llm, recorder = recording(tiny_llada, cache_method="dual")
+    runner_of(llm).denoiser.graphs.launches_before = 2
+    prompt, params = [[3, 4, 5]], DiffusionParams(gen_length=8, block_length=8, steps=3, ignore_eos=True)
+    generate(llm, prompt, params)
+    assert recorder.num_recorded == 0
+    generate(llm, prompt, params)
+    assert set(forward_sizes(llm)) == {(1, 8)}
 
 
 def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada):
@@ -155,24 +180,24 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """Graphs have at most 16 rows, and padding is for free up to 8."""
-    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.SIZES", (8, 16))
-    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.FREE_ROWS", 8)
+    """Graphs have at most 16 rows, and launching takes as long as 8."""
+    for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
+        monkeypatch.setattr(f"dllm_engine.model_executor.cuda_graphs.{name}", value)
 
 
 def test_long_steps_are_launched(recording, tiny_llada, few_rows):
     llm, _ = recording(tiny_llada, cache_method="dual")
     answers(llm)
     assert set(forward_sizes(llm)) == {(1, 8)}
-    assert set(filling_sizes(llm)) == {(8, 8), (16, 8)}
+    assert set(filling_sizes(llm)) == {(8, 8)}
 
 
 def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
     llm, _ = recording(tiny_llada, cache_method="dual")
     generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=2, ignore_eos=True))
-    assert not forward_sizes(llm), "2 rows each would be computed as 8"
-    generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=4, ignore_eos=True))
-    assert forward_sizes(llm) == [(2, 8)]
+    assert forward_sizes(llm) == [(2, 8)], "2 rows each are computed as 8"
+    generate(llm, [[3, 4], [5, 6], [7]], DiffusionParams(gen_length=9, block_length=3, ignore_eos=True))
+    assert forward_sizes(llm) == [(2, 8)], "9 rows would be computed as 16"
 
 
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
@@ -180,13 +205,14 @@ def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_l
     monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.MAX_GRAPHS", 2)
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
-    assert forward_sizes(llm) == [(8, 8), (1, 8)]
+    assert forward_sizes(llm) == [(1, 8)]
     assert filling_sizes(llm) == [(8, 8), (4, 8)]
 
 
 def test_requests_and_rows_are_padded_to_few_sizes():
     assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
-    assert [padded(n) for n in (1, 8, 9, 32, 33, 1000, 1024, 1025)] == [4, 8, 16, 32, 48, 1024, 1024, None]
+    sizes = [padded(n) for n in (1, 8, 9, 32, 33, 128, 129, 1000, 1025, 4096, 4097)]
+    assert sizes == [4, 8, 16, 32, 48, 128, 256, 1024, 1152, 4096, None]
 
 
 def test_the_recorder_would_notice_the_host():

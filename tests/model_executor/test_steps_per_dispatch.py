@@ -1,5 +1,7 @@
 """Several denoising steps per dispatch: the same steps, with the scheduler out of the way."""
 
+from dataclasses import replace
+
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -124,7 +126,13 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"threshold": 0.1}, {"unmasking": "origin", "seed": 1}, {"delay_eos": True}, {"logprobs": 1}]
+    "settings",
+    [
+        {"threshold": 0.1},
+        {"unmasking": "origin", "seed": 1},
+        {"early_stop": True, "ignore_eos": False},
+        {"logprobs": 1},
+    ],
 )
 def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, settings):
     llm = engine("dual")
@@ -134,6 +142,23 @@ def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, sett
     found = generate(llm, PROMPTS, asked(**settings))
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert set(lengths) == {1}
+
+
+@pytest.mark.parametrize("method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"])
+def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, method):
+    """Those behind a block's end fill nothing, and are neither reported nor counted."""
+    llm = engine(method)
+    params = [asked(threshold=0.02), asked(threshold=0.3), asked(threshold=0.05, gen_length=16), asked(factor=0.5)]
+    expected = generate(llm, PROMPTS, params)
+    set_steps_per_dispatch(llm, 8, monkeypatch)
+    lengths = count_runs(runner_of(llm), monkeypatch)
+    for prompts, wanted in ([PROMPTS, range(4)], [PROMPTS[1:2], [1]], [PROMPTS[:1], [0]]):
+        for output, i in zip(generate(llm, prompts, [params[i] for i in wanted]), wanted, strict=True):
+            assert output.outputs[0].token_ids == expected[i].outputs[0].token_ids
+            figures, single = (o.outputs[0].diffusion for o in (output, expected[i]))
+            assert replace(figures, pages_held=0) == replace(single, pages_held=0)  # of steps that do not come to run
+    assert (max(lengths) > 1) == (method in ("none", "dual", "sparse", "prefix"))
+    assert_nothing_left(llm)
 
 
 @pytest.mark.parametrize("settings", [{}, {"threshold": 1.0}])

@@ -88,15 +88,21 @@ class Capture(ForbidDeviceSync):
 class FakeGraphs:
     """``Record`` for a CPU, which counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: DiffusionModelRunner | None = None) -> None:
+        self.runner = runner
         self.num_recorded = self.num_replayed = 0
         self.last: Any = None
 
-    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+    def __call__(self, run: Callable[[], Any], *, launch_first: bool = True) -> Callable[[], Any]:
         self.num_recorded += 1
-        run()
+        pages = None if self.runner is None else self.runner.pages
+        if launch_first:
+            run()
+        before = None if pages is None else pages.memory.clone()
         with Capture() as capture:
             result = run()
+        if pages is not None and before is not None:
+            pages.memory.copy_(before)  # what is recorded on a GPU does not run
 
         def replay() -> Any:
             self.num_replayed += 1
@@ -112,6 +118,6 @@ class FakeGraphs:
 
 def record_steps(runner: DiffusionModelRunner) -> FakeGraphs:
     """Let an engine's runner record its steps as on a GPU."""
-    graphs = FakeGraphs()
+    graphs = FakeGraphs(runner)
     runner.use_graphs(graphs)
     return graphs
