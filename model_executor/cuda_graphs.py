@@ -240,22 +240,22 @@ class LayoutGraph:
 
     def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
         model, store = engine.model, engine.store
-        self.layer_pass = layer_pass
         self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
         places, positions = self.inputs
         self.inputs += layer_pass.graph_inputs()
         self.holds: LayerPass | None = layer_pass
+        run = lambda: (model(store.tokens[places], positions, layer_pass), layer_pass.graph_results())  # noqa: E731
         # Not launched first: rows are chosen by what the last step has left, which this work replaces.
-        self.replay = engine.record(lambda: model(store.tokens[places], positions, layer_pass), launch_first=False)
+        self.replay = engine.record(run, launch_first=False)
 
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
         if self.holds is not layer_pass:
             torch._foreach_copy_(self.inputs, [batch.places, batch.positions, *layer_pass.graph_inputs()])
             self.holds = layer_pass
-        hidden: torch.Tensor = self.replay()
-        if layer_pass is not self.layer_pass:
-            layer_pass.take_results(self.layer_pass)
+        hidden: torch.Tensor
+        hidden, results = self.replay()
+        layer_pass.take_results(results)
         return hidden
 
 

@@ -8,7 +8,7 @@ ever added one after the other, so their sum is all there is to keep.)
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
@@ -87,12 +87,12 @@ class AdaptivePass(LayerPass):
         """
         self.batch, self.pages, self.tables = batch, pages, tables
         self.similarity, self.metric, self.first_adaptive_layer = similarity, metric, first_adaptive_layer
-        self.num_layers = 0
         device = batch.positions.device
         self.requests = batch.request_of_row()
         starts = on_device(live_starts, device)
         self.feature_items = batch.positions - starts[self.requests]
         self.feature_tables = BatchTables(batch, PageKind.FEATURES)
+        self.num_layers = self.feature_tables.tables.shape[0]
         self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
 
         def attend_alone(sizes: list[int]) -> list[bool]:
@@ -157,7 +157,7 @@ class AdaptivePass(LayerPass):
     def graph_layout(self) -> Hashable | None:
         # A refreshed prompt is as long as its request's, and few requests have equally long ones.
         refreshes_prompt = any(plan.scope in (Scope.ALL, Scope.PROMPT) for plan in self.batch.plans)
-        if refreshes_prompt or any(self.all_rows.alone.sizes + self.some_rows.alone.sizes):
+        if refreshes_prompt or any([*self.all_rows.alone.sizes, *self.some_rows.alone.sizes]):
             return None
         shapes = [tuple(tensor.shape) for tensor in self.graph_inputs()]
         return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), self.any_kept, tuple(shapes)
@@ -169,8 +169,11 @@ class AdaptivePass(LayerPass):
         rows += [self.all_rows.cu_seqlens, self.some_rows.cu_seqlens]
         return [*rows, *groups, *verified, self.feature_tables.tables, *self.tables.graph_inputs()]
 
-    def take_results(self, replayed: Self) -> None:
-        self.chosen, self.num_layers = replayed.chosen, replayed.num_layers
+    def graph_results(self) -> list[torch.Tensor]:
+        return [torch.stack(self.chosen)] if self.chosen else []
+
+    def take_results(self, results: list[torch.Tensor]) -> None:
+        self.chosen = [rows for stacked in results for rows in stacked.clone().unbind()]
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         self.chosen = []
@@ -179,7 +182,6 @@ class AdaptivePass(LayerPass):
                 self._recompute_all(index, layer, hidden, phases)
             else:
                 hidden = self._recompute_some(index, layer, hidden, phases)
-            self.num_layers = index + 1
         return hidden
 
     def rows_computed(self, index: int, num_rows: int) -> int:

@@ -5,7 +5,7 @@ skipping) or compute some parts for all rows and others for a few (adaptive upda
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,8 +56,12 @@ class LayerPass:
         """Tensors that the pass reads on the device, in an order and of shapes that the layout fixes."""
         return []
 
-    def take_results(self, replayed: Self) -> None:
-        """Take what a replay of another pass of this layout has left in that pass."""
+    def graph_results(self) -> list[torch.Tensor]:
+        """Tensors that the pass leaves beside hidden states."""
+        return []
+
+    def take_results(self, results: list[torch.Tensor]) -> None:
+        """Keep copies of ``graph_results`` after a replay. The next replay of any graph may write over them."""
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.

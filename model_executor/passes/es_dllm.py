@@ -8,7 +8,7 @@ changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy o
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -190,9 +190,13 @@ class EarlySkipPass(LayerPass):
             inputs += [x for group in cut.groups for x in group]
         return inputs
 
-    def take_results(self, replayed: Self) -> None:
-        self.stage, self.kept_rows = replayed.stage, replayed.kept_rows
-        self.finished, self.num_finished = replayed.finished, replayed.num_finished
+    def graph_results(self) -> list[torch.Tensor]:
+        return self.kept_rows if self.finished is None else [self.finished, *self.kept_rows]
+
+    def take_results(self, results: list[torch.Tensor]) -> None:
+        if results:
+            self.finished, *self.kept_rows = (result.clone() for result in results)
+            self.num_finished = self.stages[-1].sizes
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         inside = self.options.indicator != "hidden_state"

@@ -20,6 +20,7 @@ ASKS = {
     "aten::masked_select": "a size",
 }
 """Operators that wait for the device, and for what."""
+NOT_A_NUMBER = 1 << 40
 GIVES = ("aten::lift_fresh", "aten::_to_copy")
 """Operators that bring numbers of the host."""
 
@@ -107,8 +108,9 @@ class FakeGraphs:
         def replay() -> Any:
             self.num_replayed += 1
             with _disable_current_modes():  # nobody sees what a replay does
-                if isinstance(self.last, torch.Tensor):
-                    self.last.fill_(torch.nan)  # graphs share their memory
+                for tensor in tree_leaves(self.last):  # graphs share their memory
+                    if isinstance(tensor, torch.Tensor):
+                        tensor.fill_(torch.nan if tensor.is_floating_point() else NOT_A_NUMBER)
                 capture.replay()
             self.last = result
             return result
