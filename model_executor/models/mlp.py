@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from vllm._custom_ops import grouped_topk
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
@@ -124,6 +126,15 @@ class ExpertMLP(nn.Module):
         LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; SDAR-MoE, which has no bias,
         does the former, and LLaDA2 both.
         """
+        if gating_output.is_cuda and hasattr(torch.ops._moe_C, "topk_softmax"):
+            if self.groups is not None:
+                bias = gating_output.new_zeros(gating_output.shape[1]) if self.expert_bias is None else self.expert_bias
+                sizes = self.groups.num_groups, self.groups.num_kept, topk, topk > 1, self.groups.scale
+                weights, experts = grouped_topk(gating_output, *sizes, bias, scoring_func=1)  # of the sigmoid
+                return weights, experts
+            if self.expert_bias is None:
+                weights, experts, _ = fused_topk(hidden_states, gating_output, topk, renormalize)
+                return weights, experts
         if self.groups is not None:
             return self._route_by_group(gating_output.sigmoid(), topk, self.groups)
         weights = gating_output.softmax(dim=-1, dtype=torch.float32)
