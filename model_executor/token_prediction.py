@@ -5,7 +5,6 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -120,6 +119,8 @@ class TokenPredictor:
         self.vocab_size = vocab_size
         self.mask_token_id = mask_token_id
         self.tp_group = tp_group
+        self.columns: dict[tuple[frozenset[int], int, int], torch.Tensor] = {}
+        """Results of ``_columns``."""
 
     def predict(
         self,
@@ -244,8 +245,7 @@ class TokenPredictor:
             drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
         unchanged = measured = drawn_from if settings.tempered else logits
         if settings.least_confident:
-            left_out = self._on_device(settings.least_confident, logits.device)
-            columns = self._on_device(settings.least_confident, logits.device, first_token, logits.shape[-1])
+            columns = self._columns(settings.least_confident, logits, first_token)
             measured = measured.index_fill(-1, columns, -torch.inf)
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
@@ -285,7 +285,7 @@ class TokenPredictor:
             margin = p1 - p2 if given is None else torch.where(probability < p1, probability - p1, p1 - p2)
         statistics = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
         if settings.least_confident:
-            statistics.put_last(torch.isin(token, left_out))
+            statistics.put_last(torch.stack([token == each for each in sorted(settings.least_confident)]).any(dim=0))
         return statistics, log_total if measured is logits else None
 
     def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
@@ -294,14 +294,13 @@ class TokenPredictor:
             return torch.cat(gather_shards(shard[0], self.tp_group), dim=-1), 0, False
         return *shard, self.tp_group.world_size > 1
 
-    @functools.cache  # noqa: B019 - one predictor per engine
-    def _on_device(
-        self, tokens: frozenset[int], device: torch.device, first: int = 0, size: int | None = None
-    ) -> torch.Tensor:
-        """Tokens as columns of a shard that begins with ``first``, those among its ``size``; a recorded step reads them
-        where they were when it was recorded."""
-        columns = sorted(token - first for token in tokens)
-        return on_device([c for c in columns if size is None or 0 <= c < size], device)
+    def _columns(self, tokens: frozenset[int], logits: torch.Tensor, first_token: int) -> torch.Tensor:
+        """Columns of the tokens that a shard has, int64. They stay where they are, for recorded steps."""
+        key = tokens, first_token, logits.shape[1]
+        if key not in self.columns:
+            columns = [token - first_token for token in sorted(tokens)]
+            self.columns[key] = on_device([c for c in columns if 0 <= c < logits.shape[1]], logits.device)
+        return self.columns[key]
 
     def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:
         """Column of the mask, which is never predicted: a position filled with it would never count as filled."""
