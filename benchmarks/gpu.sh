@@ -6,9 +6,10 @@
 #  1  each kernel against its plain version on the CPU, at the sizes of the model     kernels.json
 #  2  one FULL and one REUSE step over their floors: launched, and recorded           launched.json, recorded.json
 #  3  answers of every cache method against those of a CPU                            answers.json
-#  4  cache methods at batch 1, 8 and 64                                              bench-*.json
+#  4  every cache method at batch 1, 8 and 64, with a threshold, and with FP8         bench-*.json
 #  5  paged attention over its floor                                                  attention.json
-#  6  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
+#  6  `vllm bench serve` against `vllm serve`, 1 and 32 requests at a time            serve-*.json
+#  7  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
 #
 # The first three are stopped after ten minutes in all. A command that fails or takes too long ends alone; the last lines
 # say which, and the exit status is 1. `--model` names random weights of a shape.
@@ -17,7 +18,7 @@
 # has, or, a complete one, into an environment of its own. Without it, dllm-engine is installed.
 set -euo pipefail
 
-folder=gpu-results stages=1,2,3,4,5,6 model=llada-8b bundle=
+folder=gpu-results stages=1,2,3,4,5,6,7 model=llada-8b bundle=
 while (($#)); do
     case "$1" in
         --output) folder="$2" ;;
@@ -75,6 +76,31 @@ bench() { # NAME OPTIONS...
         --repeats 2 "${@:2}" --output "$folder/bench-$1.json"
 }
 
+serve() { # random weights of the model's layers, with the vocabulary and tokenizer of the demo model
+    local port=8321 server
+    python3 - "$model" "$folder/model" <<'MAKE'
+import json, shutil, sys
+from dllm_engine.checkpoints import named_shape
+from dllm_engine.demo import DEMO_MODEL_DIR
+shutil.copytree(DEMO_MODEL_DIR, sys.argv[2], dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+own = json.loads((DEMO_MODEL_DIR / "config.json").read_text())
+ids = {name: own[name] for name in ("vocab_size", "embedding_size", "mask_token_id", "eos_token_id", "pad_token_id")}
+with open(f"{sys.argv[2]}/config.json", "w") as file:
+    json.dump(named_shape(sys.argv[1]) | ids, file)
+MAKE
+    vllm serve "$folder/model" --load-format dummy --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
+    server=$!
+    for ((i = 0; i < 300; i++)); do
+        curl --silent --fail "localhost:$port/health" && break || sleep 1
+    done
+    for at_once in 1 32; do
+        run 300 vllm bench serve --model "$folder/model" --port "$port" --dataset-name random --random-input-len 512 \
+            --random-output-len 64 --num-prompts $((8 * at_once)) --max-concurrency "$at_once" --ignore-eos \
+            --percentile-metrics ttft,e2el --save-result --result-dir "$folder" --result-filename "serve-$at_once.json"
+    done
+    kill "$server" && wait "$server" || true
+}
+
 stage() {
     case "$1" in
         1) run 170 dllm check "$model" --only kernels --output "$folder/kernels.json" ;;
@@ -84,11 +110,14 @@ stage() {
             ;;
         3) run 130 dllm check --only answers --output "$folder/answers.json" ;;
         4)
-            bench methods --methods none,dual,sparse
+            bench methods --methods none,prefix,dual,sparse,dkv,dllm_cache,maskkv,es_dllm,freecache,delayed,d2_cache
             bench dual-launched --methods dual --no-cuda-graphs
+            bench dual-threshold --methods dual --threshold 0.9
+            bench dual-fp8 --methods dual --engine-arg quantization=fp8
             ;;
         5) run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json" ;;
-        6)
+        6) serve ;;
+        7)
             run 600 dllm check "$model" --only heads --output "$folder/heads.json"
             run 3600 bash -c 'set -o pipefail; python3 -m pytest -q --continue-on-collection-errors 2>&1 | tee "$1"' pytest "$folder/tests.txt"
             ;;
