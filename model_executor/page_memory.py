@@ -9,7 +9,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.slots import write_kv
 
 POOL_LAYER = "dllm.pool"
 """Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours."""
@@ -55,8 +55,7 @@ class PageView:
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_slots`` does."""
-        write_slots(k, self.keys, slots)
-        write_slots(v, self.values, slots)
+        write_kv(k, v, self.keys, self.values, slots)
 
     def slots(self, places: torch.Tensor) -> torch.Tensor:
         """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page · page_size + offset``, int64

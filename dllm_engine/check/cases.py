@@ -72,7 +72,7 @@ def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: b
     numbers = (x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len))
     q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
-    return q, k, v, cu_seqlens, PagedTokens._make((pool[:, 0], pool[:, 1], *numbers, None))
+    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], *numbers)
 
 
 def attend_to_pages(draw: Draw, packed: bool) -> Results:
@@ -88,12 +88,15 @@ def attend_to_pages(draw: Draw, packed: bool) -> Results:
 
 
 def use_slots(draw: Draw) -> Results:
-    keys, slots_per_page = draw.queries_and_keys()[1], draw.sizes.page_size * draw.sizes.num_kv_heads
-    pages = draw.normal(-(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim)[:, 1]
-    targets = draw.slots(pages, *keys.shape[:2])
-    sums = similarity.similarity_sums(keys, pages, targets)
-    slots.write_slots(keys, pages, targets)
-    return [sums, pages[1:]]
+    values, keys = (x[:, : draw.sizes.num_kv_heads] for x in draw.queries_and_keys())
+    slots_per_page = draw.sizes.page_size * draw.sizes.num_kv_heads
+    pool = draw.normal(-(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim)
+    targets = draw.slots(pool[:, 1], *keys.shape[:2])
+    sums = similarity.similarity_sums(keys, pool[:, 1], targets)
+    slots.write_slots(keys, pool[:, 1], targets)
+    written = pool[1:, 1].clone()
+    slots.write_kv(keys, values, *pool.unbind(1), targets)
+    return [sums, written, pool[1:]]
 
 
 def rotate(draw: Draw) -> Results:
@@ -142,7 +145,7 @@ Case = Callable[[Draw], Results]
 BY_HEADS: dict[str, Case] = {
     "paged_attention, token-major": partial(attend_to_pages, packed=False),
     "paged_attention, ranges per head": partial(attend_to_pages, packed=True),
-    "write_slots, similarity_sums": use_slots,
+    "write_slots, write_kv, similarity_sums": use_slots,
     "rotate_": rotate,
     "mean_query_scores": score_candidates,
     "voting_scores, summed_probabilities": vote,

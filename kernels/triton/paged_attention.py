@@ -8,19 +8,24 @@ import torch
 import triton
 import triton.language as tl
 from dllm_engine.kernels.triton._launch import Launch
-from dllm_engine.kernels.triton.tiles import MAX_SPLITS, Tiles, choose_splits, choose_tiles
+from dllm_engine.kernels.triton.tiles import LEAST_KEYS, MOST_SHARED, Tiles, choose_splits, choose_tiles
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
 @triton.jit(
-    do_not_specialize=["q_row", "k_row", "v_row", "k_page", "v_page", "table_row", "total_rows", "num_blocks"],
-    do_not_specialize_on_alignment=["cu_seqlens", "limits", "page_tables", "head_start", "token_stride", "head_len"],
-)
+    do_not_specialize=["q_row", "k_row", "v_row", "k_page", "v_page", "table_row", "num_blocks"],
+    do_not_specialize_on_alignment=[
+        "cu_seqlens", "limits", "page_tables", "head_start", "token_stride", "head_len", "lse", "counters",
+    ],
+)  # fmt: skip
 def _attention_kernel(
     q, k, v, cu_seqlens, limits, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
-    q_row, k_row, v_row, k_page, v_page, table_row, total_rows, num_blocks,
+    parts, counters, q_row, k_row, v_row, k_page, v_page, table_row, num_blocks,
     SCALE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     SHARING: tl.constexpr,
@@ -29,79 +34,80 @@ def _attention_kernel(
     ATTEND_FRESH: tl.constexpr,
     LIMITED: tl.constexpr,
     WITH_LSE: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of a request's (row, query head) pairs that share a KV head, over one split of the keys.
 
-    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``; split s of n takes the
-    s-th n-th of the tiles. Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and ``v_page``
-    slots, so that the compiler knows vectors to be aligned, whatever the strides. ``SCALE`` includes log2(e), so that
-    exponentials are powers of two.
+    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``. The programs of the grid's
+    last axis share them; each of those that take part takes ``LEAST_TILES`` or more. ``parts`` receives what each
+    computes. ``counters``, zero before and after a launch, tells which one finishes last: it joins the parts, always in
+    the same order.
+
+    Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and ``v_page`` slots, so that the compiler
+    knows vectors to be aligned, whatever the strides. ``SCALE`` includes log2(e), so that exponentials are powers of
+    two.
     """
     request = tl.program_id(0) // num_blocks
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
+    # Before the first branch, so that they all are under way at once.
     start = tl.load(cu_seqlens + request)
-    num_rows = tl.load(cu_seqlens + request + 1) - start
-    pair = tl.program_id(0) % num_blocks * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    if tl.program_id(0) % num_blocks * BLOCK_Q >= num_rows * SHARING:
+    stop = tl.load(cu_seqlens + request + 1)
+    retained = tl.load(head_len + request * NUM_KV_HEADS + kv_head)
+    first_slot = tl.load(head_start + request * NUM_KV_HEADS + kv_head)
+    stride = tl.load(token_stride + request)
+    num_rows = stop - start
+    num_keys = retained
+    if ATTEND_FRESH:
+        num_keys += num_rows
+    num_tiles = tl.cdiv(num_keys, BLOCK_K)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), LEAST_TILES)
+    num_splits = tl.maximum(tl.cdiv(num_tiles, tiles_per_split), 1)
+    first_pair = tl.program_id(0) % num_blocks * BLOCK_Q
+    if (first_pair >= num_rows * SHARING) | (split >= num_splits):
         return
-    row = pair // SHARING
-    head = pair % SHARING
+    place = tl.arange(0, BLOCK_Q)
+    row = (first_pair + place) // SHARING
+    head = (first_pair + place) % SHARING
     dim = tl.arange(0, BLOCK_D)
     in_range = row < num_rows
     in_head = dim < HEAD_DIM
+    kept = in_range[:, None] & in_head[None, :]
     # Where a request's rows begin may lie beyond 32 bits, not how far its rows are from there.
     first_row = start.to(tl.int64)
     first_q = q + (first_row * q_row + kv_head * SHARING) * HEAD_DIM
-    tile_q = tl.load(
-        first_q + (row * q_row + head)[:, None] * HEAD_DIM + dim[None, :],
-        mask=in_range[:, None] & in_head[None, :],
-        other=0.0,
-    )
+    tile_q = tl.load(first_q + (row * q_row + head)[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
 
-    retained = tl.load(head_len + request * NUM_KV_HEADS + kv_head)
-    num_retained_tiles = tl.cdiv(retained, BLOCK_K)
-    num_tiles = num_retained_tiles
-    if ATTEND_FRESH:
-        num_tiles += tl.cdiv(num_rows, BLOCK_K)
-    tiles_per_split = tl.cdiv(num_tiles, tl.num_programs(2))
-    first = split * tiles_per_split
-    stop = tl.minimum(first + tiles_per_split, num_tiles)
-    retained_stop, fresh_stop = tl.minimum(stop, num_retained_tiles), stop
+    first_tile = split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, num_tiles)
     if LIMITED:
         # Tiles that no row of the block sees are left out.
         limit = tl.load(limits + first_row + row, mask=in_range, other=0)
-        highest_limit = tl.max(limit, axis=0)
-        retained_stop = tl.minimum(retained_stop, tl.cdiv(highest_limit, BLOCK_K))
-        behind = tl.cdiv(tl.maximum(highest_limit - retained, 0), BLOCK_K)
-        fresh_stop = tl.minimum(fresh_stop, num_retained_tiles + behind)
+        last_tile = tl.minimum(last_tile, tl.cdiv(tl.max(limit, axis=0), BLOCK_K))
+    table = page_tables + request.to(tl.int64) * table_row
+    fresh_k = k + (first_row * k_row + kv_head) * HEAD_DIM
+    fresh_v = v + (first_row * v_row + kv_head) * HEAD_DIM
 
     highest = tl.full([BLOCK_Q], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-
-    first_slot = tl.load(head_start + request * NUM_KV_HEADS + kv_head)
-    stride = tl.load(token_stride + request)
-    table = page_tables + request.to(tl.int64) * table_row
-    token = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    token = first_tile * BLOCK_K + tl.arange(0, BLOCK_K)
     page = tl.load(table + (first_slot + token * stride) // SLOTS_PER_PAGE, mask=token < retained, other=0)
-    for tile in range(first, retained_stop):
+    for tile in range(first_tile, last_tile):
         token = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        exists = token < retained
         offset = (first_slot + token * stride) % SLOTS_PER_PAGE
-        keys = tl.load(
-            k_pages + (page.to(tl.int64) * k_page + offset)[:, None] * HEAD_DIM + dim[None, :],
-            mask=exists[:, None] & in_head[None, :],
-            other=0.0,
-        )
-        values = tl.load(
-            v_pages + (page.to(tl.int64) * v_page + offset)[:, None] * HEAD_DIM + dim[None, :],
-            mask=exists[:, None] & in_head[None, :],
-            other=0.0,
-        )
+        key = k_pages + (page.to(tl.int64) * k_page + offset) * HEAD_DIM
+        value = v_pages + (page.to(tl.int64) * v_page + offset) * HEAD_DIM
+        if ATTEND_FRESH:
+            key = tl.where(token < retained, key, fresh_k + (token - retained) * k_row * HEAD_DIM)
+            value = tl.where(token < retained, value, fresh_v + (token - retained) * v_row * HEAD_DIM)
+        exists = token < num_keys
+        loaded = exists[:, None] & in_head[None, :]
+        keys = tl.load(key[:, None] + dim[None, :], mask=loaded, other=0.0)
+        values = tl.load(value[:, None] + dim[None, :], mask=loaded, other=0.0)
         # The next tile's pages are known a tile ahead: the compiler lets loads overlap with arithmetic only where
         # their addresses do not wait for another load of the same tile.
         following = token + BLOCK_K
@@ -111,40 +117,41 @@ def _attention_kernel(
             visible = visible & (token[None, :] < limit[:, None])
         highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
 
-    if ATTEND_FRESH:
-        fresh_k = k + (first_row * k_row + kv_head) * HEAD_DIM
-        fresh_v = v + (first_row * v_row + kv_head) * HEAD_DIM
-        for tile in range(tl.maximum(first, num_retained_tiles), fresh_stop):
-            token = (tile - num_retained_tiles) * BLOCK_K + tl.arange(0, BLOCK_K)
-            exists = token < num_rows
-            keys = tl.load(
-                fresh_k + (token * k_row)[:, None] * HEAD_DIM + dim[None, :],
-                mask=exists[:, None] & in_head[None, :],
-                other=0.0,
-            )
-            values = tl.load(
-                fresh_v + (token * v_row)[:, None] * HEAD_DIM + dim[None, :],
-                mask=exists[:, None] & in_head[None, :],
-                other=0.0,
-            )
-            visible = exists[None, :] & in_range[:, None]
-            if LIMITED:
-                visible = visible & (retained + token[None, :] < limit[:, None])
-            highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
-
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    # Results are contiguous: [splits, rows, heads, dims] and [splits, rows, heads].
-    first_target = ((split.to(tl.int64) * total_rows + first_row) * NUM_KV_HEADS + kv_head) * SHARING
+    # Results are contiguous: [rows, heads, dims] and [rows, heads].
+    first_target = (first_row * NUM_KV_HEADS + kv_head) * SHARING
     target = row * NUM_KV_HEADS * SHARING + head
-    tl.store(
-        out + first_target * HEAD_DIM + target[:, None] * HEAD_DIM + dim[None, :],
-        (weighted / total[:, None]).to(out.dtype.element_ty),
-        mask=in_range[:, None] & in_head[None, :],
-    )
-    if WITH_LSE:
-        natural = tl.where(empty, -float("inf"), (highest + tl.log2(total)) * 0.6931471805599453)
-        tl.store(lse + first_target + target, natural, mask=in_range)
+    results = out + first_target * HEAD_DIM + target[:, None] * HEAD_DIM + dim[None, :]
+    lses = lse + first_target + target
+    if num_splits == 1:
+        _store(results, kept, lses, in_range, WITH_LSE, highest, total, weighted)
+    else:
+        block = tl.program_id(0) * NUM_KV_HEADS + kv_head
+        first_part = block.to(tl.int64) * tl.num_programs(2)
+        num_parts = tl.num_programs(0).to(tl.int64) * NUM_KV_HEADS * tl.num_programs(2)
+        part = parts + (first_part * BLOCK_Q + place)[:, None] * HEAD_DIM + dim[None, :]
+        part_lse = parts + num_parts * BLOCK_Q * HEAD_DIM + first_part * BLOCK_Q + place
+        of_split = split * BLOCK_Q
+        _store(part + of_split * HEAD_DIM, kept, part_lse + of_split, in_range, True, highest, total, weighted)
+        tl.debug_barrier()  # the whole program's stores come before its count
+        if tl.atomic_add(counters + block, 1, sem="acq_rel") == num_splits - 1:
+            tl.store(counters + block, 0)
+            highest = tl.full([BLOCK_Q], -float("inf"), tl.float32)
+            total = tl.zeros([BLOCK_Q], tl.float32)
+            weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+            for _ in tl.range(0, num_splits, num_stages=3):
+                # From the L2 cache, where the other programs' stores are.
+                logarithm = tl.load(part_lse, mask=in_range, other=-float("inf"), cache_modifier=".cg") * LOG2_E
+                values = tl.load(part, mask=kept, other=0.0, cache_modifier=".cg")
+                new_highest = tl.maximum(highest, logarithm)
+                shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
+                weight = tl.exp2(logarithm - shift)
+                decay = tl.exp2(highest - shift)
+                total = total * decay + weight
+                weighted = weighted * decay[:, None] + values * weight[:, None]
+                highest = new_highest
+                part += BLOCK_Q * HEAD_DIM
+                part_lse += BLOCK_Q
+            _store(results, kept, lses, in_range, WITH_LSE, highest, total, weighted)
 
 
 @triton.jit
@@ -162,36 +169,14 @@ def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
     return new_highest, total, weighted * decay[:, None] + product
 
 
-@triton.jit(do_not_specialize=["num_splits"])
-def _combine_kernel(
-    partial_out, partial_lse, out, lse, num_splits,
-    HEAD_DIM: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: a row and query head; out = Σ_s exp(lse_s − lse) out_s."""
-    target = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_S)
-    dim = tl.arange(0, BLOCK_D)
-    in_head = dim < HEAD_DIM
-    part = split.to(tl.int64) * tl.num_programs(0) + target
-    lses = tl.load(partial_lse + part, mask=split < num_splits, other=-float("inf"))
-    highest = tl.max(lses, axis=0)
-    shift = tl.where(highest == -float("inf"), 0.0, highest)
-    weights = tl.exp(lses - shift)
-    total = tl.sum(weights, axis=0)
+@triton.jit
+def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, weighted):
+    """Results of an online softmax. With nothing to attend to they are 0 and −∞."""
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    parts = tl.load(
-        partial_out + part[:, None] * HEAD_DIM + dim[None, :],
-        mask=(split < num_splits)[:, None] & in_head[None, :],
-        other=0.0,
-    )
-    combined = tl.sum(parts * weights[:, None], axis=0) / total
-    tl.store(out + target * HEAD_DIM + dim, combined.to(out.dtype.element_ty), mask=in_head)
+    tl.store(out, (weighted / total[:, None]).to(out.dtype.element_ty), mask=kept)
     if WITH_LSE:
-        tl.store(lse + target, tl.where(empty, -float("inf"), shift + tl.log(total)))
+        tl.store(lse, tl.where(empty, -float("inf"), (highest + tl.log2(total)) / LOG2_E), mask=in_range)
 
 
 def paged_attention(
@@ -208,7 +193,7 @@ def paged_attention(
     max_seqlen: int | None,
     num_splits: int | None = None,
 ) -> None:
-    """``num_splits`` programs, ``MAX_SPLITS`` at most, share the keys of a row (None: as many as fill the device)."""
+    """``num_splits``: the most programs that share the keys of a row (None: as many as fill the device)."""
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
@@ -227,27 +212,30 @@ def paged_attention(
     if num_splits is None:
         num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
         num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
-    split, with_lse = num_splits > 1, lse is not None
-    if lse is None:
-        lse = out  # a pointer that is not used
-    parts, part_lse = out, lse
-    if split:
-        parts = q.new_empty(num_splits, num_rows, num_heads, head_dim, dtype=torch.float32)
-        part_lse = q.new_empty(num_splits, num_rows, num_heads, dtype=torch.float32)
-    row_launch, combining_launch = _launches(
-        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, with_lse, split,
+    num_programs = num_requests * num_blocks * num_kv_heads * num_splits
+    # The results of programs that share keys; of others nothing.
+    num_parts = num_programs * tiles.block_q if num_splits > 1 else 0
+    parts = q.new_empty(num_parts * (head_dim + 1), dtype=torch.float32)
+    launch = _launch(
+        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, lse is not None,
         tiles, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
         v_pages.data_ptr() % 16,
     )  # fmt: skip
-    row_launch(
+    launch(
         _attention_kernel, (num_requests * num_blocks, num_kv_heads, num_splits),
         q, k, v, cu_seqlens, cu_seqlens if limits is None else limits, k_pages, v_pages, page_tables, head_start,
-        token_stride, head_len, parts, part_lse,
+        token_stride, head_len, out, parts if lse is None else lse, parts, _counters(q.device),
         q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
-        num_rows, num_blocks,
+        num_blocks,
     )  # fmt: skip
-    if split:
-        combining_launch(_combine_kernel, (num_rows * num_heads, 1, 1), parts, part_lse, out, lse, num_splits)
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros, for all launches on a device: no two of them run at a time. Recorded launches keep using them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first launch of paged_attention must not be recorded: its counters would not be zero")
+    return torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
 
 
 def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
@@ -260,21 +248,19 @@ def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
 
 
 @functools.cache
-def _launches(
+def _launch(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     slots_per_page: int,
     attend_fresh: bool,
     limited: bool,
-    return_lse: bool,
-    split: bool,
+    with_lse: bool,
     tiles: Tiles,
     *of_pointers: object,
-) -> tuple[Launch, Launch]:
-    """Launches of attention and of combining splits. ``of_pointers``: type, device and alignments."""
-    block_d = max(16, triton.next_power_of_2(head_dim))  # the least that a matrix product takes
-    attention = {
+) -> Launch:
+    """``of_pointers``: type, device and alignments."""
+    constants = {
         "SCALE": head_dim**-0.5 * math.log2(math.e),
         "NUM_KV_HEADS": num_kv_heads,
         "SHARING": num_heads // num_kv_heads,
@@ -282,10 +268,10 @@ def _launches(
         "SLOTS_PER_PAGE": slots_per_page,
         "ATTEND_FRESH": attend_fresh,
         "LIMITED": limited,
-        "WITH_LSE": split or return_lse,
+        "WITH_LSE": with_lse,
+        "LEAST_TILES": -(-LEAST_KEYS // tiles.block_k),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        "BLOCK_D": block_d,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # the least that a matrix product takes
     }
-    combining = {"HEAD_DIM": head_dim, "WITH_LSE": return_lse, "BLOCK_S": MAX_SPLITS, "BLOCK_D": block_d}
-    return Launch(attention, num_warps=tiles.num_warps, num_stages=tiles.num_stages), Launch(combining)
+    return Launch(constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)

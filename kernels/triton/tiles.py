@@ -8,7 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-MAX_SPLITS = 32
+LEAST_KEYS = 128
+"""Keys of a program that shares those of a row with others. Fewer would be read sooner than their results are joined:
+32 rows of 128 numbers in float32, written and read, are half as many bytes as 128 keys and values in bfloat16."""
+MOST_SHARED = 1024
+"""The most programs of a launch, without splits, whose keys others may share. No GPU has so many multiprocessors."""
 
 
 class Tiles(NamedTuple):
@@ -26,21 +30,17 @@ class Tiles(NamedTuple):
 def choose_tiles(num_pairs: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Tiles for ``num_pairs`` (row, query head) pairs of a KV head.
 
-    Chosen from what the compiler reports: no registers spilled, 96 KiB of shared memory at most, which every GPU since
-    2020 has, and keys and values that arrive while the tile before is computed. Up to 256 pairs, a block of 32 rows
-    whose heads share KV heads, reading takes longest, and two programs fit a multiprocessor. Beyond that, each key read
-    serves more rows.
+    Few pairs read for longer than they compute, so what counts is that the next keys arrive meanwhile: two programs of
+    64 KiB of keys and values each fit a multiprocessor of 2022, four times what keeps its memory busy. 64 pairs are
+    the fewest of a Hopper's matrix product, which spares it the exchange between warps that fewer would take; so blocks
+    of 4 rows and of 64 share one compiled kernel. Beyond 256 pairs each key that is read serves twice as many.
     """
     if dtype == torch.float32:
-        limit, num_stages = 32 if head_dim <= 64 else 16, 1
-    elif head_dim > 128:
-        limit, num_stages = 64, 2
-    else:
-        limit, num_stages = 64 if num_pairs <= 256 else 128, 3
-    block_q = min(max(16, 1 << (num_pairs - 1).bit_length()), limit)
-    # Four warps would spill what they accumulate in float32.
-    is_large = head_dim > 128 or block_q > 64 or (dtype == torch.float32 and head_dim > 32)
-    return Tiles(block_q, 32, 8 if is_large else 4, num_stages)
+        # Four warps would spill what they accumulate.
+        return Tiles(32 if head_dim <= 64 else 16, 32, 8 if head_dim > 32 else 4, 1)
+    if head_dim > 128:
+        return Tiles(64, 32, 8, 2)
+    return Tiles(64, 64, 4, 3) if num_pairs <= 256 else Tiles(128, 64, 8, 3)
 
 
 @functools.cache
@@ -50,10 +50,9 @@ def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int
 
 
 def splits_by_rule(num_programs: int, num_keys: int, num_multiprocessors: int) -> int:
-    """Programs that share the keys of a row, so that two per multiprocessor run; each gets 128 keys at least.
+    """The most programs that share the keys of a row: two per multiprocessor in all, which is how many fit.
 
-    Fewer than 512 keys stay together: a second launch, which joins the splits, would take longer than they save.
+    ``num_keys`` is an upper bound. Those that would have fewer than ``LEAST_KEYS`` of the keys that there are do
+    nothing.
     """
-    if num_keys < 512:
-        return 1
-    return max(1, min(2 * num_multiprocessors // num_programs, num_keys // 128, MAX_SPLITS))
+    return max(1, min(2 * num_multiprocessors // num_programs, num_keys // LEAST_KEYS))

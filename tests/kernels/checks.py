@@ -74,7 +74,7 @@ class PagedCase(NamedTuple):
 
     def arguments(self, attend_fresh: bool, limited: bool, return_lse: bool, max_seqlen: int | None = None) -> Any:
         """Arguments of the function that launches the kernel."""
-        *paged, max_head_len = self.tokens
+        paged, max_head_len = list(self.tokens[:6]), self.tokens.max_head_len
         limits = self.limits() if limited else None
         out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
         lse = out.new_empty(out.shape[:2], dtype=torch.float32) if return_lse else None
@@ -103,18 +103,24 @@ def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, l
 
 
 def check_write_slots(
-    write_slots: Kernel, rows: int, kv_heads: int, slots_per_page: int, missing: float, dtype: torch.dtype,
+    kernels: tuple[Kernel, Kernel], rows: int, kv_heads: int, slots_per_page: int, missing: float, dtype: torch.dtype,
     seed: int = 0, device: str = "cpu",
 ) -> None:  # fmt: skip
+    """``kernels``: ``write_slots`` and ``write_kv``."""
+    write_slots, write_kv = kernels
     draw = Draw(seed, device)
     num_pages = -(-rows * kv_heads // slots_per_page) + 2
-    _, pages = draw.pages(1 + num_pages, slots_per_page, 24, dtype)
-    values = draw.normal(rows, 2 * kv_heads, 24, dtype=dtype)[:, kv_heads:]
+    k_pages, v_pages = draw.pages(1 + num_pages, slots_per_page, 24, dtype)
+    k, v = draw.normal(rows, 2 * kv_heads, 24, dtype=dtype).split(kv_heads, dim=1)
     slots = draw.slots(num_pages * slots_per_page, rows, kv_heads, missing=missing)
     slots[slots >= 0] += slots_per_page
-    expected = formulas.write_slots(values, pages, slots)
-    write_slots(values, pages, slots)
-    torch.testing.assert_close(pages[1:], expected[1:], **EXACT)
+    expected = [formulas.write_slots(x, pages, slots) for x, pages in ((k, k_pages), (v, v_pages))]
+    write_slots(k, k_pages, slots)
+    torch.testing.assert_close(k_pages[1:], expected[0][1:], **EXACT)
+    k_pages.fill_(torch.nan)
+    write_kv(k, v, k_pages, v_pages, slots)
+    for pages, expected_pages in zip((k_pages, v_pages), expected, strict=True):
+        torch.testing.assert_close(pages[1:], expected_pages[1:], **EXACT)
 
 
 def check_mean_query_scores(

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
-from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.slots import write_kv, write_slots
 from tests.kernels.checks import check_features, check_write_slots, refused
 from tests.support.kernels import TOLERANCE
 
@@ -34,7 +34,7 @@ def test_rows_are_written_read_and_added_and_nothing_else_is_touched(**arguments
 )
 @settings(max_examples=30, deadline=None)
 def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(**arguments):
-    check_write_slots(write_slots, **arguments)
+    check_write_slots((write_slots, write_kv), **arguments)
 
 
 def test_rows_that_are_read_or_added_may_share_a_slot():
@@ -73,6 +73,9 @@ def test_memory_that_holds_no_rows_is_named():
 def test_errors_name_what_does_not_fit():
     of_heads = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 1, dtype=torch.int64)
     refused(r"slots \[4, 1\] do not belong together", write_slots, *of_heads)
+    k, pages, slots = torch.zeros(4, 1, 8), *of_heads[1:]
+    refused(r"values \[4, 2, 8\], .* slots \[4, 1\] do not", write_kv, k, of_heads[0], pages, pages, slots)
+    refused(r"v_pages \[2, 6, 8\], .* in strides, do not belong together", write_kv, k, k, pages, pages[:2], slots)
     rows, values, slots = torch.zeros(3, 2, 8), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
     refused(r"hidden \[4, 7\] .*, rows \[3, 2, 8\] .*, slots \[4\]", add_features, values[:, :7], rows, slots)
     refused(r"hidden \[4, 8\] torch.float16", add_features, values.half(), rows, slots)
