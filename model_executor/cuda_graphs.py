@@ -241,8 +241,12 @@ class LayoutGraph:
         self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
         places, positions = self.inputs
         self.inputs += layer_pass.graph_inputs()
-        self.holds: LayerPass | None = layer_pass
-        run = lambda: (model(store.tokens[places], positions, layer_pass), layer_pass.graph_results())  # noqa: E731
+        self.holds = layer_pass
+        self.recorded_pass = layer_pass  # whose other tensors the recorded work reads as well
+
+        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return model(store.tokens[places], positions, layer_pass), layer_pass.graph_results()
+
         # Not launched first: rows are chosen by what the last step has left, which this work replaces.
         self.replay = engine.record(run, launch_first=False)
 
