@@ -34,8 +34,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     return attend
 
 
-def flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
-    """FlashAttention of the version that vLLM takes for this GPU: one call for sequences of any lengths."""
+def flash_version(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
+    """The version of FlashAttention that vLLM takes for this GPU. Raises ``ValueError`` if there is none."""
     _need_half_precision_on_cuda(device, dtype)
     if head_dim % 8 or head_dim > 256:
         raise ValueError(f"needs heads of a multiple of 8 and at most 256 numbers, here {head_dim}")
@@ -44,6 +44,12 @@ def flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAtten
     version = get_flash_attn_version(head_size=head_dim)
     if version is None:
         raise ValueError("needs a GPU that vLLM's FlashAttention is built for (compute capability 8.0 or later)")
+    return version
+
+
+def flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """FlashAttention of the version that vLLM takes for this GPU: one call for sequences of any lengths."""
+    version = flash_version(device, dtype, head_dim)
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     def attend(

@@ -10,13 +10,24 @@ Query heads share KV heads in consecutive groups. A row with nothing to attend t
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.paged_tokens import PagedTokens
+
+PagedFlash = Callable[[torch.Tensor, torch.Tensor, PagedTokens, int], torch.Tensor]
+"""Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``, and ``max_seqlen``: to pages
+alone, without limits. Rows of a request without tokens are undefined."""
+_flash: PagedFlash | None = None
+
+
+def use_paged_flash(attend: PagedFlash | None) -> None:
+    """Let ``attend`` compute in this process what it can of ``paged_attention``; at first there is none."""
+    global _flash
+    _flash = attend
 
 
 def paged_attention(
@@ -56,9 +67,18 @@ def paged_attention(
             max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
     _check(q, k, v, cu_seqlens, limits, tokens, lse)
-    *tensors, max_head_len = tokens
+    if (
+        _flash is not None
+        and not attend_fresh
+        and limits is None
+        and lse is None
+        and max_seqlen is not None
+        and tokens.token_lens is not None
+    ):
+        return _flash(q, cu_seqlens, tokens, max_seqlen)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _paged_attention(out, lse, q, k, v, cu_seqlens, limits, tensors, max_head_len, attend_fresh, max_seqlen)
+    tensors = list(tokens[:6])
+    _paged_attention(out, lse, q, k, v, cu_seqlens, limits, tensors, tokens.max_head_len, attend_fresh, max_seqlen)
     return out
 
 
@@ -113,7 +133,7 @@ def _paged_attention(
     attend_fresh: bool,
     max_seqlen: int | None,
 ) -> None:
-    """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens``."""
+    """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens`` that say where its tokens lie."""
     bounds, num_kv_heads = cu_seqlens.tolist(), paged[-1].shape[1]
     if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens={bounds} does not divide {q.shape[0]} rows")
@@ -208,7 +228,7 @@ def _check(
     lse: torch.Tensor | None,
 ) -> None:
     # Every layer of every step comes here, so each shape is asked for once.
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len, _ = tokens
+    k_pages, v_pages, page_tables, head_start, token_stride, head_len = tokens[:6]
     q_shape, k_shape, pages_shape = q.shape, k.shape, k_pages.shape
     num_kv_heads = k_shape[1] if len(k_shape) == 3 else 0
     if len(q_shape) != 3 or not num_kv_heads or k_shape != v.shape or k_shape != (q_shape[0], num_kv_heads, q_shape[2]):
@@ -246,6 +266,8 @@ def _check(
             f"head_start {list(head_start.shape)}, token_stride {list(token_stride.shape)} and "
             f"head_len {list(head_len.shape)} do not fit"
         )
+    if tokens.token_lens is not None and tokens.token_lens.shape != (num_requests,):
+        raise ValueError(f"token_lens {list(tokens.token_lens.shape)} does not fit {num_requests} requests")
     for numbers in (cu_seqlens, page_tables, head_start, token_stride, head_len):
         if numbers.dtype != torch.int32 or not numbers.is_contiguous():
             raise ValueError(

@@ -33,3 +33,6 @@ class PagedTokens(NamedTuple):
     max_head_len: int | None = None
     """An upper bound of ``head_len`` that is known on the host. A CUDA launch needs it, and without it waits for the
     device to tell. It only decides how finely the work is split: a captured launch stays correct for longer heads."""
+    token_lens: torch.Tensor | None = None
+    """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is token-major: then all its heads
+    have so many. None: either layout."""

@@ -54,19 +54,30 @@ class KVTables:
         """
         Args:
             tables: int32 ``[num_layers, num_requests, most pages]``.
-            head_len: tokens that each request attends to, int32 ``[num_requests]``.
+            head_len: tokens that each request attends to, contiguous int32 ``[num_requests]``.
             max_head_len: an upper bound of ``head_len``, known on the host.
         """
         heads, num_requests, device = pages.num_kv_heads, head_len.shape[0], head_len.device
         head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, -1).contiguous()
         token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
         self.pages, self.tables = pages, tables
+        self.token_lens = head_len
         self.head_len = head_len[:, None].expand(-1, heads).contiguous()
         """``[num_requests, num_kv_heads]``"""
+        places = head_start, token_stride, self.head_len
         self.layers = [
-            PagedTokens(pages.keys, pages.values, table, head_start, token_stride, self.head_len, max_head_len)
+            PagedTokens(pages.keys, pages.values, table, *places, max_head_len, self.token_lens)
             for table in tables.unbind()
         ]
+
+    def set_lengths(self, head_len: torch.Tensor | int) -> None:
+        """Set how many tokens each request attends to, in place. Requests behind those of ``head_len`` attend to none:
+        what is left of their tables may be pages that are another's by now."""
+        if isinstance(head_len, int):
+            self.token_lens.fill_(head_len)
+        else:
+            self.token_lens[: head_len.shape[0]], self.token_lens[head_len.shape[0] :] = head_len, 0
+        self.head_len.copy_(self.token_lens[:, None])
 
     def paged_tokens(self, layer: int) -> PagedTokens:
         """Keys and values that requests attend to in a layer."""
@@ -98,7 +109,7 @@ class TokenTables(BatchTables, KVTables):
 
     def graph_inputs(self) -> list[torch.Tensor]:
         """As ``LayerPass.graph_inputs``."""
-        return [self.tables, self.head_len, self.requests, self.positions]
+        return [self.tables, self.head_len, self.token_lens, self.requests, self.positions]
 
     def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""

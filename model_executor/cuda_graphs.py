@@ -206,7 +206,7 @@ class ForwardGraph:
         self.cu_seqlens.copy_(bounds)
         if self.tokens is not None:
             self.tokens.tables.fill_(page)
-            self.tokens.head_len.fill_(self.max_head_len)
+            self.tokens.set_lengths(self.max_head_len)
             if self.row_slots is not None:
                 pages = self.tokens.pages
                 slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
@@ -228,9 +228,7 @@ class ForwardGraph:
             return
         tokens, slots = layer_pass.tokens, layer_pass.row_slots
         self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
-        self.tokens.head_len[:num_requests] = tokens.head_len
-        # What is left of an earlier batch: pages that it had may be another's by now.
-        self.tokens.head_len[num_requests:] = 0
+        self.tokens.set_lengths(tokens.token_lens)
         if self.row_slots is not None and slots is not None:
             self.row_slots[:, :num_rows], self.row_slots[:, num_rows:] = slots, -1
 

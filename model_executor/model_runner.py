@@ -17,6 +17,8 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 from dllm_engine.families import family_of, model_end_tokens
 from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.dense_backends import choose_backend
+from dllm_engine.kernels.paged_attention import use_paged_flash
+from dllm_engine.kernels.paged_flash import choose_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.batch_tables import padded_width
@@ -60,8 +62,9 @@ class DiffusionModelRunner:
         self.model_config = vllm_config.model_config
         self.device = device
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        head_dim = self.model_config.get_head_size()
-        use_dense_backend(choose_backend(self.options.dense_attention, device, self.model_config.dtype, head_dim))
+        heads = device, self.model_config.dtype, self.model_config.get_head_size()
+        use_dense_backend(choose_backend(self.options.dense_attention, *heads))
+        use_paged_flash(choose_paged_flash(*heads, self.options.page_size))
         self.family = family_of(self.model_config.hf_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")

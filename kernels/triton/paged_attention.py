@@ -233,6 +233,8 @@ def paged_attention(
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
     """Zeros, for all launches on a device: no two of them run at a time. Recorded launches keep using them."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first launch of paged_attention must not be recorded: its counters would not be zero")
     return torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
 
 

@@ -72,7 +72,7 @@ def paged_attention(
     limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), a request and a head at a time."""
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len, _ = tokens
+    k_pages, v_pages, page_tables, head_start, token_stride, head_len = tokens[:6]
     slots_per_page = k_pages.shape[1]
     group = q.shape[1] // k.shape[1]
     out = q.new_zeros(q.shape, dtype=torch.float64)
