@@ -35,7 +35,7 @@ class FlashStandIn:
         for numbers in (cu_seqlens_q, seqused_k, block_table):
             assert numbers.dtype == torch.int32
             assert numbers.is_contiguous()
-        assert cu_seqlens_q.diff().max() <= max_seqlen_q
+        assert (cu_seqlens_q.diff() * (seqused_k > 0)).max() <= max_seqlen_q
         assert seqused_k.max() <= max_seqlen_k
         out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
         for i, length in enumerate(seqused_k.tolist()):
