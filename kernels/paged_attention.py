@@ -19,13 +19,8 @@ from dllm_engine.kernels._operator import operator
 from dllm_engine.kernels.paged_tokens import PagedTokens
 
 PagedFlash = Callable[[torch.Tensor, torch.Tensor, PagedTokens, int], torch.Tensor]
-<<<<<<< HEAD
-"""Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``, and ``max_seqlen``: to pages alone,
-without limits. Rows of a request without tokens are undefined."""
-=======
 """Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``, and ``max_seqlen``: to pages
 alone, without limits. Rows of a request without tokens are undefined."""
->>>>>>> cut-kernels
 _flash: PagedFlash | None = None
 
 
