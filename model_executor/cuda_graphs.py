@@ -145,9 +145,11 @@ class ForwardSize(NamedTuple):
         rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
         if rows is None or longest is None or not worth_padding(num_rows, rows):
             return None
+        if type(layer_pass).__call__ is not LayerPass.__call__ or layer_pass.chooses:
+            return None
         reads = writes = overwrites = False
         if isinstance(layer_pass, PagedPass):
-            if layer_pass.chooses:
+            if type(layer_pass).attend is not PagedPass.attend:
                 return None
             reads, writes = layer_pass.rows.num_paged_rows > 0, layer_pass.row_slots is not None
             overwrites = writes and reads and not layer_pass.attend_fresh

@@ -42,7 +42,14 @@ class PagedPass(LayerPass):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.row_slots is not None:
             self.tokens.pages.write(k, v, self.row_slots[layer])
-        return attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh)
+        out = attend_split(layer, self.tokens, q, k, v, self.rows, attend_fresh=self.attend_fresh)
+        if self.chooses:
+            self.retain(layer, q, k, v)
+        return out
+
+    def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write what a layer chooses to pages. Arguments as of ``attend``."""
+        raise NotImplementedError
 
 
 class OverwritePass(PagedPass):

@@ -44,13 +44,10 @@ class SparsePass(RetentionPass):
             spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
         self.spans = on_device(spans, self.device)
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out = super().attend(layer, q, k, v)
-        if self.chooses:
-            rows = self._retained_rows(layer, q, k, v)
-            self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
-            self.retained.append(rows)
-        return out
+    def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        rows = self._retained_rows(layer, q, k, v)
+        self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
+        self.retained.append(rows)
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Batch rows that a layer adds to pages: of each request of ``updating``, as many as ``plan.adds`` says, in its
