@@ -115,8 +115,8 @@ class EngineOptions(BaseModel):
     """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
     requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record the passes of steps and the filling in of their tokens as CUDA graphs and replay them. Needs a GPU. None: on
-    if there is one and vLLM's ``enforce_eager`` is not set."""
+    """Record the passes of steps and the filling in of their tokens as CUDA graphs and replay them. Needs a GPU. None:
+    on if there is one and vLLM's ``enforce_eager`` is not set."""
     batch_invariant: bool = False
     """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
     requests."""

@@ -10,6 +10,7 @@ import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.cuda_graphs import padded, padded_requests
+from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.kernels.checks import paged_case
@@ -166,6 +167,25 @@ def test_what_is_rare_is_launched(recording, tiny_llada):
     assert recorder.num_recorded == 0
     generate(llm, prompt, params)
     assert set(forward_sizes(llm)) == {(1, 8)}
+
+
+def test_a_pass_with_work_of_its_own_is_launched(recording, tiny_llada, monkeypatch):
+    """The first block of a response reads no page, and its pass is as plain as others."""
+
+    class Own(RetentionPass):
+        def attend(self, layer, q, k, v):
+            return super().attend(layer, q, k, 2 * v)
+
+    class Loop(RetentionPass):
+        def __call__(self, layers, hidden, phases):
+            return super().__call__(list(layers)[1:], hidden, phases)
+
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    for own in (Own, Loop):
+        monkeypatch.setattr(runner_of(llm), "make_layer_pass", own)
+        answers(llm)
+        assert not runner_of(llm).denoiser.graphs.forwards.graphs
+        assert filling_sizes(llm)
 
 
 def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada):
