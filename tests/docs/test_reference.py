@@ -63,12 +63,6 @@ def test_methods_names_what_there_is():
         assert names[1:] == [f"`{name}`" for name in registry], heading  # behind the head of the table
 
 
-def test_the_gpu_page_names_the_methods_whose_steps_can_be_recorded():
-    (row,) = re.findall(r"^\| `cuda_graphs`.*", (DOCS / "gpu.md").read_text(encoding="utf-8"), re.MULTILINE)
-    recordable = [name for name, method in CACHE_METHODS.items() if method.recordable]
-    assert [name for name in CACHE_METHODS if f"`{name}`" in row] == recordable
-
-
 def written() -> str:
     """The page with its tables made anew."""
     tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": engine_table, "cache": cache_tables}
