@@ -69,10 +69,12 @@ def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: b
         place = head_start[request, head] + torch.arange(retained[request][head]) * stride[request]
         pool[tables[request, place // num_slots], :, place % num_slots] = draw.normal(len(place), 2, dim)
     tables = tables.masked_fill(torch.arange(tables.shape[1]) >= num_pages[:, None], 2**30)
-    numbers = (x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len))
+    tables, head_start, stride, head_len = (
+        x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len)
+    )
     q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
-    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], *numbers)
+    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], tables, head_start, stride, head_len)
 
 
 def attend_to_pages(draw: Draw, packed: bool) -> Results:
@@ -95,7 +97,7 @@ def use_slots(draw: Draw) -> Results:
     sums = similarity.similarity_sums(keys, pool[:, 1], targets)
     slots.write_slots(keys, pool[:, 1], targets)
     written = pool[1:, 1].clone()
-    slots.write_kv(keys, values, *pool.unbind(1), targets)
+    slots.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
     return [sums, written, pool[1:]]
 
 
