@@ -32,8 +32,8 @@ from dllm_engine.scheduler.request import DecodingSpec
 
 logger = init_logger(f"vllm.{__name__}")
 
-CANVAS_LENGTHS, BLOCK_LENGTHS = (16, 64, 256), (4, 8, 16, 32, 64, 128)
-"""Lengths of made-up requests, for tiles of every size, beside the longest canvas of a request."""
+CANVAS_LENGTHS = (16, 64, 256)
+"""Lengths of made-up requests, beside the longest canvas of a request."""
 TOKENS_PER_STEP = 4
 STEPS_OF_LONGEST = 24
 """So many, because a step of the longest canvas takes long."""
@@ -70,8 +70,8 @@ class WarmUp:
         return replace(spec, steps=steps, block_add_threshold=None)
 
     def compile(self) -> None:
-        """Answer requests until every kernel was launched with each of its tiles: requests alone and together, greedy
-        and sampled, at every step of a response; the longest; and blocks of all sizes."""
+        """Answer requests until every kernel was launched: requests alone and together, greedy and sampled, at every
+        step of a response; and the longest."""
         for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
             spec = self.spec(length)
             pages = max(1, sum(map(sum, self._pages(spec).values())))
@@ -79,17 +79,7 @@ class WarmUp:
             for num_requests in sorted({1, together}):
                 self._answer(spec, num_requests)
             self._answer(self.spec(length, temperature=1.0), 1)
-            self._answer_blocks(spec)
-        spec = self.spec(self.longest)
-        self._answer(spec, 1, most_steps=STEPS_OF_LONGEST)
-        self._answer_blocks(spec)
-
-    def _answer_blocks(self, spec: DecodingSpec) -> None:
-        """Responses of one block, of each size."""
-        for length in BLOCK_LENGTHS:
-            if length <= spec.gen_length:
-                one_block = replace(spec, gen_length=length, block_length=length)
-                self._answer(replace(one_block, steps=max(one_block.num_blocks, min(length, 4))), 1)
+        self._answer(self.spec(self.longest), 1, most_steps=STEPS_OF_LONGEST)
 
     @torch.inference_mode()
     def record(self, record: Record, show_progress: bool) -> None:

@@ -207,7 +207,7 @@ def paged_attention(
     k, k_row = _rows(k, head_dim)
     v, v_row = _rows(v, head_dim)
     sharing = num_heads // num_kv_heads
-    tiles = choose_tiles(max_seqlen * sharing, head_dim, q.dtype)
+    tiles = choose_tiles(head_dim, q.dtype)
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
     if num_splits is None:
         num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
