@@ -41,7 +41,7 @@ def deployment(model, method="sparse", **settings):
         "max_num_batched_tokens": 512,
         "overhead": 0,
     }
-    return Deployment(model=str(model), **(defaults | settings))
+    return Deployment(model=str(model), **defaults | settings)
 
 
 def run_one(llm, response):
