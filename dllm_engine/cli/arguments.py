@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 
 from dllm_engine.scheduler.options.request_fields import (
     COUNT_OPTIONS,
@@ -119,6 +119,7 @@ def key_value(text: str) -> tuple[str, Any]:
 _READ: dict[Any, tuple[Any, str]] = {
     int: (whole_number, "N"),
     float: (float, "R"),
+    ByteSize: (str, "SIZE"),
     dict[str, Any]: (json_value, "JSON"),
 }
 """Reader of an option's value, and its name in the help."""
@@ -136,7 +137,7 @@ def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], n
         elif get_origin(kind) is Literal:
             how = {"choices": get_args(kind)}
         meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
-        default = without.rstrip(".") if field.default is None else str(field.default)
+        default = without.rstrip(".") if field.default is None or field.is_required() else str(field.default)
         meaning = (meaning[0].lower() + meaning[1:].rstrip(". ")).replace("%", "%%")
         meaning = f"{meaning} (default: {default})" if default else meaning
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)

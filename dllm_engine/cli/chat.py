@@ -13,13 +13,7 @@ import unicodedata
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.cli.engine import (
-    add_cache_arguments,
-    add_decoding_arguments,
-    add_engine_arguments,
-    add_structure_arguments,
-    start_engine,
-)
+from dllm_engine.cli.engine import add_request_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
 
@@ -44,10 +38,7 @@ one."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_decoding_arguments(parser)
-    add_structure_arguments(parser)
-    add_engine_arguments(parser)
-    add_cache_arguments(parser)
+    add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

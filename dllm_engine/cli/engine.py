@@ -95,7 +95,11 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, names_of_length: str
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
 
 
-def add_structure_arguments(parser: argparse.ArgumentParser) -> None:
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of a command that answers prompts."""
+    add_decoding_arguments(parser)
+    add_engine_arguments(parser)
+    add_cache_arguments(parser)
     group = parser.add_argument_group("structured output", "What a response must match.").add_mutually_exclusive_group()
     add_value(group, "--regex", str, "REGEX", "a regular expression, which the whole response matches")
     add_value(group, "--json-schema", json_schema, "FILE|JSON", "a JSON schema", dest="json")

@@ -14,15 +14,7 @@ from tqdm import tqdm
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import add_value
-from dllm_engine.cli.engine import (
-    DECODING,
-    STRUCTURE,
-    add_cache_arguments,
-    add_decoding_arguments,
-    add_engine_arguments,
-    add_structure_arguments,
-    start_engine,
-)
+from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
 from dllm_engine.text import is_text
 
 if TYPE_CHECKING:
@@ -46,10 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     template = 'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
     add_value(given, "--template", str, "TEXT", template)
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
-    add_decoding_arguments(parser)
-    add_structure_arguments(parser)
-    add_engine_arguments(parser)
-    add_cache_arguments(parser)
+    add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

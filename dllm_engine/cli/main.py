@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from dllm_engine.cli import bench, chat, check, demo_path, evaluate, generate, lm_eval, models, plan, serve, tune
 from dllm_engine.cli.arguments import CommandParser
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module in COMMANDS.items():
         description = (module.__doc__ or "").replace("``", "`")
         first = " ".join(description.partition("\n\n")[0].split()).rstrip(".")
-        about = {"help": first[0].lower() + first[1:], "description": description}
+        about: Any = {"help": first[0].lower() + first[1:], "description": description}
         command = commands.add_parser(name, conflict_handler="resolve", **about)
         command.set_defaults(run=module.run)
         module.add_arguments(command)

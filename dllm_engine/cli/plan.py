@@ -6,73 +6,42 @@ By arithmetic, from the model's config alone: no weights are read, no GPU is nee
 import argparse
 import json
 import shlex
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from pydantic import ByteSize, TypeAdapter
+from pydantic import ValidationError
 
-from dllm_engine.cli.arguments import add_value, as_words, positive_int
+from dllm_engine.cli.arguments import add_options, as_words
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory.capacity import Deployment, RequestDemand, Sizing
 from dllm_engine.memory.capacity import plan as sizing_of
 from dllm_engine.memory.weights import QUANTIZATIONS
-from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
+from dllm_engine.options import GUIDE_SETTINGS, EngineOptions, explain
 from dllm_engine.text import format_table, readable_size
 
 
-def byte_size(text: str) -> int:
-    """Bytes from ``80GiB``, ``24GB``, ``512MiB`` or a number of bytes, of a MiB at least."""
-    try:
-        size = TypeAdapter(ByteSize).validate_python(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a size such as 80GiB, 24GB or 512MiB") from None
-    if 0 < size < 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r} is {size} bytes; give the unit too, as in {size}GiB")
-    return size
-
-
-def share(text: str) -> float:
-    """A number above 0, and at most 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0, at most 1")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    default = {field.name: f"(default: {field.default})" for field in fields(Deployment)}
     add_model(parser)
-    add_value(parser, "--gpu-memory", byte_size, "SIZE", "of one GPU, such as 80GiB", dest="memory")
-    add_value(parser, "--prompt", positive_int, "N", f"tokens {default['prompt']}")
-    add_value(parser, "--response", positive_int, "N", f"tokens {default['response']}")
-    add_value(parser, "--block-length", positive_int, "N", "tokens denoised together (default: the family's)")
-    quantization = "of a checkpoint that is not here yet, 4 bits in groups of 128 (default: as the checkpoint states)"
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help=quantization)
+    add_options(parser, Deployment, ("gpu_memory", "prompt", "response", "block_length", "quantization"))
     group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
     add_model_arguments(group)
-    add_value(group, "--max-num-seqs", positive_int, "N", f"most requests {default['max_num_seqs']}")
-    rows = f"rows of one forward pass {default['max_num_batched_tokens']}; at least --max-model-len, or a block of a "
-    add_value(group, "--max-num-batched-tokens", positive_int, "N", rows + "block diffusion model")
-    vllms = f"share of the GPU that vLLM may use {default['gpu_memory_utilization']}"
-    add_value(group, "--gpu-memory-utilization", share, "P", vllms)
-    overhead = "set aside for processes, CUDA context, libraries and communication (default: 1GiB, an assumption)"
-    add_value(group, "--overhead", byte_size, "SIZE", overhead)
+    add_options(group, Deployment, ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "overhead"))
     add_cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.memory is None:
+    if args.gpu_memory is None:
         raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
-    asked = given(args, [field.name for field in fields(Deployment)])
-    sizing = sizing_of(Deployment(**asked, options=EngineOptions.parse(engine_options(args))))
+    asked = given(args, [name for name in Deployment.model_fields if name != "options"])
+    try:
+        deployment = Deployment(**asked, options=EngineOptions.parse(engine_options(args)))
+    except ValidationError as error:
+        raise ValueError(explain(error, "argument")) from None
+    sizing = sizing_of(deployment)
     copy, command = copy_command(sizing), serve_command(sizing, args)
     if args.json:
-        print(json.dumps(asdict(sizing) | {"serve": command}, indent=2, default=EngineOptions.model_dump))
+        print(json.dumps(sizing.model_dump(mode="json") | {"serve": command}, indent=2))
     else:
         copied = [f"To make the copy: {shlex.join(copy)}"] if copy else []
         print(as_text(sizing), *copied, f"To serve it so: {shlex.join(command)}", sep="\n")
@@ -91,14 +60,14 @@ def as_text(s: Sizing) -> str:
         *([("guide's weights", s.guide_weight_bytes, "exact")] if s.guide_weight_bytes else []),
         ("activations", s.activation_bytes, f"estimate, for {s.max_num_batched_tokens:,} rows"),
         ("overhead", s.overhead, "assumed (--overhead)"),
-        ("left unused", s.memory - taken, f"--gpu-memory-utilization {s.gpu_memory_utilization:g}"),
+        ("left unused", s.gpu_memory - taken, f"--gpu-memory-utilization {s.gpu_memory_utilization:g}"),
         ("page pool", s.pool_bytes, pool),
     ]
     memory = [("PER GPU", "SIZE", ""), *((name, readable_size(size), note) for name, size, note in parts)]
     titles = "CACHE METHOD,TOKENS RETAINED,PAGES/REQUEST,MEMORY/REQUEST,ROWS/STEP,REQUESTS AT ONCE,LIMIT".split(",")
     rows = [_method_row(demand, canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
     lines = [
-        f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.memory)}: {tokens}",
+        f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.gpu_memory)}: {tokens}",
         *("", format_table(memory), "", format_table([titles, *rows]), ""),
         *(f"Note: {note}." for note in s.notes),
         "* as asked for; the others with their papers' options. Pages are the most that a request holds; rows are",

@@ -4,7 +4,9 @@ Bytes of weights and pages are exact. Activations are an estimate, which vLLM re
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
@@ -23,34 +25,47 @@ class SizingError(ValueError):
     """A deployment that does not fit; says which setting to change."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Deployment:
+class Deployment(BaseModel):
     """A model, a GPU, and the requests to plan for."""
 
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
     model: str
-    memory: int
-    """Bytes of one GPU."""
-    prompt: int = 1024
-    response: int = 256
     options: EngineOptions
-    block_length: int | None = None
-    """None: the checkpoint's default, else the family's."""
+    gpu_memory: ByteSize
+    """Memory of one GPU, such as 80GiB."""
+    prompt: PositiveInt = 1024
+    """Tokens of a prompt."""
+    response: PositiveInt = 256
+    """Tokens of a response."""
+    block_length: int | None = Field(default=None, ge=1)
+    """Tokens denoised together. None: the checkpoint's default, else the family's."""
+    quantization: Literal["fp8", "int8", "int4", "gptq", "awq"] | None = None
+    """Weights of a copy that is not here yet, 4 bits in groups of 128. None: as the checkpoint states."""
     dtype: str = "auto"
-    quantization: str | None = None
-    """One of ``QUANTIZATIONS``; None: as the checkpoint states."""
-    tensor_parallel_size: int = 1
-    max_model_len: int | None = None
+    tensor_parallel_size: PositiveInt = 1
+    max_model_len: int | None = Field(default=None, ge=1)
     """None: the length of prompt and response."""
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float = 0.92
-    overhead: int = GIB
-    """Bytes for everything else: processes, CUDA context, libraries, communication buffers."""
+    max_num_seqs: PositiveInt = 256
+    """The most requests at once."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Rows of one forward pass, at least ``max_model_len``, or a block of a block diffusion model."""
+    gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
+    """Share of the GPU that vLLM may use."""
+    overhead: ByteSize = Field(default="1GiB", validate_default=True)
+    """Memory for everything else: processes, CUDA context, libraries, communication. An assumption."""
+
+    @field_validator("gpu_memory", "overhead")
+    @classmethod
+    def _with_unit(cls, size: ByteSize) -> ByteSize:
+        if 0 < size < 1 << 20:
+            raise ValueError(f"{size} bytes; give the unit too, as in {size}GiB")
+        return size
 
     @property
     def usable(self) -> int:
         """Bytes that vLLM may use."""
-        return int(self.memory * self.gpu_memory_utilization)
+        return int(self.gpu_memory * self.gpu_memory_utilization)
 
 
 @dataclass(frozen=True)
@@ -72,7 +87,6 @@ class RequestDemand:
     """The reason why no more run; for 0 requests, why the engine would serve none."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sizing(Deployment):
     """A deployment with its open settings filled in, and what it takes. Everything is per GPU."""
 
@@ -115,7 +129,8 @@ def plan(d: Deployment) -> Sizing:
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
     default = own_dtype if own_dtype in ("bfloat16", "float16") else "bfloat16"
     dtype = default if d.dtype == "auto" else {"float": "float32", "half": "float16"}.get(d.dtype, d.dtype)
-    d = replace(d, options=options, dtype=dtype, max_model_len=longest, max_num_batched_tokens=rows)
+    settled = {"options": options, "dtype": dtype, "max_model_len": longest, "max_num_batched_tokens": rows}
+    d = d.model_copy(update=settled)
     dtype_bytes, models = DTYPE_BYTES[dtype], models_of(config, options)
     weights = weight_bytes(config, tp, dtype_bytes, None if d.quantization is None else QUANTIZATIONS[d.quantization])
     guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in models[1:])
@@ -124,8 +139,8 @@ def plan(d: Deployment) -> Sizing:
     for_pass = options.method.pass_bytes(rows, longest)
     if room <= for_pass:
         raise SizingError(
-            f"--gpu-memory {readable_size(d.memory)} leaves nothing for pages: of the {readable_size(d.usable)} that "
-            f"vLLM uses, weights take {readable_size(weights + guide_weights)}, activations "
+            f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: of the {readable_size(d.usable)} "
+            f"that vLLM uses, weights take {readable_size(weights + guide_weights)}, activations "
             f"{readable_size(activations + for_pass)} and overhead {readable_size(d.overhead)}; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
