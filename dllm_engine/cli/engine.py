@@ -23,6 +23,7 @@ from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now
@@ -89,8 +90,7 @@ def add_decoding_arguments(parser: argparse.ArgumentParser, names_of_length: str
     add_value(group, f"--gen-length {names_of_length}", whole_number, "N", length)
     add_denoising_arguments(group)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
-    add_value(group, "--top-p", float, "P", "sample from the likeliest tokens of mass P")
-    add_value(group, "--top-k", int, "K", "draw from the K likeliest tokens (0: all)")
+    add_options(group, RequestOptions, ("top_p", "top_k"))
     add_value(group, "--seed", int, "N", "seed of everything that is drawn at random")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import add_value
-from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
+from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, prepare, start_engine
 from dllm_engine.text import is_text
 
 if TYPE_CHECKING:
@@ -61,16 +61,15 @@ def _answer_prompt(args: argparse.Namespace) -> int:
         if args.gen_length is None:
             raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
         pieces, args.gen_length, args.raw = [args.gen_length, args.suffix], None, True
+    elif args.template is not None:
+        prepare(args)
+        from dllm_engine.infill.template import parse_template  # imports vLLM
+
+        pieces = parse_template(args.template)
 
     def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        from dllm_engine.infill.template import parse_template
-
-        nonlocal pieces
-        if args.template is not None:
-            pieces = parse_template(args.template)
-        use_chat = not args.raw and front_end.has_chat_template
         tokens = {"prompt_token_ids": request.prompt_tokens(front_end.tokenizer)}
-        front_end.check(tokens if use_chat else args.prompt, params, pieces)
+        front_end.check(tokens if not args.raw and front_end.has_chat_template else args.prompt, params, pieces)
 
     llm, params = start_engine(args, check)
     use_chat = not args.raw and llm.has_chat_template

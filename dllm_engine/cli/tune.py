@@ -17,15 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import (
-    RULES,
-    add_value,
-    as_words,
-    parse_rule,
-    positive_int,
-    positive_ints,
-    split_names,
-)
+from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, positive_int, positive_ints, split_names
 from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import add_task_arguments, tasks_of
 from dllm_engine.demo import DEMO_MODELS
