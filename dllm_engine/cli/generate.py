@@ -1,7 +1,6 @@
 """Answer a prompt, or every line of a file.
 
-Answer PROMPT, or with --input and --output every line of a file. Such a run may be interrupted at any time; the same
-command goes on where it stopped.
+A run over a file, with --input and --output, may be interrupted at any time; the same command goes on where it stopped.
 """
 
 import argparse

@@ -65,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config is not None:
         check_release()
         add_config_file(args)
+    check_listening(stated_arguments(args.unknown))
     server_start.end_on_signals()
     arguments = vllm_arguments(args)
     check_release()
@@ -78,13 +79,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def add_config_file(args: argparse.Namespace) -> None:
-    """Complete ``args`` from their YAML file, which vLLM's own function reads."""
+def vllm_parser() -> Any:
+    """The parser of ``vllm serve``."""
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    return make_arg_parser(FlexibleArgumentParser())
+
+
+def add_config_file(args: argparse.Namespace) -> None:
+    """Complete ``args`` from their YAML file, which vLLM's own function reads."""
     try:
-        words = make_arg_parser(FlexibleArgumentParser()).load_config_file(args.config)
+        words = vllm_parser().load_config_file(args.config)
     except Exception as error:  # whatever the YAML is
         raise ValueError(f"--config {args.config} cannot be read: {one_line(error)}") from error
     if "--model" in words:  # MODEL takes its place, as for vLLM
@@ -96,10 +102,7 @@ def add_config_file(args: argparse.Namespace) -> None:
 
 def check_flags(parser: CommandParser, flags: list[str]) -> None:
     """Refuse a flag that neither ``parser`` nor vLLM knows, which may be abbreviated."""
-    from vllm.entrypoints.cli.serve import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    vllm_actions = make_arg_parser(FlexibleArgumentParser())._option_string_actions
+    vllm_actions = vllm_parser()._option_string_actions
     for name in stated_arguments(flags):
         flag = f"--{name.replace('_', '-')}"
         if not any(known.startswith(flag) for known in vllm_actions):
@@ -114,6 +117,16 @@ def stated_arguments(flags: list[str]) -> dict[str, str]:
         if name.startswith("--"):
             stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
     return stated
+
+
+def check_listening(stated: dict[str, str]) -> None:
+    """Refuse an address that the server could not listen on, before vLLM is imported."""
+    if stated.keys() & {"headless", "uds", "data_parallel_multi_port_external_lb"}:
+        return  # it listens elsewhere, or nowhere
+    port = stated.get("port", "8000")
+    if not port.isdecimal():
+        raise ValueError(f"--port {port} is not a whole number")
+    server_start.check_address(stated.get("host", ""), int(port))
 
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:

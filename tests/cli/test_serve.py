@@ -2,15 +2,13 @@
 
 import json
 import socket
-from importlib import import_module
+import subprocess
+import sys
 
 import pytest
-from vllm.entrypoints.cli.serve import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine import plugin
 from dllm_engine.cli.main import build_parser
-from dllm_engine.cli.serve import add_config_file, check_flags, vllm_arguments
+from dllm_engine.cli.serve import add_config_file, check_flags, check_listening, stated_arguments, vllm_arguments
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
 
 
@@ -155,26 +153,34 @@ def test_a_config_file_that_cannot_be_read_is_named(text, tmp_path):
         with_config_file(path, "m")
 
 
-# vLLM leaves the socket open that it could not bind.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.cli.serve"])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ([], "port PORT is in use on 127.0.0.1; stop the program that listens there"),
-        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid is not an address of this machine"),
-        (["--port", "70000"], "--port 70000 is not from 0 to 65535"),
-    ],
-)
-def test_an_address_that_cannot_be_had_is_named_before_the_model_is_loaded(module, flags, message):
-    entry = import_module(module)
-    plugin.register()
+@pytest.fixture
+def taken_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        port = str(listener.getsockname()[1])
-        args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", "--port", port, *flags])
-        with pytest.raises(SystemExit) as ended:
-            entry.setup_server(args, reuse_port=False)
-    assert str(ended.value).startswith(f"dllm: error: {message.replace('PORT', port)}")
+        yield str(listener.getsockname()[1])
+
+
+def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
+    command = [sys.executable, "-X", "importtime", "-m", "dllm_engine.cli.main", "serve", "demo"]
+    flags = ["--host=127.0.0.1", "--port", taken_port]
+    process = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    assert process.returncode == 2
+    (line,) = (line for line in process.stderr.splitlines() if not line.startswith("import time:"))
+    assert line.startswith("dllm: error: ")
+    assert taken_port in line
+    assert "| vllm" not in process.stderr
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "203.0.113.7", "::5"])
+def test_a_host_that_is_not_this_machine_is_named(host):
+    with pytest.raises(ValueError, match=f"--host {host}"):
+        check_listening(stated_arguments(["--host", host]))
+
+
+def test_a_port_that_is_none_is_named_and_none_is_looked_at_where_nothing_listens_there(taken_port):
+    for port in ("70000", "x"):
+        with pytest.raises(ValueError, match=f"--port {port}"):
+            check_listening(stated_arguments([f"--port={port}"]))
+    for flags in (["--headless"], ["--uds", "socket"]):
+        check_listening(stated_arguments(["--host", "127.0.0.1", "--port", taken_port, *flags]))

@@ -7,6 +7,7 @@ signal handler itself ends the server: it kills the child processes, removes the
 import errno
 import os
 import signal
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,17 @@ _SHARED_MEMORY = "/dev/shm/"
 
 class AddressError(ValueError):
     """A server cannot listen on the address that it was given."""
+
+
+def check_address(host: str, port: int) -> None:
+    """Raise ``AddressError`` where a server could not listen on ``host`` (empty: all) and ``port`` now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise address_error(error, host, port) from error
 
 
 def address_error(error: Exception, host: str, port: int) -> AddressError:
