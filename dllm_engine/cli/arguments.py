@@ -24,7 +24,7 @@ from dllm_engine.text import choices, did_you_mean
 DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
 """Arguments about how a response is denoised, under the names of request options."""
 RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
-"""Those that say how many tokens a step fills."""
+"""Options that say how many tokens a step fills."""
 ONE = "one"
 """The unmasking rule of one token per step."""
 GUIDED = "guided"

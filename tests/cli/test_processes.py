@@ -1,4 +1,4 @@
-"""What needs a process of its own: a command that is interrupted, and engines that end.
+"""Commands that need a process of their own: one that is interrupted, and engines that end.
 
 The commands themselves run as printed in ``tests/docs/test_snippets.py``.
 """

@@ -25,7 +25,7 @@ from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 MEMORY = 64 << 20
-"""Of all engines of the tests."""
+"""Bytes for pages, of all engines of the tests."""
 
 
 def deployment(model, method="sparse", **settings):
