@@ -13,6 +13,17 @@ OPTIONAL = ("trace", "error", *PER_TOKEN)
 """Fields of ``DiffusionFigures`` that most responses do not have."""
 
 
+def _traced(name: str) -> property:
+    """A part of the trace as an attribute; raises ``ValueError`` where nothing was traced."""
+
+    def read(figures: "DiffusionFigures") -> list:
+        if not figures.trace:
+            raise ValueError(f"{name} is recorded only by an engine started with trace=True")
+        return figures.trace.get(name, [])
+
+    return property(read)
+
+
 @dataclass(frozen=True)
 class DiffusionFigures:
     """Cost of a response, up to its last finished block."""
@@ -47,40 +58,15 @@ class DiffusionFigures:
     @property
     def order(self) -> list[list[int]]:
         """Per forward pass, the indices into the returned tokens that it committed."""
-        found: list[list[int]] = [[] for _ in range(max(self.committed_at, default=0))]
-        for index, forward_pass in enumerate(self.committed_at):
-            if forward_pass:
-                found[forward_pass - 1].append(index)
-        return found
+        numbers = range(1, max(self.committed_at, default=0) + 1)
+        return [[i for i, number in enumerate(self.committed_at) if number == each] for each in numbers]
 
-    @property
-    def refresh_states(self) -> list[str]:
-        return self._traced("refresh_states")
-
-    @property
-    def unmasked_per_step(self) -> list[list[int]]:
-        return self._traced("unmasked_per_step")
-
-    @property
-    def windows(self) -> list[tuple[int, int]]:
-        return self._traced("windows")
-
-    @property
-    def computed_positions(self) -> list[list[int] | None]:
-        return self._traced("computed_positions")
-
-    @property
-    def retained_positions(self) -> list[list[list[int]]]:
-        return self._traced("retained_positions")
-
-    @property
-    def selected_positions(self) -> list[list[list[int]]]:
-        return self._traced("selected_positions")
-
-    def _traced(self, name: str) -> list:
-        if not self.trace:
-            raise ValueError(f"{name} is recorded only by an engine started with trace=True")
-        return self.trace.get(name, [])
+    refresh_states = _traced("refresh_states")
+    unmasked_per_step = _traced("unmasked_per_step")
+    windows = _traced("windows")
+    computed_positions = _traced("computed_positions")
+    retained_positions = _traced("retained_positions")
+    selected_positions = _traced("selected_positions")
 
     def to_json(self) -> dict[str, Any]:
         """The HTTP form; what was not asked for, and an error that did not happen, is left out."""

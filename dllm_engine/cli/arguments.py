@@ -10,17 +10,25 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 
-from dllm_engine.scheduler.options.request_fields import END_OPTIONS, GUIDE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_fields import (
+    COUNT_OPTIONS,
+    DEFAULTABLE_OPTIONS,
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import choices, did_you_mean
 
-_SUFFIXES = {suffix: 1000**power for power, suffix in enumerate("kmgt", start=1)}
-_SUFFIXES |= {suffix: 1024**power for power, suffix in enumerate("KMGT", start=1)}
-
-STRUCTURE = ("regex", "json_schema", "choice")
-"""Arguments about what a response must match."""
+DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
+"""Arguments about how a response is denoised, under the names of request options."""
+RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
+"""Options that say how many tokens a step fills."""
+ONE = "one"
+"""The unmasking rule of one token per step."""
+GUIDED = "guided"
+"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -37,14 +45,6 @@ class CommandParser(argparse.ArgumentParser):
                 else f"{word!r} is one argument too many; put quotes around a text with spaces"
             )
         return parsed, unknown
-
-    def format_help(self) -> str:
-        """As argparse's, without a list of all options in the usage: they follow."""
-        if self.usage is None:
-            words = [action for action in self._actions if not action.option_strings]
-            named = [self._get_formatter()._format_args(word, str(word.metavar)) for word in words]
-            self.usage = " ".join((self.prog, "[options]", *named))
-        return super().format_help()
 
     def closest(self, flag: str, others: Iterable[str] = ()) -> str:
         """The end of a message on an unknown flag: the closest one of this parser and ``others``."""
@@ -66,14 +66,12 @@ class CommandParser(argparse.ArgumentParser):
 
 def whole_number(text: str) -> int:
     """``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with m, g and t."""
-    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text):
-        number = Fraction(match[1]) * _SUFFIXES[match[2]]
+    if match := re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgt]?)", text, re.IGNORECASE):
+        number, suffix = Fraction(match[1]), match[2]
+        number *= (1000 if suffix.islower() else 1024) ** "-kmgt".index(suffix.lower() or "-")
         if number.denominator == 1:
             return int(number)
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 8192, 8k or 8K") from None
+    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 8192, 8k or 8K")
 
 
 def positive_int(text: str) -> int:
@@ -91,14 +89,12 @@ def positive_ints(text: str) -> list[int]:
 
 def json_value(text: str) -> Any:
     """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it is."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        return whole_number(text)
-    except argparse.ArgumentTypeError:
-        return text
+    for read in (json.loads, whole_number):
+        try:
+            return read(text)
+        except (ValueError, argparse.ArgumentTypeError):
+            pass
+    return text
 
 
 def json_schema(text: str) -> dict[str, Any]:
@@ -120,24 +116,10 @@ def key_value(text: str) -> tuple[str, Any]:
     return key, json_value(value)
 
 
-ONE = "one"
-"""The unmasking rule of one token per step."""
-RULES = ("steps", "steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS)
-"""Options that another unmasking rule may set."""
-MORE_OF_RULE = ("certainty_sigma", "block_add_threshold", "suffix_blocks")
-"""Options that may follow an unmasking rule."""
-GUIDED = "guided"
-"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
-GUIDING = GUIDE_OPTIONS
-"""Arguments about how a guide decides, under the names of request options; they may follow that rule."""
-DENOISING = (
-    *("block_length", "unmasking", *RULES, *MORE_OF_RULE, "early_stop", *END_OPTIONS, "alg_temp"),
-    *(GUIDED, *GUIDING),
-)
-"""Arguments about how a response is denoised, under the names of request options."""
 _READ: dict[Any, tuple[Any, str]] = {
     int: (whole_number, "N"),
     float: (float, "R"),
+    ByteSize: (str, "SIZE"),
     dict[str, Any]: (json_value, "JSON"),
 }
 """Reader of an option's value, and its name in the help."""
@@ -155,7 +137,7 @@ def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], n
         elif get_origin(kind) is Literal:
             how = {"choices": get_args(kind)}
         meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
-        default = without.rstrip(".") if field.default is None else str(field.default)
+        default = without.rstrip(".") if field.default is None or field.is_required() else str(field.default)
         meaning = (meaning[0].lower() + meaning[1:].rstrip(". ")).replace("%", "%%")
         meaning = f"{meaning} (default: {default})" if default else meaning
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
@@ -175,46 +157,6 @@ def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 
-def take_dotted(words: list[str], option: str) -> tuple[dict[str, Any], list[str]]:
-    """Take the dotted form of a JSON ``option`` out of ``words``: ``--option.a.b VALUE``, or ``--option.a.b+ X,Y``
-    for lists.
-
-    Returns:
-        The object that they spell, and the other words.
-    """
-    spelled: dict[str, Any] = {}
-    others = []
-    remaining = iter(words)
-    for word in remaining:
-        name, equals, value = word.partition("=")
-        stem, *keys = name.split(".")
-        if not keys or stem.replace("_", "-") != option:
-            others.append(word)
-            continue
-        if not equals and (value := next(remaining, "")) == "":
-            raise ValueError(f"{name} needs a value")
-        *parents, last = keys
-        within = spelled
-        for key in parents:
-            within = within.setdefault(key, {})
-            if not isinstance(within, dict):
-                raise ValueError(f"{word}: {key!r} has a value already, so it cannot hold {last!r}")
-        if last.endswith("+"):
-            within.setdefault(last[:-1], []).extend(value.split(","))
-        else:
-            within[last] = json_value(value)
-    return spelled, others
-
-
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two JSON objects merged; where both have a value, that of ``above`` wins."""
-    result = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = merged(result[key], value) if both else value
-    return result
-
-
 def split_names(text: str) -> list[str]:
     """Split at the commas before a name, not at those within a value (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``)."""
     return re.split(r",(?=[a-z])", text)
@@ -226,18 +168,32 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
     method, _, given = text.partition(":")
     chosen = []
     for option in filter(None, given.split("+")):
-        try:
-            name, _ = key_value(option)
-        except argparse.ArgumentTypeError:
-            raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE") from None
-        values = option.partition("=")[2].split(":")
-        chosen.append([(name, json_value(value)) for value in values])
+        name, equals, values = option.partition("=")
+        if not name or not equals:
+            raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE")
+        chosen.append([(name, json_value(value)) for value in values.split(":")])
     return [(method, dict(options)) for options in itertools.product(*chosen)]
 
 
 def method_text(method: str, options: dict[str, Any]) -> str:
     """As ``parse_method`` reads it."""
-    return ":".join(filter(None, (method, "+".join(_assignment(*option) for option in options.items()))))
+    return ":".join(filter(None, (method, assignments(options))))
+
+
+def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
+    """A way of unmasking as a guide's model, or None, and request options: ``one``, a policy, or options such as
+    ``threshold=0.9+block_add_threshold=0.2``, with a guide ``guided=MODEL+guide_top_k=2``."""
+    first, *parts = text.split("+")
+    options: dict[str, Any] = {"unmasking": first} if first in UNMASKING_POLICIES else {}
+    for part in parts if options or first == ONE else (first, *parts):
+        name, equals, value = part.partition("=")
+        if (name := name.replace("-", "_")) not in DENOISING or not equals:
+            raise ValueError(
+                f"unmasking rule {text!r} is unknown; give {ONE}, {GUIDED}=MODEL or one of {', '.join(RULES)} as "
+                f"NAME=VALUE, and other options of requests behind it as +NAME=VALUE"
+            )
+        options[name] = value if name == GUIDED else json_value(value)
+    return options.pop(GUIDED, None), options
 
 
 def as_words(options: dict[str, Any]) -> list[str]:
@@ -246,7 +202,7 @@ def as_words(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "cache_options":
-            words += [word for pair in value.items() for word in ("--cache-option", _assignment(*pair))]
+            words += [word for item in value.items() for word in ("--cache-option", assignments(dict([item])))]
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:
@@ -254,41 +210,7 @@ def as_words(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _assignment(name: str, value: Any) -> str:
-    """As ``key_value`` reads it."""
-    return f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-
-
-def parse_rule(text: str) -> dict[str, Any]:
-    """``one``, a policy, or an option and its value such as ``threshold=0.9``, as arguments of ``DiffusionParams``. For
-    several blocks at once: ``threshold=0.9+block_add_threshold=0.2``."""
-    return _parse_rule(text, f"{ONE} or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
-
-
-def parse_guided_rule(text: str) -> tuple[str | None, dict[str, Any]]:
-    """A guide's model, or None, and arguments of ``DiffusionParams``: as ``parse_rule``, or
-    ``guided=MODEL+guide_top_k=2``."""
-    if not text.startswith(f"{GUIDED}="):
-        return None, _parse_rule(text, f"{ONE}, {GUIDED}=MODEL or {_ONE_OF_RULES}", RULES, MORE_OF_RULE)
-    options = _parse_rule(text, f"{GUIDED}=MODEL", (GUIDED,), GUIDING)
-    return str(options.pop(GUIDED)), options
-
-
-_ONE_OF_RULES = f"one of {', '.join(RULES)} as NAME=VALUE"
-
-
-def _parse_rule(text: str, known: str, rules: Sequence[str], more_of_rule: Sequence[str]) -> dict[str, Any]:
-    if text in UNMASKING_POLICIES:
-        return {"unmasking": text}
-    rule, *more = text.split("+")
-    options = {}
-    for part, allowed in (*([] if rule == ONE else [(rule, rules)]), *((part, more_of_rule) for part in more)):
-        name, equals, value = part.partition("=")
-        name = name.replace("-", "_")
-        if name not in allowed or not equals:
-            raise ValueError(
-                f"unmasking rule {text!r} is unknown; give {known}, and {' or '.join(more_of_rule)} behind it as "
-                f"+NAME=VALUE"
-            )
-        options[name] = json_value(value)
-    return options
+def assignments(options: dict[str, Any]) -> str:
+    """Options as ``parse_method`` and ``parse_rule`` read them."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return "+".join(f"{name}={text}" for name, text in texts.items())

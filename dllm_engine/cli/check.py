@@ -1,4 +1,8 @@
-"""``dllm check``: whether the engine computes right on this machine."""
+"""Check that the engine computes right on this machine.
+
+Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and the demo models' answers
+under every cache method with those of a CPU. Exits with 1 if anything differs.
+"""
 
 import argparse
 import os
@@ -9,25 +13,21 @@ from typing import Any
 from tqdm import tqdm
 
 from dllm_engine.checkpoints import check_folder
+from dllm_engine.cli.arguments import add_value
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import check_folder_of
 from dllm_engine.quiet import be_quiet
 from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
-DESCRIPTION = """Compares each kernel in each type with its plain version on the CPU, at the sizes of MODEL, and the
-demo models' answers under every cache method with those of a CPU. Exits with 1 if anything differs."""
-MODEL = "checkpoint or shape such as `llada-8b`, for its sizes; weights are not read (default: demo)"
 HEAD_DIMS = (16, 64, 96, 128, 256)
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    about = "check that the engine computes right on this machine"
-    parser = commands.add_parser("check", help=about, description=DESCRIPTION)
-    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=MODEL)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    model = "checkpoint or shape such as `llada-8b`, for its sizes; weights are not read (default: demo)"
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, metavar="MODEL", help=model)
     parser.add_argument("--only", choices=("kernels", "heads", "answers"), help="check one part alone")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write everything as JSON, for a report")
-    parser.set_defaults(run=run)
+    add_value(parser, "--output", Path, "FILE", "write everything as JSON, for a report")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,7 @@
-"""``dllm generate``: answer one prompt, or a file of them."""
+"""Answer a prompt, or every line of a file.
+
+A run over a file, with --input and --output, may be interrupted at any time; the same command goes on where it stopped.
+"""
 
 import argparse
 import sys
@@ -9,55 +12,32 @@ from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
-from dllm_engine.cli.arguments import DENOISING, STRUCTURE
-from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, add_structure_arguments, start_engine
+from dllm_engine.cli.arguments import add_value
+from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, prepare, start_engine
 from dllm_engine.text import is_text
 
 if TYPE_CHECKING:
     from dllm_engine.front_end import FrontEnd
-    from dllm_engine.infill.template import Piece
     from dllm_engine.params import DiffusionParams
 
 SOME_FAILED = 1
-_SETTINGS = (
-    *("model", "dtype", "raw", "cache_method", "cache_option", "retention_ratio", "guide_model"),
-    "guide_tokens_per_token",
-    *("gen_length", *DENOISING),
-    *("temperature", "top_p", "top_k", "seed", "ignore_eos", *STRUCTURE),
-)
-"""Arguments that change responses; a run resumes only an output that was made with the same ones."""
+_SETTINGS = ("model", "dtype", "raw", "cache_method", "cache_option", "guide_model", "guide_tokens_per_token")
+"""Arguments that change responses, beside those about decoding; a run resumes only an output of the same ones."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "generate",
-        help="answer a prompt, or every line of a file",
-        description="Answer PROMPT, or with --input and --output every line of a file. Such a run may be interrupted "
-        "at any time; the same command goes on where it stopped.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="a text, in quotes")
-    parser.add_argument(
-        "--input",
-        type=Path,
-        metavar="FILE",
-        help='JSON lines {"prompt": "…"} or {"messages": […]}, optionally with "id"',
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="JSON lines, in the order of finishing")
+    lines = 'JSON lines {"prompt": "…"} or {"messages": […]}, optionally with "id"'
+    add_value(parser, "--input", Path, "FILE", lines)
+    add_value(parser, "--output", Path, "FILE", "JSON lines, in the order of finishing")
     parser.add_argument("--raw", action="store_true", help="give prompts to the model as they are, no chat template")
     given = parser.add_mutually_exclusive_group()
-    given.add_argument(
-        "--suffix", metavar="TEXT", help="write --gen-length tokens between PROMPT, taken as it is, and this text"
-    )
-    given.add_argument(
-        "--template",
-        metavar="TEXT",
-        help='the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"',
-    )
+    suffix = "write --gen-length tokens between PROMPT, taken as it is, and this text"
+    add_value(given, "--suffix", str, "TEXT", suffix)
+    template = 'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
+    add_value(given, "--template", str, "TEXT", template)
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
-    add_decoding_arguments(parser)
-    add_structure_arguments(parser)
-    add_engine_arguments(parser)
-    parser.set_defaults(run=run)
+    add_request_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,37 +45,34 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("give either a PROMPT or --input FILE")
     if (args.input is None) != (args.output is None):
         raise ValueError("--input and --output go together")
-    if args.input is not None:
-        if args.suffix is not None or args.template is not None:
-            raise ValueError("--suffix and --template go with a PROMPT, not with --input")
-        return _answer_file(args)
-    if args.suffix is not None and args.gen_length is None:
-        raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
-    if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
-        raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
-    return _answer_prompt(args)
+    if args.input is None:
+        return _answer_prompt(args)
+    if args.suffix is not None or args.template is not None:
+        raise ValueError("--suffix and --template go with a PROMPT, not with --input")
+    return _answer_file(args)
 
 
 def _answer_prompt(args: argparse.Namespace) -> int:
-    request, size = BatchRequest(prompt=args.prompt), args.gen_length
+    if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
+        raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
+    request, pieces = BatchRequest(prompt=args.prompt), None
     if args.suffix is not None:  # as for LLM.infill: the length is the hole's, the prompt is taken as it is
-        args.gen_length, args.raw = None, True
+        if args.gen_length is None:
+            raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
+        pieces, args.gen_length, args.raw = [args.gen_length, args.suffix], None, True
+    elif args.template is not None:
+        prepare(args)
+        from dllm_engine.infill.template import parse_template  # imports vLLM
 
-    def template() -> "list[Piece] | None":
-        from dllm_engine.infill.template import parse_template
-
-        if args.suffix is not None:
-            return [size, args.suffix]
-        return None if args.template is None else parse_template(args.template)
+        pieces = parse_template(args.template)
 
     def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        use_chat = not args.raw and front_end.has_chat_template
         tokens = {"prompt_token_ids": request.prompt_tokens(front_end.tokenizer)}
-        front_end.check(tokens if use_chat else args.prompt, params, template())
+        front_end.check(tokens if not args.raw and front_end.has_chat_template else args.prompt, params, pieces)
 
     llm, params = start_engine(args, check)
     use_chat = not args.raw and llm.has_chat_template
-    if (pieces := template()) is not None:
+    if pieces is not None:
         (output,) = llm.fill_in([request.as_messages() if use_chat else args.prompt], [pieces], params)
     else:
         enqueue(llm, request, params, use_chat=use_chat)
@@ -113,7 +90,7 @@ def _answer_prompt(args: argparse.Namespace) -> int:
 
 def _answer_file(args: argparse.Namespace) -> int:
     lines = read_input(args.input)
-    settings = settings_digest({name: getattr(args, name) for name in _SETTINGS})
+    settings = settings_digest({name: getattr(args, name) for name in (*_SETTINGS, *DECODING, *STRUCTURE)})
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
             llm, params = start_engine(args, lambda front_end, params: front_end.check_params(params))

@@ -4,18 +4,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from dllm_engine.cli import (
-    bench,
-    chat,
-    check,
-    evaluate,
-    generate,
-    models,
-    plan,
-    serve,
-    tune,
-)
+from dllm_engine.cli import bench, chat, check, demo_path, evaluate, generate, lm_eval, models, plan, serve, tune
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.text import one_line
 from dllm_engine.version import __version__
@@ -23,6 +14,8 @@ from dllm_engine.vllm_hooks.companions import broken_companion
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 ERROR, INTERRUPTED = 2, 130
+COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate, "lm-eval": lm_eval, "tune": tune}
+COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models, "demo-path": demo_path}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,15 +45,19 @@ def build_parser() -> argparse.ArgumentParser:
         epilog='To try it with the demo model: dllm generate "Reverse: Rome Tom Oslo"',
     )
     parser.add_argument("--version", action="version", version=f"dllm-engine {__version__}")
-    parser.add_argument(
-        "--traceback",
-        action="store_true",
-        help=f"show where an error came from; the same as {TRACEBACK_VARIABLE}=1 in the environment",
-    )
+    traceback = f"show where an error came from; the same as {TRACEBACK_VARIABLE}=1 in the environment"
+    parser.add_argument("--traceback", action="store_true", help=traceback)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = (generate, chat, serve, evaluate, tune, bench)
-    for command in (*running, check, plan, models):
-        command.add_parser(commands)
+    for name, module in COMMANDS.items():
+        description = (module.__doc__ or "").replace("``", "`")
+        first = " ".join(description.partition("\n\n")[0].split()).rstrip(".")
+        about: Any = {"help": first[0].lower() + first[1:], "description": description}
+        command = commands.add_parser(name, conflict_handler="resolve", **about)
+        command.set_defaults(run=module.run)
+        module.add_arguments(command)
+        words = [action for action in command._actions if not action.option_strings]
+        named = [command._get_formatter()._format_args(word, str(word.metavar)) for word in words]
+        command.usage = command.usage or " ".join((command.prog, "[options]", *named))  # all options follow
     return parser
 
 

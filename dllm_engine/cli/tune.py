@@ -1,11 +1,15 @@
-"""``dllm tune``: the fastest setting of a model within a loss of accuracy, on the user's own tasks."""
+"""Find the fastest setting within a loss of accuracy, on your own tasks.
+
+Searches cache method and its options, rule of parallel unmasking, several blocks at once and block length for the
+fastest setting that loses at most so much accuracy against plain decoding (no cache, a token per pass). Run again, the
+same command goes on where it stopped.
+"""
 
 import argparse
-import itertools
 import random
 import shlex
 import sys
-from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,29 +17,19 @@ from typing import Any
 from tqdm import tqdm
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import (
-    MORE_OF_RULE,
-    add_value,
-    as_words,
-    parse_rule,
-    positive_int,
-    positive_ints,
-    split_names,
-)
-from dllm_engine.cli.arguments import RULES as RULE_NAMES
-from dllm_engine.cli.engine import add_engine_arguments, add_model, engine_arguments, given, load, prepare
-from dllm_engine.cli.evaluate import ANSWER_LENGTH, add_task_arguments, harness_tasks
+from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, positive_int, positive_ints, split_names
+from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
+from dllm_engine.cli.evaluate import add_task_arguments, tasks_of
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.demo.tasks import TASKS
+from dllm_engine.evaluation import trials
 from dllm_engine.evaluation.comparison import Task
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, OwnTasks, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import OwnTasks
 from dllm_engine.evaluation.plots import plot_beside
 from dllm_engine.evaluation.runner import Answers, Cost, Runner
-from dllm_engine.evaluation.trials import RULES, Setting, Space, TrialFile
+from dllm_engine.evaluation.trials import PLAIN, Setting, Space, TrialFile
 from dllm_engine.evaluation.tuning import Search, draw, report
 from dllm_engine.families import family_of
-from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.text import choices
+from dllm_engine.scheduler.methods import methods_for
 
 DEMO_COUNT = 100
 """Examples per demo task."""
@@ -47,46 +41,31 @@ ORDER_SEED = 0
 """Examples are asked in a random order, the same in every run, so that the first ones are like all."""
 
 
-def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="find the fastest setting within a loss of accuracy, on your own tasks",
-        description="Searches cache method and its options, rule of parallel unmasking, several blocks at once and "
-        "block length for the fastest setting that loses at most so much accuracy against plain decoding (no cache, a "
-        "token per pass). Run again, the same command goes on where it stopped.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    asked = parser.add_mutually_exclusive_group()
-    tasks = 'JSONL with lines {"prompt": "…", "answer": "…"} (default for a demo model: its tasks)'
-    add_value(asked, "--tasks", Path, "FILE", tasks)
-    add_value(asked, "--lm-eval", str, "TASK", "a task or group of lm_eval by name, or a YAML file")
-    add_value(asked, "--paper-task", str, "BENCHMARK", "gsm8k, …, with the lengths and shots of a paper")
-    add_task_arguments(parser)
+    add_task_arguments(parser, "tasks", "the most examples")
     loss = "the most accuracy to lose, in percentage points (default: %(default)s)"
     add_value(parser, "--loss", float, "POINTS", loss, default=1.0)
     batch = "requests at once; each gets a setting of its own (default: 1,16)"
     add_value(parser, "--batch --batch-size", positive_ints, "N,…", batch, default=[1, 16])
     budget = f"the search ends in this time (default: {BUDGET:g}; demo tasks: {DEMO_BUDGET:g})"
     add_value(parser, "--budget", float, "MINUTES", budget)
-    add_value(parser, "--count", positive_int, "N", "the most examples (default: all)")
     add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the task's or checkpoint's)")
     output = "all trials and the chosen settings, with a plot of the same name beside it (default: %(default)s)"
     add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
     add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
-    rules = f"NAME=VALUE with one of {', '.join(RULE_NAMES)} (default: some values of each rule)"
+    rules = f"NAME=VALUE with one of {', '.join(RULES)} (default: some values of each rule)"
     add_value(narrowed, "--unmasking-rules", str, "RULE,…", rules)
-    add_engine_arguments(parser, with_model=False, with_cache=False)
-    parser.set_defaults(run=run, seed=0)
+    add_engine_arguments(parser, with_model=False)
+    parser.set_defaults(seed=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
-    asks_demo_tasks = args.tasks is None and args.lm_eval is None and args.paper_task is None
-    if args.budget is None:
-        args.budget = DEMO_BUDGET if asks_demo_tasks else BUDGET
-    if asks_demo_tasks and args.gen_length is None:
-        args.gen_length = ANSWER_LENGTH
+    if not 0 <= args.loss <= 100:
+        raise ValueError(f"--loss {args.loss:g} is out of range: give percentage points from 0 to 100")
+    if args.budget is not None and not args.budget > 0:
+        raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
     plot = plot_beside(args.output)
     prepare(args)
     task, runner = _task(args), Runner(load)
@@ -107,47 +86,31 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not 0 <= args.loss <= 100:
-        raise ValueError(f"--loss {args.loss:g} is out of range: give percentage points from 0 to 100")
-    if args.budget is not None and not args.budget > 0:
-        raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
-    for method in _methods(args, CACHE_METHODS):
-        if method not in CACHE_METHODS:
-            raise ValueError(f"--methods: unknown cache method {method!r}{choices(method, CACHE_METHODS)}")
-    if args.tasks is None and args.lm_eval is None and args.paper_task is None and args.model not in DEMO_MODELS:
+def _task(args: argparse.Namespace) -> Task:
+    asks_demo_tasks = args.tasks is None and args.lm_eval is None and args.paper_task is None
+    if asks_demo_tasks and args.model not in DEMO_MODELS:
         raise ValueError(
             f"nothing says what {args.model} is to answer; give --tasks FILE with your own prompts and answers, or "
             f"--lm-eval or --paper-task"
         )
-
-
-def _methods(args: argparse.Namespace, suited: Iterable[str]) -> list[str]:
-    return list(suited) if args.methods in (None, "all") else args.methods.split(",")
+    args.budget = args.budget or (DEMO_BUDGET if asks_demo_tasks else BUDGET)
+    task, *others = tasks_of(args, DEMO_COUNT)
+    if others:
+        raise ValueError(f"settings are compared on one task, or a group of lm_eval; leave out {others[0].name}")
+    if isinstance(task, OwnTasks):  # one that is there twice is asked once
+        task = replace(task, tasks=list({repr(own): own for own in task.tasks}.values()))
+    return task
 
 
 def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.unmasking_rules is None:
-        return list(RULES)
-    rules = [parse_rule(text) for text in split_names(args.unmasking_rules)]
-    for name in itertools.chain.from_iterable(rules):
-        if name in (*MORE_OF_RULE, "slow_fast", "unmasking"):
+        return list(trials.RULES)
+    rules = [options for _, options in map(parse_rule, split_names(args.unmasking_rules))]
+    for name in (name for options in rules for name in options):
+        if name not in RULES or name == "slow_fast":
             why = "varied anyway" if name == "block_add_threshold" else "not searched"
             raise ValueError(f"--unmasking-rules {args.unmasking_rules}: {name} is {why}; leave it out")
     return rules
-
-
-def _task(args: argparse.Namespace) -> Task:
-    if args.lm_eval is not None or args.paper_task is not None:
-        task, *others = harness_tasks(args)
-        if others:
-            raise ValueError(f"settings are compared on one task of lm_eval, or a group; leave out {others[0].name}")
-        return task
-    count = DEMO_COUNT if args.count is None else -(-args.count // len(TASKS))
-    tasks = demo_tasks(DEMO_TASKS, count, args.seed) if args.tasks is None else read_tasks(args.tasks)
-    # A task that is there twice is asked once.
-    unique = list({repr(task): task for task in tasks}.values())[: args.count]
-    return OwnTasks(str(args.tasks or DEMO_TASKS), unique, args.match)
 
 
 def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
@@ -155,20 +118,18 @@ def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
-    engine = {name: value for name, value in engine_arguments(args).items() if name not in Setting().engine}
-    decoding = given(args, ("gen_length",))
+    engine = {name: value for name, value in engine_arguments(args).items() if name not in PLAIN.engine}
     at_once = engine.setdefault("max_num_seqs", max(MIN_AT_ONCE, *args.batch))
     if at_once < max(args.batch):
         raise ValueError(f"max_num_seqs={at_once} is less than --batch {max(args.batch)}; raise it, or leave it out")
-    config = load_config(args.model)
-    family, defaults = family_of(config), task.decoding | decoding
+    config, decoding = load_config(args.model), given(args, ("gen_length",))
+    family, defaults = family_of(config), checkpoint_defaults(config) | task.decoding | decoding
     longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
-    own_block = defaults.get("block_length") or checkpoint_defaults(config).get("block_length")
     space = Space.of_model(
         args.model,
         family,
-        _methods(args, methods_for(family.attention)),
-        default_block=min(own_block or family.block_length_of(longest), longest),
+        methods_for(family.attention) if args.methods in (None, "all") else args.methods.split(","),
+        default_block=min(defaults.get("block_length") or family.block_length_of(longest), longest),
         longest_block=longest,
         rules=_rules(args),
     )
@@ -199,20 +160,16 @@ def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | 
 
     brought = {name: value for name, value in task.decoding.items() if name == "block_length"}
     length = args.gen_length or task.decoding.get("gen_length")
-    # Arguments of ``LLM`` that the user has given.
-    unset = {"dtype": "auto", "tensor_parallel_size": 1, "max_model_len": None, "cuda_graphs": None}
-    unset["batch_invariant"] = False
-    stated = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
     chosen, commands = {}, {}
     for batch in dict.fromkeys(args.batch):
         trial = file.chosen(batch)
         engine, decoding = trial.setting.engine, brought | trial.setting.decoding
         chosen[str(batch)] = {"engine": engine, "decoding": decoding, **file.figures(batch, trial)}
-        engine = stated | dict(args.engine_arg) | engine
-        arguments = "".join(f", {name}={value!r}" for name, value in engine.items() if value != {})
+        arguments = given(args, ENGINE) | dict(args.engine_arg) | engine
+        named = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
         commands[batch] = [
             shlex.join(["dllm", "serve", args.model, *as_words(engine | decoding)]),
-            f"llm = LLM({args.model!r}{arguments})",
+            f"llm = LLM({args.model!r}{named})",
             f"params = {DiffusionParams(gen_length=length, **decoding)!r}",
         ]
     print(report(file, commands))

@@ -235,12 +235,12 @@ class MemoryMeter:
     def __init__(self, llm: "LLM") -> None:
         from dllm_engine.evaluation.hardware import restart_peak
         from dllm_engine.memory.capacity import models_of
-        from dllm_engine.memory.weights import weights_of_models
+        from dllm_engine.memory.weights import weight_bytes
 
         runner = runner_of(llm)
         config = runner.model_config
         models = models_of(config.hf_config, runner.options)
-        self._weight_bytes = sum(weights_of_models(models, 1, config.dtype.itemsize, None))
+        self._weight_bytes = sum(weight_bytes(model, 1, config.dtype.itemsize) for model in models)
         self._pool = scheduler_of(llm).pages
         self._bytes_per_page = 0 if runner.pages is None else runner.pages.memory[0].nbytes
         self._most_pages = 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from dllm_engine.memory.capacity import models_of
-from dllm_engine.memory.weights import weights_of_models
+from dllm_engine.memory.weights import Quantization, weight_bytes
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.options import EngineOptions
 from dllm_engine.text import readable_size
@@ -49,17 +49,16 @@ def check_gpu_memory(vllm_config: "VllmConfig", usable: int) -> None:
 
 
 def _weights_of_a_rank(vllm_config: "VllmConfig") -> int:
-    """Bytes of the weights on one rank. A quantized checkpoint counts as its files; weights that vLLM quantizes while
-    it loads them count in 4 bits, the fewest that it has."""
+    """Bytes of the weights on one rank. A quantized checkpoint counts as its files; linear layers that vLLM quantizes
+    while it loads them count in 4 bits, the fewest that it has."""
     config, ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    models = models_of(config.hf_config, EngineOptions.from_vllm_config(vllm_config))
-    weights = weights_of_models(models, ranks, config.dtype.itemsize, None)
-    if config.quantization is not None:
-        stated = getattr(config.hf_config, "quantization_config", None) is not None
-        files = {path for path, _ in check_safetensors(str(config.model)).values()} if stated else set()
-        stored = sum(Path(path).stat().st_size for path in files) // ranks
-        weights[0] = stored or weights[0] // (8 * config.dtype.itemsize // 4)
-    return sum(weights)
+    model, *guide = models_of(config.hf_config, EngineOptions.from_vllm_config(vllm_config))
+    is_stated = getattr(config.hf_config, "quantization_config", None) is not None
+    quantization = None if config.quantization is None or is_stated else Quantization(4, 0)
+    files = {path for path, _ in check_safetensors(str(config.model)).values()} if is_stated else ()
+    stored = sum(Path(path).stat().st_size for path in files) // ranks
+    weights = stored or weight_bytes(model, ranks, config.dtype.itemsize, quantization)
+    return weights + sum(weight_bytes(each, ranks, config.dtype.itemsize) for each in guide)
 
 
 def available_memory() -> int:

@@ -3,7 +3,7 @@
 Those of weights are exact, except for unknown kinds of quantization.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,85 +45,57 @@ class Quantization:
         """Weights, scales (float32 for 8 bits, else half precision) and zero points of a linear layer."""
         groups = 1 if self.group_size is None else -(-inputs // self.group_size) if self.group_size else 0
         scales = outputs * groups
-        scale_bytes = FLOAT32_BYTES if self.bits == 8 else 2
         zeros = scales * self.bits // 8 if self.has_zero_points else 0
-        return inputs * outputs * self.bits // 8 + scales * scale_bytes + zeros
+        return inputs * outputs * self.bits // 8 + scales * (FLOAT32_BYTES if self.bits == 8 else 2) + zeros
 
 
 QUANTIZATIONS = {
-    "fp8": Quantization(8),
-    "int8": Quantization(8),
-    "int4": Quantization(4, 128, True),
-    "gptq": Quantization(4, 128, True),
-    "awq": Quantization(4, 128, True),
+    **dict.fromkeys(("fp8", "int8"), Quantization(8)),
+    **dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True)),
 }
 """By the name that ``dllm plan --quantization`` and ``examples/quantize.py`` have for them."""
-
-
-def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
-    """Inputs and outputs of a layer's matrix products on one rank: q, k and v; the attention's output."""
-    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
-    heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
-    return [(hidden, (heads + 2 * kv_heads) * head_dim), (heads * head_dim, hidden)]
-
-
-def mlp_matrices(hidden: int, width: int, tensor_parallel_size: int) -> list[tuple[int, int]]:
-    """Inputs and outputs of an MLP's matrix products on one rank: gate and up; down."""
-    return [(hidden, 2 * width // tensor_parallel_size), (width // tensor_parallel_size, hidden)]
-
-
-def layers_by_kind(config: Any) -> list[tuple[int, Any]]:
-    """Number of layers with an MLP (None), and with experts (their ``ExpertShape``)."""
-    experts, num_layers = getattr(config, "experts", None), config.num_hidden_layers
-    num_dense = num_layers if experts is None else len(experts.dense_layers)
-    return [(number, kind) for number, kind in ((num_dense, None), (num_layers - num_dense, experts)) if number]
-
-
-def weights_of_models(
-    models: Sequence[Any], tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None
-) -> list[int]:
-    """``weight_bytes`` of the model, and of its guide if it has one, which is not quantized."""
-    return [
-        weight_bytes(model, tensor_parallel_size, dtype_bytes, quantization if model is models[0] else None)
-        for model in models
-    ]
 
 
 def weight_bytes(
     config: Any, tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None = None
 ) -> int:
     """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as the config states it."""
-    tp, hidden = tensor_parallel_size, config.hidden_size
-    plain = Quantization(8 * dtype_bytes, 0)
-    quantization = quantization or Quantization.of(config) or plain
-    attention = attention_matrices(config, tp)
-    linears = config.num_hidden_layers * sum(quantization.matrix_bytes(*sizes) for sizes in attention)
-    numbers = config.num_hidden_layers * 2 * hidden
-    if config.include_qkv_bias:
-        numbers += config.num_hidden_layers * attention[0][1]
-    if getattr(config, "qk_layernorm", False):
-        numbers += config.num_hidden_layers * 2 * head_dim_of(config)
+    hidden, num_layers = config.hidden_size, config.num_hidden_layers
+    quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
+    matrices = list(_matrices(config, tensor_parallel_size))
+    linears = sum(number * quantization.matrix_bytes(*sizes) for number, sizes in matrices)
+    _, (_, qkv_outputs) = matrices[0]
+    norms_and_biases = 2 * hidden + config.include_qkv_bias * qkv_outputs
+    norms_and_biases += 2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
+    rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tensor_parallel_size
+    numbers = num_layers * norms_and_biases + (1 if config.tie_word_embeddings else 2) * rows * hidden + hidden
     float32_numbers = 0
-    for number, experts in layers_by_kind(config):
-        width = config.intermediate_size
-        if experts is not None:
-            width = experts.shared_intermediate_size
-            matrices = mlp_matrices(hidden, experts.intermediate_size, tp)
-            linears += number * experts.num_experts * sum(quantization.matrix_bytes(*matrix) for matrix in matrices)
-            router = number * hidden * experts.num_experts
-            numbers += router if experts.groups is None else 0
-            float32_numbers += number * experts.num_experts * experts.has_bias + (router if experts.groups else 0)
-        if width:
-            linears += number * sum(quantization.matrix_bytes(*matrix) for matrix in mlp_matrices(hidden, width, tp))
-    tables = 1 if config.tie_word_embeddings else 2
-    numbers += tables * table_numbers(config, tp) + hidden
+    if (experts := getattr(config, "experts", None)) is not None:
+        num_experts = (num_layers - len(experts.dense_layers)) * experts.num_experts
+        float32_numbers = num_experts * experts.has_bias
+        if experts.groups:
+            float32_numbers += num_experts * hidden  # the router
+        else:
+            numbers += num_experts * hidden
     return linears + dtype_bytes * numbers + FLOAT32_BYTES * float32_numbers
 
 
-def table_numbers(config: Any, tensor_parallel_size: int) -> int:
-    """Numbers of the embeddings, or of the head, on one tensor-parallel rank."""
-    rows: int = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tensor_parallel_size
-    return rows * int(config.hidden_size)
+def _matrices(config: Any, tensor_parallel_size: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Matrix products of all layers on one rank, first that for q, k and v: how many, their inputs and outputs."""
+    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
+    heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
+    yield config.num_hidden_layers, (hidden, (heads + 2 * kv_heads) * head_dim)
+    yield config.num_hidden_layers, (heads * head_dim, hidden)
+    mlps = [(config.num_hidden_layers, config.intermediate_size)]
+    if (experts := getattr(config, "experts", None)) is not None:
+        num_dense = len(experts.dense_layers)
+        num_layers = config.num_hidden_layers - num_dense
+        mlps = [(num_dense, config.intermediate_size), (num_layers, experts.shared_intermediate_size)]
+        mlps.append((num_layers * experts.num_experts, experts.intermediate_size))
+    for number, width in mlps:
+        if number and width:
+            yield number, (hidden, 2 * width // tp)
+            yield number, (width // tp, hidden)
 
 
 def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
@@ -137,15 +109,13 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     kv = max(1, config.num_key_value_heads // tp) * head_dim
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * FLOAT32_BYTES * q
-    mlp = 0
-    for _, experts in layers_by_kind(config):
-        if experts is None:
-            numbers = 3 * config.intermediate_size // tp + hidden
-        else:  # as vLLM's Triton kernels hold it: each of a row's experts has an output of its own
-            width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
-            numbers = experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden
-        mlp = max(mlp, numbers * dtype_bytes)
+    experts = getattr(config, "experts", None)
+    has_mlp = experts is None or experts.dense_layers
+    numbers = 3 * config.intermediate_size // tp + hidden if has_mlp else 0
+    if experts is not None:  # as vLLM's Triton kernels hold it: each of a row's experts has an output of its own
+        width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
+        numbers = max(numbers, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
     phases = 2 * FLOAT32_BYTES * head_dim
     head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FLOAT32_BYTES)
-    return max(rows * (stream + max(attention, mlp) + phases), rows * stream + head)
+    return max(rows * (stream + max(attention, numbers * dtype_bytes) + phases), rows * stream + head)

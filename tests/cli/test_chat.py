@@ -1,14 +1,13 @@
-"""``dllm chat`` around an engine that the tests share, with a terminal of our own."""
+"""``dllm chat`` with an engine that the tests share, and a terminal made of strings."""
 
 import io
 import os
-import re
 import signal
 
 import pytest
 
 from dllm_engine.cli import chat, engine
-from dllm_engine.cli.chat import COMMANDS, DEMO_HINT, GREETING, PROMPT, Screen, rows_of
+from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, GREETING, MAIN_SCREEN, PROMPT
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_BLOCKS
 from dllm_engine.front_end import FrontEnd
@@ -19,52 +18,21 @@ OPENING = f"{GREETING}\n{DEMO_HINT}\n"
 
 
 class Terminal(io.StringIO):
-    """A terminal of endless height that shows what was written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pictures: list[str] = []
-        self.on_write = lambda text: None
+    """Holds what is written to it."""
 
     def isatty(self) -> bool:
         return True
 
-    def write(self, text: str) -> int:
-        written = super().write(text)
-        self.pictures.append(self.picture())
-        self.on_write(text)
-        return written
+    @property
+    def drawings(self) -> list[list[str]]:
+        """For each answer, the pictures on the alternate screen."""
+        _, *parts = self.getvalue().split(ALTERNATE_SCREEN)
+        return [part.split(MAIN_SCREEN)[0].split(CLEAR)[1:] for part in parts]
 
-    def picture(self) -> str:
-        rows, row, column = [""], 0, 0
-        for part in re.findall(r"\x1b\[\d*[A-Z]|[^\x1b]", self.getvalue()):
-            if part == "\x1b[J":
-                rows[row:] = [rows[row][:column]]
-            elif part.startswith("\x1b"):
-                assert part.endswith("A"), part
-                row -= int(part[2:-1])
-            elif part == "\r":
-                column = 0
-            elif part == "\n":
-                row, column = row + 1, 0
-                rows += [""] * (row == len(rows))
-            else:
-                rows[row], column = rows[row][:column] + part, column + 1
-        return "\n".join(rows)
-
-
-class Keyboard(io.StringIO):
-    """What is typed, which a terminal shows."""
-
-    def __init__(self, text: str, terminal: Terminal | None) -> None:
-        super().__init__(text)
-        self.terminal = terminal
-
-    def readline(self, size: int = -1) -> str:
-        line = super().readline(size)
-        if self.terminal is not None:
-            self.terminal.write(line)
-        return line
+    @property
+    def main_screen(self) -> str:
+        first, *parts = self.getvalue().split(ALTERNATE_SCREEN)
+        return first + "".join(part.split(MAIN_SCREEN)[1] for part in parts)
 
 
 @pytest.fixture
@@ -73,7 +41,7 @@ def run(demo, monkeypatch):
 
     def run(text, terminal=None, llm=demo, arguments=()):
         monkeypatch.setattr(engine, "load", lambda _: llm)
-        monkeypatch.setattr("sys.stdin", Keyboard(text, terminal))
+        monkeypatch.setattr("sys.stdin", io.StringIO(text))
         if terminal is not None:
             monkeypatch.setattr("sys.stdout", terminal)
         return main(["chat", *arguments])
@@ -88,31 +56,26 @@ def test_without_a_terminal_answers_are_plain_lines_up_to_the_exit(run, capsys):
     assert (printed.out, printed.err) == (f"{HELLO}\nOslo Tom Rome\n", "")
 
 
-def test_on_a_terminal_the_masks_fill_in(run):
+def test_on_a_terminal_the_masks_fill_in_and_the_answer_stays(run):
     terminal = Terminal()
     assert run("Hello!\n", terminal) == 0
-    *_, last = terminal.pictures
-    assert last == f"{OPENING}{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n"
-    counts = [picture.count("░") for picture in terminal.pictures]
-    falling = counts[counts.index(7) :]  # after the first step of a block of 8
-    assert falling == sorted(falling, reverse=True)
-    assert (max(counts), counts[-1]) == (7, 0)
+    assert terminal.main_screen == f"{OPENING}{PROMPT}{HELLO}\n{PROMPT}\n"
+    (pictures,) = terminal.drawings
+    assert all(picture.startswith(f"{PROMPT}Hello!\n") for picture in pictures)
+    counts = [picture.count("░") for picture in pictures]
+    assert counts[0] == 7, "after the first step of a block of 8"
+    assert counts == sorted(counts, reverse=True)
 
 
 def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
     """The first one has the last tokens of the prompt, which is fed in parts."""
     terminal = Terminal()
     llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
-    told = "Tom lives in Paris. Ida lives in Oslo. "
-    assert (
-        run(
-            f"{told * 3}Where does Ida live?\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]
-        )
-        == 0
-    )
+    asked = f"{'Tom lives in Paris. Ida lives in Oslo. ' * 3}Where does Ida live?"
+    assert run(f"{asked}\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]) == 0
     for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
-        assert f"\n{answer}\n{PROMPT}" in terminal.pictures[-1]
-    assert max(picture.count("░") for picture in terminal.pictures) == 7, "after the first step of a block of 8"
+        assert f"{answer}\n{PROMPT}" in terminal.main_screen
+    assert max(picture.count("░") for pictures in terminal.drawings for picture in pictures) == 7
     assert_nothing_left(llm)
 
 
@@ -130,20 +93,20 @@ def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypa
 
 def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
     before = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
-    terminal = Terminal()
 
-    def interrupt(text):
-        if "░" in text:
-            terminal.on_write = lambda text: None
-            os.kill(os.getpid(), signal.SIGINT)
+    class Interrupting(Terminal):
+        def write(self, text: str) -> int:
+            if "░" in text and "░" not in self.getvalue():
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().write(text)
 
-    terminal.on_write = interrupt
+    terminal = Interrupting()
     assert run("Hello!\nHello!\n", terminal) == 0
-    assert terminal.pictures[-1] == (f"{OPENING}{PROMPT}Hello!\n(stopped)\n{PROMPT}Hello!\n{HELLO}\n{PROMPT}\n")
+    assert terminal.main_screen == f"{OPENING}{PROMPT}(stopped)\n{PROMPT}{HELLO}\n{PROMPT}\n"
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_second_ctrl_c_ends_the_command(run, monkeypatch, capsys):
+def test_ctrl_c_at_the_prompt_ends_the_command(run, monkeypatch, capsys):
     def interrupt(prompt):
         raise KeyboardInterrupt
 
@@ -172,30 +135,23 @@ def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
 
 @pytest.mark.parametrize("line", ["/ext", "/", "/clear now", "/save conversation.txt"])
 def test_a_command_that_is_unknown_is_no_message(run, capsys, line):
-    assert run(f"{line}\nHello!\n") == 0
+    assert run(f"{line}\n/help\n") == 0
     printed = capsys.readouterr()
-    assert printed.out == f"{HELLO}\n"
+    assert all(f"{name} " in printed.out for name in COMMANDS)
     assert printed.err.startswith(f"dllm: error: {line} is unknown; ")
     assert printed.err.endswith(f"hoose one of {', '.join(COMMANDS)}\n")
 
 
-def test_help_lists_every_command(run, capsys):
-    assert run("/help\n") == 0
-    printed = capsys.readouterr()
-    assert all(f"{name} " in printed.out for name in COMMANDS)
-    assert printed.err == ""
-
-
 @pytest.mark.parametrize("message", [" /exit Hello!", "/etc/hosts: Hello!"])
-def test_a_message_may_begin_with_a_slash(run, demo, monkeypatch, message):
+def test_a_message_may_begin_with_a_slash(run, monkeypatch, message):
     asked = []
-    monkeypatch.setattr(chat.Conversation, "answer", lambda self, said: asked.append(said))
+    monkeypatch.setattr(chat, "answer", lambda said, *_, **__: asked.append(said))
     assert run(f"{message}\n") == 0
     assert asked == [message.strip()]
 
 
-@pytest.mark.parametrize("line", [b"\xff\xfe", b"caf\xe9", "Grüße".encode("latin-1"), b"\xed\xa0\x80"])
-def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, demo, monkeypatch, capsys, line):
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"caf\xe9", b"\xed\xa0\x80"])
+def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, monkeypatch, capsys, line):
     run("")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\nHello!\n"), "utf-8"))
     assert main(["chat"]) == 0
@@ -204,30 +160,5 @@ def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, 
     assert printed.err == "dllm: error: the message is not UTF-8; send it in that encoding\n"
 
 
-# Drawing
-
-
-def test_rows_break_where_the_terminal_does():
-    assert rows_of("abcdef\ngh", 4) == ["abcd", "ef", "gh"]
-    assert rows_of("日本語", 4) == ["日本", "語"]
-    assert rows_of("e\u0301e\u0301e\u0301", 2) == ["e\u0301e\u0301", "e\u0301"]
-
-
-def test_a_text_taller_than_the_terminal_shows_its_end_and_then_all(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "11")
-    monkeypatch.setenv("LINES", "4")
-    terminal = Terminal()
-    screen = Screen(terminal)
-    text = "".join(f"line {n:04} " for n in range(6)).strip()
-    screen.draw("line 0000")
-    screen.draw(text)
-    assert terminal.picture().split("\n") == rows_of(text, 10)[-3:]
-    screen.finish(text)
-    assert terminal.picture() == text + "\n"
-
-
 def test_what_a_terminal_takes_for_commands_is_not_passed_on():
-    terminal = Terminal()
-    Screen(terminal).finish("red\x1b[31m\x07 \x9b2J\ntext")
-    assert not [command for command in ("\x1b[31m", "\x07", "\x9b") if command in terminal.getvalue()]
-    assert terminal.picture().endswith("\ntext\n")
+    assert chat._printable(" red\x1b[31m\x07 \x9b2J\ntext\n") == "red [31m   2J\ntext"

@@ -1,6 +1,5 @@
 """``dllm plan`` shows the sizing arithmetic, and the command that serves it."""
 
-import argparse
 import json
 
 import pytest
@@ -8,7 +7,6 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.cli.plan import byte_size, share
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.memory.weights import QUANTIZATIONS
 from tests.support.plans import FULL_METHODS
@@ -21,30 +19,22 @@ def planned(capsys, *argv):
     return capsys.readouterr().out
 
 
-def test_a_row_per_cache_method_the_chosen_one_first(capsys):
-    out = planned(capsys, *LLADA, "--prompt", "1024", "--response", "256")
-    rows = out.split("CACHE METHOD")[1].splitlines()[1:]
+def test_a_row_per_cache_method_the_chosen_one_first_and_the_same_in_json(capsys):
+    rows = planned(capsys, *LLADA).split("CACHE METHOD")[1].splitlines()[1:]
     assert rows[0].split()[:6] == ["sparse", "*", "624", "of", "1,280", "640"]
     assert {row.split()[0] for row in rows[: len(FULL_METHODS)]} == set(FULL_METHODS)
-
-
-def test_json_holds_bytes_and_the_command(capsys):
-    sizing = json.loads(planned(capsys, *LLADA, "--cache-option", "retention_ratio=0.25", "--json"))
-    assert sizing["page_bytes"] == 2 * 32 * 4096 * 2
-    assert sizing["demand"]["pages"] == 32 * 10
-    assert sizing["demand"]["bytes"] == 320 * sizing["page_bytes"]
-    assert {d["cache_method"] for d in sizing["others"]} == set(FULL_METHODS) - {"sparse"}
-    assert sizing["serve"][:3] == ["dllm", "serve", "GSAI-ML/LLaDA-8B-Instruct"]
+    sizing = json.loads(planned(capsys, *LLADA, "--json"))
+    assert (sizing["page_bytes"], sizing["demand"]["pages"]) == (2 * 32 * 4096 * 2, 640)
+    assert sizing["demand"]["bytes"] == 640 * sizing["page_bytes"]
+    assert {demand["cache_method"] for demand in sizing["others"]} == set(FULL_METHODS) - {"sparse"}
 
 
 def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(capsys):
-    asked = ["plan", "JetLM/SDAR-8B-Chat", "--prompt", "16000", "--response", "4000", "--json"]
-    on_gpu = json.loads(planned(capsys, *asked, "--gpu-memory", "80GiB"))
-    assert on_gpu["demand"]["cache_method"] == "block"
-    assert [other["cache_method"] for other in on_gpu["others"]] == ["none"]
-    assert on_gpu["max_num_batched_tokens"] == 8192
-    whole = json.loads(planned(capsys, *asked, "--gpu-memory", "80GiB", "--cache-method", "none"))
-    assert whole["max_num_batched_tokens"] == 20000
+    asked = ["plan", "JetLM/SDAR-8B-Chat", "--prompt", "16000", "--response", "4000", "--json", "--gpu-memory", "80GiB"]
+    own = json.loads(planned(capsys, *asked))
+    assert (own["demand"]["cache_method"], own["max_num_batched_tokens"]) == ("block", 8192)
+    assert [other["cache_method"] for other in own["others"]] == ["none"]
+    assert json.loads(planned(capsys, *asked, "--cache-method", "none"))["max_num_batched_tokens"] == 20000
 
 
 def test_the_command_serves_with_the_plans_settings(capsys):
@@ -86,27 +76,24 @@ def test_a_guide_is_counted_and_served(capsys):
     assert sizing["serve"][-2:] == ["--guide-model", "demo"]
 
 
-SIZES = {
-    "80GiB": 80 << 30,
-    "24GB": 24 * 10**9,
-    "512MiB": 512 << 20,
-    "1.5 gib": 3 << 29,
-    "4194304": 4 << 20,
-    "0": 0,
-    "2T": 2 * 10**12,
-}
-
-
-@pytest.mark.parametrize(("text", "size"), SIZES.items())
-def test_sizes_have_units(text, size):
-    assert byte_size(text) == size
-
-
 @pytest.mark.parametrize(
-    ("read", "text", "message"),
-    [(byte_size, text, "80GiB") for text in ("", "GiB", "80 horses", "-1GiB", "nan")]
-    + [(share, text, "above 0, at most 1") for text in ("0", "1.1", "nan", "half", "-0.5")],
+    ("argument", "message"),
+    [
+        ("--gpu-memory=80 horses", "gpu_memory='80 horses': could not interpret byte unit: horses"),
+        ("--gpu-memory=", "gpu_memory=''"),
+        ("--gpu-memory=24", "24 bytes; give the unit too, as in 24GiB"),
+        ("--overhead=1kB", "1000 bytes; give the unit too, as in 1000GiB"),
+        ("--gpu-memory-utilization=1.1", "gpu_memory_utilization=1.1: Input should be less than or equal to 1"),
+        ("--gpu-memory-utilization=nan", "gpu_memory_utilization=nan"),
+        ("--prompt=0", "prompt=0: Input should be greater than 0"),
+    ],
 )
-def test_sizes_and_shares_that_are_none_are_refused(read, text, message):
-    with pytest.raises(argparse.ArgumentTypeError, match=message):
-        read(text)
+def test_sizes_and_shares_that_are_none_are_refused(capsys, argument, message):
+    assert main([*LLADA, argument]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sizes_have_units(capsys):
+    sizes = {"80GiB": 80 << 30, "24GB": 24 * 10**9, "1.5 tib": 3 << 39, "85899345920": 80 << 30}
+    for text, size in sizes.items():
+        assert json.loads(planned(capsys, *LLADA, "--gpu-memory", text, "--json"))["gpu_memory"] == size

@@ -1,4 +1,4 @@
-"""What needs a process of its own: a command that is interrupted, and engines that end.
+"""Commands that need a process of their own: one that is interrupted, and engines that end.
 
 The commands themselves run as printed in ``tests/docs/test_snippets.py``.
 """
@@ -51,28 +51,20 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(tmp_path):
 
 
 def test_a_terminal_shows_what_a_command_does_before_it_answers(tmp_path):
-    """The engine is this process or another's; where messages go to a file, there are none."""
-    for engine in ({}, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}):
-        terminal, stderr = pty.openpty()
-        command = [preloaded_programs() / "dllm", "generate", PROMPT]
-        program = subprocess.Popen(
-            command, cwd=tmp_path, env=ENVIRONMENT | engine, stdout=subprocess.PIPE, stderr=stderr
-        )
-        os.close(stderr)
-        answer, _ = program.communicate(timeout=TIMEOUT)
-        shown = b""
-        with contextlib.suppress(OSError):  # the end
-            while part := os.read(terminal, 1 << 16):
-                shown += part
-        os.close(terminal)
-        assert answer == b"Ida=07, Tom=48\n"
-        importing, starting, *_ = shown.decode().split("\r\x1b[K")
-        assert importing == "Importing vLLM …"
-        assert starting.startswith("Starting the engine …")
-    with (tmp_path / "stderr").open("wb+") as stderr:
-        subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=stderr, check=True)
-        stderr.seek(0)
-        assert "…".encode() not in stderr.read()
+    terminal, stderr = pty.openpty()
+    command = [preloaded_programs() / "dllm", "generate", PROMPT]
+    program = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stderr)
+    os.close(stderr)
+    answer, _ = program.communicate(timeout=TIMEOUT)
+    shown = b""
+    with contextlib.suppress(OSError):  # the end
+        while part := os.read(terminal, 1 << 16):
+            shown += part
+    os.close(terminal)
+    assert answer == b"Ida=07, Tom=48\n"
+    importing, starting, *_ = shown.decode().split("\r\x1b[K")
+    assert importing == "Importing vLLM …"
+    assert starting.startswith("Starting the engine …")
 
 
 def test_bench_measures_one_engine_after_the_other(tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import tune
-from dllm_engine.cli.arguments import as_words, key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.evaluation import trials, tuning
@@ -66,20 +65,19 @@ def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(s
     assert json.loads(output.read_text())["trials"] == written["trials"]
 
 
-def test_tasks_of_ones_own(started, tmp_path):
+def test_tasks_of_ones_own_are_asked_once_each(started, tmp_path, capsys):
     file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
-    file.write_text(
-        '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n\n'
-        '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
-        '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n'
-    )
-    assert tuned(output, "--tasks", str(file), "--gen-length", "16", "--loss", "40") == 0
+    right = '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n'
+    message = '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
+    file.write_text(right * 2 + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
+    asked = ["--tasks", str(file), "--gen-length", "16", "--loss", "40"]
+    assert tuned(output, *asked) == 0
     written = json.loads(output.read_text())
     assert sorted(written["trials"][0]["scores"]) == [0, 1, 1]
     assert written["subject"]["decoding"] == {"gen_length": 16}
-    # Other tasks do not go into the same file.
-    file.write_text('{"prompt": "Copy: Rome", "answer": "Rome"}\n')
-    assert tuned(output, "--tasks", str(file), "--gen-length", "16") == 2
+    file.write_text(right)
+    assert tuned(output, *asked) == 2
+    assert "choose another --output" in capsys.readouterr().err
 
 
 def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, capsys):
@@ -87,9 +85,8 @@ def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, ca
     assert main(["tune", "demo", "--lm-eval", "examples/lm_eval/facts.yaml"]) == 2
     assert "there is nothing to tune" in capsys.readouterr().err
     output = tmp_path / "tune.json"
-    names = ["--lm-eval", "examples/lm_eval/names.yaml", "--count", "5"]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert tuned(output, *names, "--loss", "50") == 0
+    assert tuned(output, "--lm-eval", "examples/lm_eval/names.yaml", "--count", "5", "--loss", "50") == 0
     assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
     assert not output.with_suffix(".png").exists()
     written = json.loads(output.read_text())
@@ -97,11 +94,13 @@ def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, ca
     assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
 
 
-def test_an_interruption_leaves_what_was_measured(started, demo, tmp_path, monkeypatch, capsys):
+def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch, capsys):
     output = tmp_path / "tune.json"
-    monkeypatch.setattr(
-        "dllm_engine.evaluation.tuning.Search._halve", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
-    )
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tuning.Search, "_halve", interrupt)
     assert tuned(output, "--count", "6") == 130
     assert "the same command goes on" in capsys.readouterr().err
     assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
@@ -167,8 +166,3 @@ def test_what_is_no_settings_file_is_refused(settings, content, arguments, messa
         served("demo", "--settings", settings, *arguments)
     with pytest.raises(ValueError, match="--settings-batch 8"):
         served("demo", "--settings-batch", "8")
-
-
-def test_engine_arguments_are_in_the_printed_line():
-    made = [as_words(dict([key_value(option)])) for option in ("seed=3", "eager=true", "eager=false")]
-    assert made == [["--seed", "3"], ["--eager"], ["--no-eager"]]

@@ -37,18 +37,12 @@ def test_commands_of_the_page_are_accepted(command):
 def test_flags_of_the_page_exist():
     """Those that stand alone in the text, and of the examples."""
     known = {*make_arg_parser(FlexibleArgumentParser())._option_string_actions}
-    for source in ("examples/ray_serve_app.py", "examples/ray_batch.py", "dllm_engine/cli/plan.py"):
+    for source in ("examples/ray_serve_app.py", "examples/ray_batch.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', (CHECKOUT / source).read_text()))
-    known |= {
-        "--cache-method",
-        "--guide-model",
-        "--guide-tokens-per-token",
-        "--refresh-ratio",
-        "--page-size",
-        "--head",
-        "--port",
-        "--address",
-    }
+    (commands,) = (action.choices for action in build_parser()._actions if action.dest == "command")
+    for command in ("plan", "serve"):
+        known |= {*commands[command]._option_string_actions}
+    known |= {"--head", "--address"}
     assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
 
 

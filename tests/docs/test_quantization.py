@@ -44,7 +44,9 @@ def _requests(model: str, quantization: str | None, size: int, prompt: int, resp
         try:
             options = EngineOptions.parse({"cache_method": method})
             lengths = {"prompt": prompt, "response": response, "max_num_batched_tokens": 2048}
-            sizing = plan(Deployment(model, size * GIB, options=options, quantization=quantization, **lengths))
+            sizing = plan(
+                Deployment(model=model, gpu_memory=size * GIB, options=options, quantization=quantization, **lengths)
+            )
             counts.append(f"{sizing.demand.requests}")
         except SizingError:
             counts.append("0")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import evaluate
-from dllm_engine.cli.arguments import parse_guided_rule, parse_method, split_names
+from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
 from dllm_engine.cli.main import build_parser
 from dllm_engine.evaluation import paper_tasks
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, paper_table, paper_task
@@ -113,7 +113,7 @@ def test_the_rows_of_a_table_can_be_asked_for(table):
     assert len({str(chosen) for chosen in methods}) == len(methods)
     for method, options in methods:
         for text in split_names(table.rules):
-            guide, decoding = parse_guided_rule(text)
+            guide, decoding = parse_rule(text)
             for row in rows:
                 engine = {"cache_method": method, "cache_options": options, "guide_model": None}
                 asked = (row.guided if guide else {**row.decoding, "steps": row.gen_length}) | decoding

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dllm_engine.admission import open_gen_length
-from dllm_engine.cli.engine import add_decoding_arguments, decoding_options
+from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
@@ -281,7 +281,7 @@ def test_a_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines, m
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.0, "max_tokens": 32}
     parser = argparse.ArgumentParser()
     add_decoding_arguments(parser)
-    assert decoding_options(parser.parse_args([])) == {}
+    assert given(parser.parse_args([]), DECODING) == {}
 
 
 def test_the_training_of_the_demo_model_writes_the_same_files(tmp_path):

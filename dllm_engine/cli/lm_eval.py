@@ -1,0 +1,28 @@
+"""The command of lm-evaluation-harness, which then knows ``--model dllm``.
+
+For example: dllm lm-eval --model dllm --model_args pretrained=demo,cache_method=sparse --tasks TASK. Releases of
+lm_eval that look for plugins know the model under their own command too.
+"""
+
+import argparse
+import sys
+
+from dllm_engine.evaluation.harness import check_lm_eval
+from dllm_engine.vllm_hooks.release import check_release
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage, parser.allow_abbrev = "dllm lm-eval [arguments of `lm_eval`]", False
+    parser.set_defaults(passes_on_unknown=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    check_release()
+    check_lm_eval()
+    from lm_eval.__main__ import cli_evaluate
+
+    import dllm_engine.evaluation.lm_eval_model  # noqa: F401 - registers the model
+
+    sys.argv = ["lm_eval", *args.unknown]
+    cli_evaluate()
+    return 0
