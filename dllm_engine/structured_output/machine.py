@@ -161,14 +161,12 @@ class _Rests:
 def byte_machine(expression: Expression, most: int) -> Machine:
     """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
     rests = _Rests(expression, 8 * most)
-    sets = [first for first in {id(rest[0]): rest[0] for rest in rests.rests}.values() if isinstance(first, Bytes)]
+    sets = {id(first): first for first, _, _ in rests.rests if isinstance(first, Bytes)}
     member = np.zeros((256, len(sets)), np.int32)
-    for i, byte_set in enumerate(sets):
+    for i, byte_set in enumerate(sets.values()):
         member[list(byte_set.values), i] = 1
     firsts, kind_of = distinct_rows(member)
-    kinds: dict[Expression, list[int]] = {
-        byte_set: np.flatnonzero(member[firsts, i]).tolist() for i, byte_set in enumerate(sets)
-    }
+    kinds = {name: np.flatnonzero(column).tolist() for name, column in zip(sets, member[firsts].T, strict=True)}
     closure = cache(rests.closure)
     states = [closure(rests.start)]
     numbers = {states[0]: 0}
