@@ -218,7 +218,8 @@ def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    monkeypatch.setattr(automata, "MOST_WAITING", 0)
+    for limit in ("_AT_ONCE", "MOST_WAITING"):
+        monkeypatch.setattr(automata, limit, 0)
     body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 503, answer.text
