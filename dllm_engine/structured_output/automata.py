@@ -58,7 +58,7 @@ class _Cache:
         self.counts = dict.fromkeys(COUNTS, 0.0)
         self.kept: LRUCache[BuildInput, _Build] = LRUCache(kept_bytes, _size)
         self.builds: dict[BuildInput, _Build] = {}
-        """Those that are not finished. The first run, the others wait."""
+        """Builds that are not finished, in their order. The first run, the others wait."""
         self.changed = Condition()
 
     @contextmanager

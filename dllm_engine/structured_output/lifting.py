@@ -45,8 +45,8 @@ def token_automaton(machine: Machine, vocabulary: Vocabulary, most_states: int) 
 
 
 def _columns(machine: Machine, token_bytes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where tokens lead from each state, ``[num_columns, num_states]``, and the column of each token. Column 0 leads
-    nowhere.
+    """The states that tokens lead to from each state, ``[num_columns, num_states]``, and the column of each token.
+    Column 0 leads nowhere.
 
     Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
     """

@@ -149,7 +149,7 @@ class _Rests:
         return entry if separator is None else self.number(separator, 0, entry)
 
     def closure(self, number: int) -> frozenset[int]:
-        """What a rest may be without a byte read: rests that begin with a byte, and the end."""
+        """The rests that begin with a byte, and the end, which a rest may be without a byte read."""
         seen, numbers = {number}, [number]
         for each in numbers:  # grows as it is read
             fresh = [rest for rest in self.next[each] if rest not in seen]
