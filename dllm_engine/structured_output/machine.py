@@ -17,7 +17,7 @@ from dllm_engine.structured_output.expression import (
 )
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
-"""Of characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
+"""Characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
 
 
 class TooManyStatesError(ValueError):

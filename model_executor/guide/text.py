@@ -95,7 +95,7 @@ class ShownText:
         self.text = data.decode(errors="replace")
         self.shown = self.text.encode()
         self._places: list[int] = []
-        """Of each byte; those of an invalid sequence share one."""
+        """Places of the bytes; those of an invalid sequence share one."""
         place = 0
         while len(self._places) < len(data):
             rest = data[len(self._places) :]

@@ -86,7 +86,7 @@ class Constraint:
         self._before_masks = [self.accepting]
         """From which states so many tokens lead to an accepted text; grows as it is asked for."""
         self._settled = False
-        """Whether any more tokens lead there from the states of the last entry."""
+        """True if any more tokens lead there from the states of the last entry."""
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
