@@ -1,7 +1,7 @@
 """Builds one automaton, in a process of its own: ``python -m dllm_engine.structured_output.build``.
 
-It reads the pickled arguments of ``build`` from its standard input and writes an answer to its standard output. It
-imports little, since it starts for each automaton.
+It reads a pickled ``BuildInput`` from its standard input and writes the packed automaton to its standard output; with
+the exit status ``REFUSED``, the reason why there is none. It imports little, since it starts for each automaton.
 """
 
 import json
@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import resource
+import signal
 import sys
 from dataclasses import dataclass
 from typing import Literal
@@ -17,18 +18,18 @@ import numpy as np
 
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.expression import Expression, either, literal
-from dllm_engine.structured_output.free_text import Reasoning, reasoning_automaton
+from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_schema import schema_expression
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
-from dllm_engine.structured_output.lifting import token_automaton
-from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine, character_machine
+from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
+from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine
 from dllm_engine.structured_output.python_regex import regex_expression
 
-BUILT, FAILED = b"+", b"-"
-"""First byte of an answer; a packed automaton or a message follows."""
+REFUSED = 100
 _MEMORY = 3 << 30
 """Bytes that a build may take."""
+_PATIENCE = 10
+"""A busy machine gives a build less than a core: it is ended after as many times ``build_seconds``."""
 LEAST_POSITIONS = 64
 """A search of fewer is not much cheaper, because other things take their time."""
 _SPARE = 16
@@ -53,7 +54,7 @@ class Grammar:
             case "regex":
                 return regex_expression(self.text)
             case "choice":
-                return either(map(literal, json.loads(self.text)))
+                return Either(list(map(literal, json.loads(self.text))))
             case "json":
                 return schema_expression(json.loads(self.text), style)
         return style.map(style.anything(OBJECT_DEPTH - 1))
@@ -70,13 +71,23 @@ class Limits:
     """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are searched."""
 
 
-def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
+@dataclass(frozen=True)
+class BuildInput:
+    """All that an automaton is made from."""
+
+    grammar: Grammar
+    vocabulary: Vocabulary
+    limits: Limits
+
+
+def build(wanted: BuildInput) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
+    grammar, vocabulary, limits = wanted.grammar, wanted.vocabulary, wanted.limits
     try:
         if grammar.kind == "reasoning":
-            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), token_bytes, starts, limits.max_states)
-        machine = byte_machine(*character_machine(grammar.expression, _SPARE * limits.max_states))
-        automaton = token_automaton(machine, token_bytes, starts, limits.max_states)
+            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), vocabulary, limits.max_states)
+        machine = byte_machine(grammar.expression, _SPARE * limits.max_states)
+        automaton = token_automaton(machine, vocabulary, limits.max_states)
     except TooManyStatesError:
         raise ValueError(
             f"its automaton has more states than max_automaton_states={limits.max_states}; shorter maximum lengths "
@@ -93,22 +104,19 @@ def build(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.
     return automaton
 
 
-def answer(grammar: Grammar, limits: Limits, token_bytes: np.ndarray, starts: np.ndarray) -> bytes:
-    """The packed automaton, or why there is none."""
-    try:
-        return BUILT + build(grammar, limits, token_bytes, starts).packed
-    except ValueError as error:
-        return FAILED + str(error).encode(errors="replace")
-
-
 def main() -> None:
     end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
-    grammar, limits, *arrays = pickle.load(sys.stdin.buffer)
-    seconds = math.ceil(limits.build_seconds)
+    wanted: BuildInput = pickle.load(sys.stdin.buffer)
+    seconds = math.ceil(wanted.limits.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    sys.stdout.buffer.write(answer(grammar, limits, *arrays))
+    signal.alarm(_PATIENCE * seconds)
+    try:
+        sys.stdout.buffer.write(build(wanted).packed)
+    except ValueError as error:
+        sys.stdout.buffer.write(str(error).encode(errors="replace"))
+        sys.exit(REFUSED)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Regular expressions as trees of characters, sequences, alternatives and repetitions."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Union
 
 LAST_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
@@ -10,19 +12,21 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set. The set may take long to compute, and is where an automaton is built only."""
+    """One character of a set."""
 
-    ranges: Callable[[], Ranges]
+    ranges: Ranges
 
 
 @dataclass(frozen=True)
-class Sequential:
-    parts: tuple["Expression", ...]
+class Bytes:
+    """One byte of a set, which is part of a character in UTF-8."""
+
+    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Either:
-    branches: tuple["Expression", ...]
+    branches: Sequence["Expression"]
 
 
 @dataclass(frozen=True)
@@ -39,61 +43,33 @@ class Repeated:
 class Listed:
     """Some of the items, in their order, with a separator between."""
 
-    items: tuple["Expression", ...]
-    required: tuple[bool, ...]
+    items: Sequence[tuple["Expression", bool]]
+    """Each item, and True if it is required."""
     separator: "Expression"
 
 
-Expression = Chars | Sequential | Either | Repeated | Listed
-EMPTY = Sequential(())
+Expression = Union[Chars, Bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
+"""A tuple is a sequence."""
+EMPTY: Expression = ()
+ANY = Chars(((0, LAST_CODE_POINT),))
 
 
+@cache
 def one_of(characters: str) -> Chars:
-    ranges = tuple((ord(character), ord(character)) for character in characters)
-    return Chars(lambda: ranges)
+    return Chars(tuple((ord(character), ord(character)) for character in characters))
 
 
-def literal(text: str) -> Expression:
-    return Sequential(tuple(map(one_of, text)))
-
-
-def either(branches: Iterable[Expression]) -> Expression:
-    return Either(tuple(branches))
-
-
-def sequence(*parts: Expression) -> Expression:
-    return Sequential(parts)
+def literal(text: str) -> tuple[Expression, ...]:
+    return tuple(map(one_of, text))
 
 
 def optional(item: Expression) -> Expression:
     return Repeated(item, 0, 1)
 
 
-def without(ranges: Sequence[tuple[int, int]], holes: Sequence[tuple[int, int]]) -> Ranges:
+def without(ranges: Iterable[tuple[int, int]], holes: Ranges) -> Ranges:
     """Code points of ``ranges`` that are in none of the ``holes``."""
-    kept = list(ranges)
     for low, high in holes:
-        kept = [
-            part
-            for first, last in kept
-            for part in ((first, min(last, low - 1)), (max(first, high + 1), last))
-            if part[0] <= part[1]
-        ]
-    return tuple(kept)
-
-
-def widths(expression: Expression) -> tuple[int, int | None]:
-    """Characters in the shortest and in the longest text; None without a bound. Not for ``Listed``."""
-    match expression:
-        case Sequential(parts):
-            found = [widths(part) for part in parts]
-            longest = [most for _, most in found if most is not None]
-            return sum(least for least, _ in found), sum(longest) if len(longest) == len(found) else None
-        case Either(branches):
-            found = [widths(branch) for branch in branches]
-            longest = [most for _, most in found if most is not None]
-            return min(least for least, _ in found), max(longest) if len(longest) == len(found) else None
-        case Repeated(item, least, most):
-            shortest, width = widths(item)
-            return least * shortest, 0 if width == 0 else None if most is None or width is None else most * width
-    return 1, 1
+        parts = (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
+        ranges = [(first, last) for first, last in parts if first <= last]
+    return tuple(ranges)

@@ -1,70 +1,117 @@
-"""From an automaton over bytes to one over tokens."""
+"""Automata over tokens: from one over bytes, and of reasoning, which is free text that ends with the first marker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.machine import Machine, TooManyStatesError, distinct_rows
+from dllm_engine.structured_output.machine import Machine, TooManyStatesError, distinct_rows, minimal
 
 
-def token_automaton(machine: Machine, token_bytes: np.ndarray, starts: np.ndarray, most_states: int) -> Automaton:
-    """The automaton over tokens; token i is ``token_bytes[starts[i]:starts[i + 1]]`` (uint8), and without bytes in no
-    text. Raises ``ValueError`` where no text can be spelled, ``TooManyStatesError`` where over ``most_states`` are
-    left."""
-    columns, class_of = _columns(machine, token_bytes, starts)
-    spelled = Machine(columns.T, machine.accepting).trimmed()
-    if not len(spelled.accepting):
+@dataclass(frozen=True)
+class Vocabulary:
+    """The bytes of a tokenizer's tokens; equal where these are."""
+
+    token_bytes: np.ndarray = field(compare=False)
+    """uint8: the bytes of all tokens, end to end."""
+    starts: np.ndarray = field(compare=False)
+    """int64 ``[vocab_size + 1]``: where those of each token begin. Special and added tokens have none, nor have
+    numbers that the tokenizer does not use."""
+    digest: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", _digest(self.token_bytes) + _digest(self.starts))
+
+    @classmethod
+    def of(cls, tokens: Sequence[bytes]) -> "Vocabulary":
+        starts = np.cumsum([0, *map(len, tokens)])
+        return cls(np.frombuffer(b"".join(tokens), np.uint8), starts)
+
+
+def token_automaton(machine: Machine, vocabulary: Vocabulary, most_states: int) -> Automaton:
+    """The automaton over tokens; those without bytes are in no text. Raises ``ValueError`` where no text can be
+    spelled, ``TooManyStatesError`` where over ``most_states`` are left."""
+    columns, column_of = _columns(machine, vocabulary.token_bytes, vocabulary.starts)
+    table, accepting = minimal(Machine(columns.T, machine.accepting))
+    if not len(accepting):
         raise ValueError("the tokens of this model spell no text that matches")
-    spelled = spelled.minimal()
-    if len(spelled.accepting) > most_states:
+    if len(accepting) > most_states:
         raise TooManyStatesError
-    table = spelled.next_state.T
-    firsts, kinds = distinct_rows(table)
-    alive = (table[firsts] >= 0).any(1)
-    kinds = np.append(np.where(alive, np.cumsum(alive) - 1, -1)[kinds], -1)  # the last is for dead tokens
-    table = np.ascontiguousarray(table[firsts][alive].T, np.int32)
-    return Automaton(kinds[class_of].astype(np.int32), table, spelled.accepting)
+    firsts, kinds = distinct_rows(table.T)
+    return Automaton((kinds[column_of] - 1).astype(np.int32), np.ascontiguousarray(table[:, firsts[1:]]), accepting)
 
 
 def _columns(machine: Machine, token_bytes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Targets of tokens from every state, ``[classes, states]``, and the class of each token; −1 for dead ones.
+    """The states that tokens lead to from each state, ``[num_columns, num_states]``, and the column of each token.
+    Column 0 leads nowhere.
 
     Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
     """
     firsts, byte_kind = distinct_rows(machine.next_state.T)
-    by_byte = np.pad(machine.next_state[:, firsts], ((0, 1), (0, 0)), constant_values=-1).T
+    by_byte = np.pad(machine.next_state[:, firsts].T, ((0, 0), (0, 1)), constant_values=-1)
+    states = np.arange(len(machine.accepting), dtype=np.int32)
+    columns = [np.full_like(states, -1), states]
+    numbers = {_digest(column): number for number, column in enumerate(columns)}
     lengths = np.diff(starts)
-    class_of = np.full(len(lengths), -1)
-    tokens = np.flatnonzero(lengths)
-    columns = np.arange(len(machine.accepting), dtype=np.int32)[None]
-    column_of = np.zeros(len(tokens), np.int64)
-    finished: list[np.ndarray] = []
+    column_of = (lengths > 0).astype(np.int64)
     for i in range(int(lengths.max(initial=0))):
+        tokens = np.flatnonzero((lengths > i) & (column_of > 0))
         kinds = byte_kind[token_bytes[starts[tokens] + i]]
-        steps, step_of = np.unique(column_of * len(firsts) + kinds, return_inverse=True)
-        sources, kinds = np.divmod(steps, len(firsts))
-        # In portions, since most steps lead nowhere and hold memory only until that is known.
-        portions = [
-            (part, reached)
-            for first in range(0, len(steps), 512)
-            for led in [by_byte[kinds[first : first + 512, None], columns[sources[first : first + 512]]]]
-            for part in [np.flatnonzero((led >= 0).any(1)) + first]
-            for reached in [led[part - first]]
-        ]
-        alive = np.concatenate([part for part, _ in portions])
-        columns = np.concatenate([reached for _, reached in portions])
-        firsts_of, column = distinct_rows(columns)
-        names = np.full(len(steps), -1)
-        names[alive] = column
-        columns, column_of = columns[firsts_of], names[step_of]
-        tokens, column_of = tokens[column_of >= 0], column_of[column_of >= 0]
-        ends = lengths[tokens] == i + 1
-        base = sum(map(len, finished))
-        used, place = np.unique(column_of[ends], return_inverse=True)
-        class_of[tokens[ends]] = base + place
-        finished.append(columns[used])
-        tokens, column_of = tokens[~ends], column_of[~ends]
-        if not len(tokens):
-            break
-    table = np.concatenate(finished or [columns[:0]])
-    firsts_of, column = distinct_rows(table)
-    return table[firsts_of], np.append(column, -1)[class_of]
+        steps, step_of = np.unique(column_of[tokens] * len(firsts) + kinds, return_inverse=True)
+        for step_number, step in enumerate(steps.tolist()):
+            before, kind = divmod(step, len(firsts))
+            column = by_byte[kind][columns[before]]
+            steps[step_number] = number = numbers.setdefault(_digest(column), len(columns))
+            if number == len(columns):
+                columns.append(column)
+        column_of[tokens] = steps[step_of]
+    used, places = np.unique(np.append(0, column_of), return_inverse=True)
+    return np.stack([columns[number] for number in used]), places[1:]
+
+
+def _digest(column: np.ndarray) -> bytes:
+    return blake2b(column.tobytes(), digest_size=16).digest()
+
+
+class Reasoning(NamedTuple):
+    """Markers of a model's reasoning."""
+
+    end: str
+    """The marker behind reasoning, such as ``</think>``."""
+    end_token: int | None
+    """The token that is this marker; None where the marker is spelled as other text is."""
+    start_token: int | None
+    """The token that may begin reasoning, such as ``<think>``, if there is one."""
+
+
+def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_states: int) -> Automaton:
+    """Reads any text up to the marker, which ends its last token. Beside tokens that spell text there are those of
+    ``reasoning``: with an ``end_token`` nothing else spells the marker. Arguments and errors as ``token_automaton``."""
+    free = token_automaton(_up_to(reasoning.end.encode()), vocabulary, most_states)
+    class_of, table = free.class_of.copy(), free.next_state
+    ended = int(np.flatnonzero(free.accepting)[0])
+    columns = []
+    if reasoning.start_token is not None:
+        columns.append((reasoning.start_token, np.where(np.arange(len(table)) == 0, 0, -1)))
+    if reasoning.end_token is not None:
+        table = np.where(table == ended, -1, table)
+        columns.append((reasoning.end_token, np.where(free.accepting, -1, ended)))
+    for token, column in columns:
+        class_of[token] = table.shape[1]
+        table = np.column_stack([table, column])
+    return Automaton(class_of, table.astype(np.int32), free.accepting)
+
+
+def _up_to(marker: bytes) -> Machine:
+    """Reads bytes up to the first ``marker`` (Knuth, Morris and Pratt's automaton)."""
+    table = np.zeros((len(marker) + 1, 256), np.int32)
+    fallback = 0
+    for read, byte in enumerate(marker):
+        table[read] = table[fallback]
+        fallback = int(table[fallback, byte]) if read else 0
+        table[read, byte] = read + 1
+    table[-1] = -1
+    return Machine(table, np.arange(len(table)) == len(marker))

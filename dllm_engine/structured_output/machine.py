@@ -1,28 +1,30 @@
-"""Finite automata of expressions: over characters first, then over the bytes of UTF-8."""
+"""Finite automata of expressions, over the bytes of UTF-8."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
+from dllm_engine.scheduler.constraints.automaton import FAR, distances
 from dllm_engine.structured_output.expression import (
-    LAST_CODE_POINT,
+    Bytes,
     Chars,
     Either,
     Expression,
     Listed,
     Ranges,
     Repeated,
-    Sequential,
 )
+
+_LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
+"""Characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
 
 
 class TooManyStatesError(ValueError):
     """A limit on states is passed."""
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """A deterministic automaton; it starts in state 0, and −1 is where nothing more is accepted."""
 
     next_state: np.ndarray
@@ -30,57 +32,26 @@ class Machine:
     accepting: np.ndarray
     """bool ``[states]``"""
 
-    def trimmed(self) -> "Machine":
-        """Without states that the start does not reach, or that reach no accepting one; none may be left."""
-        forward, backward = _neighbours(self.next_state)
-        reached = _distances(forward, [0][: len(forward)]) >= 0
-        kept = reached & (_distances(backward, np.flatnonzero(self.accepting)) >= 0)
-        return _renamed(self, np.where(kept, np.cumsum(kept) - 1, -1), np.flatnonzero(kept))
 
-    def minimal(self) -> "Machine":
-        """With as few states as accept the same. Every state reaches an accepting one (``trimmed``)."""
-        # States that are apart from the first spare a round for each character of the longest text.
-        group = _distances(_neighbours(self.next_state)[1], np.flatnonzero(self.accepting))
-        count = 0
-        while True:
-            followers = np.where(self.next_state < 0, -1, group[self.next_state])
-            firsts, group = distinct_rows(np.concatenate([group[:, None], followers], axis=1))
-            if len(firsts) == count:
-                return _renamed(self, group, firsts)
-            count = len(firsts)
-
-
-def _neighbours(table: np.ndarray) -> tuple[list[list[int]], list[list[int]]]:
-    """States that follow each state, and states that lead to it."""
-    sources = np.repeat(np.arange(len(table)), table.shape[1])[table.ravel() >= 0]
-    edges = np.unique(sources * len(table) + table[table >= 0])
-    forward: list[list[int]] = [[] for _ in range(len(table))]
-    backward: list[list[int]] = [[] for _ in range(len(table))]
-    for edge in edges.tolist():
-        source, target = divmod(edge, len(table))
-        forward[source].append(target)
-        backward[target].append(source)
-    return forward, backward
-
-
-def _distances(neighbours: list[list[int]], sources: Iterable[int]) -> np.ndarray:
-    """Steps from the nearest source to each state; −1 where there is no way."""
-    distance = [-1] * len(neighbours)
-    queue = [int(source) for source in sources]
-    for source in queue:
-        distance[source] = 0
-    for state in queue:  # grows as it is read
-        for neighbour in neighbours[state]:
-            if distance[neighbour] < 0:
-                distance[neighbour] = distance[state] + 1
-                queue.append(neighbour)
-    return np.array(distance, np.int32)
-
-
-def _renamed(machine: Machine, names: np.ndarray, kept: np.ndarray) -> Machine:
-    table = machine.next_state[kept]
-    names = np.append(names, -1)
-    return Machine(names[table].astype(np.int32), machine.accepting[kept])
+def minimal(machine: Machine) -> Machine:
+    """The machine of fewest states that accepts the same; without states where it accepts nothing."""
+    num_states = len(machine.accepting)
+    states, symbols = np.nonzero(machine.next_state >= 0)
+    edges = np.unique(states * num_states + machine.next_state[states, symbols])
+    sources, targets = np.divmod(edges, num_states)
+    # States that are apart from the first spare a round for each character of the longest text.
+    group = distances(targets, sources, machine.accepting)
+    kept = (group < FAR) & (distances(sources, targets, np.arange(num_states) == 0) < FAR)
+    group = np.append(np.where(kept, group, -1), -1).astype(np.int32)
+    num_groups = 0
+    while True:
+        rows = np.column_stack([group[:-1], group[machine.next_state]])[kept]
+        firsts, group[:-1][kept] = distinct_rows(rows)
+        if len(firsts) == num_groups:
+            break
+        num_groups = len(firsts)
+    firsts = np.flatnonzero(kept)[firsts]
+    return Machine(group[machine.next_state[firsts]], machine.accepting[firsts])
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -91,185 +62,130 @@ def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if not np.array_equal(rows[firsts[kinds]], rows):  # two rows of one hash
         _, firsts, kinds = np.unique(rows, axis=0, return_index=True, return_inverse=True)
     order = np.argsort(firsts)
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return firsts[order], rank[kinds]
+    return firsts[order], np.argsort(order)[kinds]
 
 
-class _Builder:
-    """States with edges under a set of characters, or under none."""
+@cache
+def _utf8(ranges: Ranges) -> Expression:
+    """A character of a set, as bytes."""
+    held = np.zeros(8 << 18, bool)
+    for first, last in ranges:
+        held[first : last + 1] = True
+    held[0xD800:0xE000] = False  # UTF-8 has no surrogates
+    branches: list[Expression] = []
+    for tail, (lead, count, least) in enumerate(_LEADS):
+        held[:least] = False  # they have a shorter form
+        branches += _bytes(held[: count << (6 * tail)].tobytes(), lead, count)
+    return branches[0] if len(branches) == 1 else Either(branches)
 
-    def __init__(self, most: int) -> None:
+
+def _bytes(held: bytes, lead: int, count: int) -> list[Expression]:
+    """The characters that ``held`` says are in a set; the first byte of each is one of ``count`` from ``lead`` on."""
+    size = len(held) // count
+    leads: dict[bytes, list[int]] = {}
+    for i in range(count):
+        leads.setdefault(held[i * size : (i + 1) * size], []).append(lead + i)
+    return [
+        Bytes(tuple(values)) if size == 1 else (Bytes(tuple(values)), Either(_bytes(behind, 0x80, 64)))
+        for behind, values in leads.items()
+        if b"\1" in behind
+    ]
+
+
+class _Rests:
+    """All rests of the texts of an expression, which are the states of an automaton that is not deterministic.
+
+    A rest is what is left of an expression, and the number of the rest behind it. What is done of an expression are
+    parts of a sequence or a repetition; of a list, twice the items that are passed, and one more if any is written.
+    Rest 0 is the end.
+    """
+
+    def __init__(self, expression: Expression, most: int) -> None:
         self.most = most
-        self.free: list[list[int]] = []
-        self.edges: list[list[tuple[Chars, int]]] = []
+        self.rests: list[tuple[Expression, int, int]] = [((), 0, 0)]
+        self.numbers: dict[tuple[int, int, int], int] = {}
+        self.start = self.number(expression, 0, 0)
+        self.next = [self._next(*rest) for rest in self.rests]  # which grow as they are read
+        """By number, the rests that follow without a byte between."""
 
-    def state(self) -> int:
-        if len(self.free) >= self.most:
-            raise TooManyStatesError
-        self.free.append([])
-        self.edges.append([])
-        return len(self.free) - 1
+    def number(self, expression: Expression, done: int, behind: int) -> int:
+        if isinstance(expression, tuple) and done == len(expression):
+            return behind
+        if isinstance(expression, Chars):
+            expression = _utf8(expression.ranges)
+        key = (id(expression), done, behind)
+        if key not in self.numbers:
+            if len(self.rests) >= self.most:
+                raise TooManyStatesError
+            self.numbers[key] = len(self.rests)
+            self.rests.append((expression, done, behind))
+        return self.numbers[key]
 
-    def add(self, expression: Expression, start: int) -> int:
-        """End state of the expression that begins in ``start``."""
+    def _next(self, expression: Expression, done: int, behind: int) -> list[int]:
         match expression:
-            case Chars():
-                end = self.state()
-                self.edges[start].append((expression, end))
-                return end
-            case Sequential(parts):
-                for part in parts:
-                    start = self.add(part, start)
-                return start
+            case tuple() if expression:
+                return [self.number(expression[done], 0, self.number(expression, done + 1, behind))]
             case Either(branches):
-                end = self.state()
-                for branch in branches:
-                    self.free[self.add(branch, self._behind(start))].append(end)
-                return end
-            case Repeated():
-                return self._repeated(expression, start)
-            case Listed():
-                return self._listed(expression, start)
+                return [self.number(branch, 0, behind) for branch in branches]
+            case Repeated(item, least, most, separator):
+                rests = [behind] if done >= least else []
+                if most is None or done < most:
+                    count = done + 1 if most is not None else min(done + 1, max(least, 1))
+                    after = self.number(expression, count, behind)
+                    rests.append(self._separated(item, separator if done else None, after))
+                return rests
+            case Listed(items, separator):
+                index, is_written = divmod(done, 2)
+                if index == len(items):
+                    return [behind]
+                item, is_required = items[index]
+                after = self.number(expression, 2 * index + 3, behind)
+                rests = [self._separated(item, separator if is_written else None, after)]
+                return rests if is_required else [*rests, self.number(expression, done + 2, behind)]
+        return []
 
-    def _behind(self, *states: int) -> int:
-        fresh = self.state()
-        for state in states:
-            self.free[state].append(fresh)
-        return fresh
+    def _separated(self, item: Expression, separator: Expression | None, behind: int) -> int:
+        entry = self.number(item, 0, behind)
+        return entry if separator is None else self.number(separator, 0, entry)
 
-    def _repeated(self, expression: Repeated, start: int) -> int:
-        least, most = expression.least, expression.most
-        end, ends = self.state(), [start] if least == 0 else []
-        for count in range(1, (max(least, 1) if most is None else most) + 1):
-            if count > 1 and expression.separator is not None:
-                start = self.add(expression.separator, start)
-            entry = self._behind(start)
-            start = self._behind(self.add(expression.item, entry))
-            if count >= least:
-                ends.append(start)
-        if most is None:
-            again = start if expression.separator is None else self.add(expression.separator, self._behind(start))
-            self.free[again].append(entry)
-        for state in ends:
-            self.free[state].append(end)
-        return end
-
-    def _listed(self, expression: Listed, start: int) -> int:
-        """Two rails: nothing written yet, and something written."""
-        bare: int | None = self._behind(start)
-        written: int | None = None
-        for item, required in zip(expression.items, expression.required, strict=True):
-            entry = self.state()
-            if bare is not None:
-                self.free[bare].append(entry)
-            if written is not None:
-                self.free[self.add(expression.separator, self._behind(written))].append(entry)
-            after = self._behind(self.add(item, entry))
-            if not required and written is not None:
-                self.free[written].append(after)
-            written, bare = after, None if required else bare
-        return self._behind(*(state for state in (bare, written) if state is not None))
+    def closure(self, number: int) -> frozenset[int]:
+        """The rests that begin with a byte, and the end, which a rest may be without a byte read."""
+        seen, numbers = {number}, [number]
+        for each in numbers:  # grows as it is read
+            fresh = [rest for rest in self.next[each] if rest not in seen]
+            seen.update(fresh)
+            numbers += fresh
+        return frozenset(each for each in seen if not each or isinstance(self.rests[each][0], Bytes))
 
 
-def character_machine(expression: Expression, most: int) -> tuple[Machine, np.ndarray]:
-    """The minimal automaton over kinds of characters, and the kind of each code point, −1 for those that it knows
-    not. Raises ``TooManyStatesError`` where that takes over ``most`` states, ``ValueError`` where
-    no text is accepted."""
-    builder = _Builder(most)
-    start = builder.state()
-    end = builder.add(expression, start)
-    kinds, members = _kinds([chars for edges in builder.edges for chars, _ in edges])
-    closures = [_closure(builder, state, end) for state in range(len(builder.free))]
+def byte_machine(expression: Expression, most: int) -> Machine:
+    """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
+    rests = _Rests(expression, 8 * most)
+    sets = {id(first): first for first, _, _ in rests.rests if isinstance(first, Bytes)}
+    member = np.zeros((256, len(sets)), np.int32)
+    for i, byte_set in enumerate(sets.values()):
+        member[list(byte_set.values), i] = 1
+    firsts, kind_of = distinct_rows(member)
+    kinds = {name: np.flatnonzero(column).tolist() for name, column in zip(sets, member[firsts].T, strict=True)}
+    closure = cache(rests.closure)
+    states = [closure(rests.start)]
+    numbers = {states[0]: 0}
 
-    num_kinds = int(kinds.max(initial=-1)) + 1
-    numbers = {closures[start]: 0}
-    sets, rows = [closures[start]], []
-    for states in sets:  # grows as it is read
-        row: dict[int, set[int]] = {}
-        for state in states:
-            for chars, target in builder.edges[state]:
-                for kind in members[id(chars)]:
-                    row.setdefault(kind, set()).add(target)
-        merged: dict[frozenset[int], int] = {}
-        out = np.full(num_kinds, -1, np.int32)
-        for kind, targets in row.items():
-            key = frozenset(targets)
-            if key not in merged:
-                union = closures[next(iter(key))] if len(key) == 1 else frozenset().union(*(closures[t] for t in key))
-                if union not in numbers:
-                    if len(sets) >= most:
-                        raise TooManyStatesError
-                    numbers[union] = len(sets)
-                    sets.append(union)
-                merged[key] = numbers[union]
-            out[kind] = merged[key]
-        rows.append(out)
-    accepting = np.array([end in states for states in sets])
-    machine = Machine(np.stack(rows), accepting).trimmed()
-    if not len(machine.accepting):
-        raise ValueError("no text matches it")
-    return machine.minimal(), kinds
+    @cache
+    def state_of(begun: frozenset[int]) -> int:
+        state = frozenset().union(*map(closure, begun))
+        if state not in numbers:
+            if len(states) >= most:
+                raise TooManyStatesError
+            numbers[state] = len(states)
+            states.append(state)
+        return numbers[state]
 
-
-def _closure(builder: _Builder, state: int, end: int) -> frozenset[int]:
-    """States that are reached without a character, among those that matter."""
-    seen, stack = {state}, [state]
-    while stack:
-        for follower in builder.free[stack.pop()]:
-            if follower not in seen:
-                seen.add(follower)
-                stack.append(follower)
-    return frozenset(state for state in seen if builder.edges[state] or state == end)
-
-
-def _kinds(sets: list[Chars]) -> tuple[np.ndarray, dict[int, list[int]]]:
-    """Characters that are in the same sets are one kind: the kind of each code point (−1: in no set), and the kinds of
-    each set by its ``id``."""
-    names: dict[Ranges, list[int]] = {}
-    for name, chars in {id(chars): chars for chars in sets}.items():
-        names.setdefault(chars.ranges(), []).append(name)
-    edges = sorted({0} | {edge for ranges in names for first, last in ranges for edge in (first, last + 1)})
-    place = {edge: i for i, edge in enumerate(edges)}
-    member = np.zeros((len(edges), len(names)), np.int32)
-    for i, ranges in enumerate(names):
-        for first, last in ranges:
-            member[place[first] : place[last + 1], i] = 1
-    firsts, segment_kind = distinct_rows(member)
-    known = member[firsts].any(1)
-    segment_kind = np.where(known, np.cumsum(known) - 1, -1)[segment_kind]
-    kinds = np.repeat(segment_kind, np.diff([*edges, max(edges[-1], LAST_CODE_POINT + 1)]))
-    member = member[firsts][known]
-    found = [np.flatnonzero(member[:, i]).tolist() for i in range(len(names))]
-    return kinds, {name: found[i] for i, group in enumerate(names.values()) for name in group}
-
-
-def byte_machine(machine: Machine, kinds: np.ndarray) -> Machine:
-    """The minimal automaton over bytes that reads in UTF-8 what ``machine`` reads in characters."""
-    count = len(machine.next_state)
-    # ``values[x]``: where each state of ``machine`` goes with x: a kind of characters, below a node; the last is dead.
-    values = np.pad(machine.next_state, ((0, 0), (0, 1)), constant_values=-1).T
-    blocks = np.full(32 << 16, -1)
-    blocks[: len(kinds)] = kinds
-    blocks[0xD800:0xE000] = -1  # UTF-8 has no surrogates
-    first_byte = np.full((256, count), -1, np.int32)
-    first_byte[:128] = values[blocks[:128]]
-    tables = []
-    for level, (lead, number, least) in enumerate(((0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))):
-        # An entry of ``blocks`` stands for 64 ** level characters. A row of 64 is one node: what a byte may follow.
-        blocks[: least >> (6 * level)] = -1  # they have a shorter form
-        rows = blocks.reshape(-1, 64)
-        firsts, node = distinct_rows(rows)
-        followers = values[rows[firsts]].transpose(0, 2, 1).reshape(-1, 64)
-        firsts, state = distinct_rows(followers)
-        table = followers[firsts]
-        alive = (table >= 0).any(1)
-        state = np.where(alive, count + np.cumsum(alive) - 1, -1)[state].reshape(-1, values.shape[1])
-        tables.append(np.pad(table[alive], ((0, 0), (0x80, 0x40)), constant_values=-1))
-        count += int(alive.sum())
-        first_byte[lead : lead + number] = state[node[:number]]
-        values = np.concatenate([state, np.full((1, state.shape[1]), -1)])
-        blocks = node
-    accepting = np.zeros(count, bool)
-    accepting[: len(machine.accepting)] = machine.accepting
-    return Machine(np.concatenate([first_byte.T, *tables]).astype(np.int32), accepting)
+    table = []
+    for state in states:  # grows as it is read
+        begun: list[set[int]] = [set() for _ in firsts]
+        for first, _, behind in (rests.rests[number] for number in state if number):
+            for kind in kinds[id(first)]:
+                begun[kind].add(behind)
+        table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
+    return Machine(np.stack(table)[:, kind_of], np.array([0 in state for state in states]))

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.scheduler.options.request_options import REASONING, InvalidRequestError
 from dllm_engine.structured_output.build import Grammar
-from dllm_engine.structured_output.free_text import Reasoning
+from dllm_engine.structured_output.lifting import Reasoning
 
 
 class ReasoningArguments(NamedTuple):

@@ -1,7 +1,8 @@
 """Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -10,18 +11,60 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton_of, awaited_automaton, begun_character, known_vocabulary
-from dllm_engine.structured_output.build import Grammar, Limits
-from dllm_engine.structured_output.grammar import grammar_of
+from dllm_engine.structured_output.automata import awaited_automaton
+from dllm_engine.structured_output.build import BuildInput, Grammar, Limits
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
-from dllm_engine.structured_output.vocabulary import Vocabulary
+from dllm_engine.structured_output.vocabulary import begun_character, vocabulary_of
 
-_prepared: ContextVar[tuple[Grammar, Any, Automaton] | None] = ContextVar("_prepared", default=None)
-"""The automaton of the request that a task is about, with its grammar and its engine's config."""
+LONGEST_GRAMMAR = 1 << 16
+"""Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
+_REFUSED = {
+    "grammar": "context-free grammars are not supported; use regex, choice or json",
+    "structural_tag": "structural tags are not supported; use regex, choice or json",
+    "whitespace_pattern": "not supported; JSON is written with at most one space behind a comma or a colon, or, with "
+    "disable_any_whitespace, with none",
+    "disable_additional_properties": "not supported; set additionalProperties to false in the schema",
+}
+_prepared: ContextVar[Mapping[BuildInput, Automaton]] = ContextVar("_prepared")
+"""The automata of the request that a task is about."""
 
 
-_waiting: dict[asyncio.Future[Automaton], Exception | None] = {}
-"""Requests that wait for their automata, each with the error that ended its waiting."""
+def grammar_of(structured: StructuredOutputsParams) -> Grammar:
+    """The grammar that a request names. It is read only where its automaton is built, since that may take long.
+
+    Raises ``InvalidRequestError`` for a kind that is not supported, and for a text that is too long or none.
+    """
+    for name, reason in _REFUSED.items():
+        if getattr(structured, name) not in (None, False):
+            raise InvalidRequestError(f"structured_outputs.{name}: {reason}")
+    spaces = not structured.disable_any_whitespace
+    if structured.regex is not None:
+        grammar = Grammar("regex", structured.regex)
+    elif structured.choice is not None:
+        if not structured.choice:
+            raise InvalidRequestError("structured_outputs.choice: the list is empty")
+        grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
+    elif structured.json is not None:
+        schema = structured.json
+        try:
+            schema = json.loads(schema) if isinstance(schema, str) else schema
+            grammar = Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
+    elif structured.json_object is True:
+        grammar = Grammar("json_object", "", spaces)
+    else:
+        raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
+    if len(grammar.text) > LONGEST_GRAMMAR:
+        raise InvalidRequestError(
+            f"structured_outputs.{grammar.kind}: its {len(grammar.text)} characters are more than the "
+            f"{LONGEST_GRAMMAR} that are supported; give a shorter one, such as a schema without descriptions"
+        )
+    try:
+        grammar.text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: a lone surrogate is not supported") from None
+    return grammar
 
 
 async def prepare(
@@ -30,46 +73,20 @@ async def prepare(
     """Build the automaton, and those of the reasoning before its text, without holding up the event loop;
     ``constrained`` takes them later in the same task.
 
-    Raises as ``grammar_of``, ``known_vocabulary`` and ``awaited_automaton``, and the error of ``end_waiting``.
+    Raises as ``grammar_of``, ``vocabulary_of`` and ``awaited_automaton``.
     """
-    grammar = grammar_of(structured)
-    vocabulary = await asyncio.to_thread(known_vocabulary, tokenizer, _vocab_size(vllm_config))
-    for before in reasoning:
-        await _built(before, vocabulary, vllm_config)
-    _prepared.set((grammar, vllm_config, await _built(grammar, vocabulary, vllm_config)))
+    prepared = {}
+    for grammar in (grammar_of(structured), *reasoning):
+        wanted = await asyncio.to_thread(_build_input, grammar, tokenizer, vllm_config)
+        with awaited_automaton(wanted) as future:
+            prepared[wanted] = await asyncio.wrap_future(future)
+    _prepared.set(prepared)
 
 
-async def _built(grammar: Grammar, vocabulary: Vocabulary, vllm_config: Any) -> Automaton:
-    with awaited_automaton(grammar, vocabulary, _limits(vllm_config)) as future:
-        waiting = asyncio.wrap_future(future)
-        _waiting[waiting] = None
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if (error := _waiting[waiting]) is not None:
-                raise error from None
-            raise
-        finally:
-            del _waiting[waiting]
-
-
-def end_waiting(error: Exception) -> None:
-    """End all requests that wait for their automata with an error. To be called in the event loop."""
-    for waiting in _waiting:
-        _waiting[waiting] = error
-        waiting.cancel()
-
-
-def is_prepared(structured: StructuredOutputsParams, vllm_config: Any) -> bool:
+def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
     """Return True if this task has the automaton, so that ``constrained`` need not wait."""
-    return _prepared_for(grammar_of(structured), vllm_config) is not None
-
-
-def _prepared_for(grammar: Grammar, vllm_config: Any) -> Automaton | None:
-    prepared = _prepared.get()
-    if prepared is None or prepared[0] != grammar or prepared[1] is not vllm_config:
-        return None
-    return prepared[2]
+    prepared = _prepared.get({})
+    return bool(prepared) and _build_input(grammar_of(structured), tokenizer, vllm_config) in prepared
 
 
 def constrained(
@@ -82,13 +99,11 @@ def constrained(
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises as ``grammar_of``, ``automaton_of`` and ``reasoning_before``.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``awaited_automaton`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
-    grammar = grammar_of(params.structured_outputs)
-    automaton = _prepared_for(grammar, vllm_config) or _automaton(grammar, tokenizer, vllm_config)
-    carried = {CONSTRAINT: automaton.packed}
+    carried = {CONSTRAINT: _automaton(grammar_of(params.structured_outputs), tokenizer, vllm_config).packed}
     reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
     if reasoning is not None:
         carried[REASONING] = _automaton(reasoning, tokenizer, vllm_config).packed
@@ -104,7 +119,7 @@ def constrained(
 def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
     """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
     that character, which no constraint knows of."""
-    begun = begun_character(prompt_token_ids, tokenizer, _vocab_size(vllm_config))
+    begun = begun_character(prompt_token_ids, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size))
     if begun:
         raise InvalidRequestError(
             f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
@@ -113,14 +128,15 @@ def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_confi
 
 
 def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
-    return automaton_of(grammar, tokenizer, _vocab_size(vllm_config), _limits(vllm_config))
+    """The automaton of the task; otherwise blocks until it is built."""
+    wanted = _build_input(grammar, tokenizer, vllm_config)
+    if (automaton := _prepared.get({}).get(wanted)) is not None:
+        return automaton
+    with awaited_automaton(wanted) as future:
+        return future.result()
 
 
-def _vocab_size(vllm_config: Any) -> int:
-    size: int = vllm_config.model_config.hf_config.vocab_size
-    return size
-
-
-def _limits(vllm_config: Any) -> Limits:
+def _build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    return Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
+    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
+    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), limits)

@@ -142,7 +142,7 @@ def generate_if_valid(
         return checked()
     tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
-    return checked() if is_prepared(structured, self.vllm_config) else checked_when_built()
+    return checked() if is_prepared(structured, tokenizer, self.vllm_config) else checked_when_built()
 
 
 async def render_and_build(render: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

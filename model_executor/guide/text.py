@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
@@ -42,33 +42,22 @@ class Reading:
     inside a character that was unreadable."""
 
 
-class GuideReader(Protocol):
-    """Translates between a diffusion model and its guide."""
+class SameTokens:
+    """For a guide of the diffusion model's own tokenizer."""
 
-    never_said: tuple[int, ...]
-    """Tokens of the guide that it must not answer with."""
+    def __init__(self, mask_token_id: int) -> None:
+        self.never_said: tuple[int, ...] = (mask_token_id,)
+        """Tokens of the guide that it must not answer with: the mask could not be told from a position that is open."""
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
         """``tokens``: of the canvas, without masks; ``drafted``: indices of those that are to be judged."""
+        return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
 
     def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
         """The token of the diffusion model that says what the guide says in place of drafted token ``index``.
 
         ``draft``: that token; ``guided``: the guide's own tokens where it reads those of ``reading.spelling[index]``.
         """
-
-
-class SameTokens:
-    """For a guide of the diffusion model's own tokenizer."""
-
-    def __init__(self, mask_token_id: int) -> None:
-        # It could not be told from a position that is still open.
-        self.never_said: tuple[int, ...] = (mask_token_id,)
-
-    def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
-
-    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
         return guided[0]
 
 
@@ -106,7 +95,7 @@ class ShownText:
         self.text = data.decode(errors="replace")
         self.shown = self.text.encode()
         self._places: list[int] = []
-        """Of each byte; those of an invalid sequence share one."""
+        """Places of the bytes; those of an invalid sequence share one."""
         place = 0
         while len(self._places) < len(data):
             rest = data[len(self._places) :]
@@ -265,3 +254,7 @@ class Retokenizer:
     def _tokens_of_text(self, text: str) -> list[int]:
         """The guide's."""
         return self.encoder.encode(text, add_special_tokens=False).ids
+
+
+GuideReader = SameTokens | Retokenizer
+"""Translates between a diffusion model and its guide."""

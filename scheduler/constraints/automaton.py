@@ -8,6 +8,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+FAR = int(np.iinfo(np.int64).max)
+
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
@@ -58,6 +60,25 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
         np.concatenate([led, second_led]),
         np.append(np.zeros(num_before, bool), second.accepting),
     )
+
+
+def distances(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Fewest edges from a state of ``begins`` (bool ``[num_states]``) to each state, int64; ``FAR`` where none lead.
+
+    Edge i leads from ``sources[i]`` to ``targets[i]``; each is followed once.
+    """
+    order = np.argsort(sources, kind="stable")
+    targets, bounds = targets[order], np.searchsorted(sources[order], np.arange(len(begins) + 1))
+    distance = np.where(begins, 0, FAR)
+    count, latest = 0, np.flatnonzero(begins)
+    while latest.size:
+        count += 1
+        sizes = bounds[latest + 1] - bounds[latest]
+        edges = np.arange(sizes.sum()) + np.repeat(bounds[latest] - np.cumsum(sizes) + sizes, sizes)
+        latest = np.unique(targets[edges])
+        latest = latest[distance[latest] > count]
+        distance[latest] = count
+    return distance
 
 
 @lru_cache(maxsize=16)

@@ -6,12 +6,11 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, joined, unpacked
+from dllm_engine.scheduler.constraints.automaton import FAR, Automaton, distances, joined, unpacked
 
 _LEAST = -1e9
 """Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
 that the sum of a text's scores would not tell them apart."""
-_NONE = int(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class Constraint:
         self._before_masks = [self.accepting]
         """From which states so many tokens lead to an accepted text; grows as it is asked for."""
         self._settled = False
-        """Whether any more tokens lead there from the states of the last entry."""
+        """True if any more tokens lead there from the states of the last entry."""
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
@@ -115,7 +114,7 @@ class Constraint:
     def fewest_tokens(self) -> int | None:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
         fewest = int(self._fewest[0])
-        return None if fewest == _NONE else fewest
+        return None if fewest == FAR else fewest
 
     def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
         """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
@@ -142,19 +141,8 @@ class Constraint:
 
     @cached_property
     def _fewest(self) -> np.ndarray:
-        """Fewest tokens from each state to an accepted text, int64 ``[num_states]``; ``_NONE``: no tokens lead to one.
-        Reads each pair of states once."""
-        sources = self._transitions.sources
-        into = np.searchsorted(self._transitions.targets, np.arange(self.num_states + 1))
-        fewest = np.where(self.accepting, 0, _NONE)
-        count, latest = 0, np.flatnonzero(self.accepting)
-        while latest.size:
-            count += 1
-            sizes = into[latest + 1] - into[latest]
-            pairs = np.arange(sizes.sum()) + np.repeat(into[latest] - np.cumsum(sizes) + sizes, sizes)
-            latest = np.unique(sources[pairs][fewest[sources[pairs]] > count])
-            fewest[latest] = count
-        return fewest
+        """Fewest tokens from each state to an accepted text, int64 ``[num_states]``; ``FAR``: no tokens lead to one."""
+        return distances(self._transitions.targets, self._transitions.sources, self.accepting)
 
     @property
     def search_size(self) -> int:

@@ -50,9 +50,9 @@ def matches(kind: str, grammar, text: str) -> bool:
 def admitted(monkeypatch):
     """``admitted(llm, params)``: whether the engine takes such a request. Builds without a process."""
 
-    def build_here(_, grammar, vocabulary, limits):
+    def build_here(_, wanted):
         try:
-            return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
+            return build(wanted)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 

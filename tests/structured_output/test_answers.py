@@ -168,33 +168,6 @@ def chunks_of(events):
     return [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
 
 
-def test_responses_match(openai):
-    schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
-    answer = openai.responses.create(model="demo", input=CHAT[0]["content"], text=schema, max_output_tokens=48)
-    assert is_person(answer.output_text)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look_up"}}], ids=str)
-def test_a_tool_is_called(openai, choice, stream):
-    asked = {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": 64}
-    calls: dict[int, list[str]] = {}
-    if stream:
-        for chunk in openai.chat.completions.create(**asked, stream=True):
-            for part in chunk.choices[0].delta.tool_calls or ():
-                name, arguments = calls.get(part.index, ("", ""))
-                calls[part.index] = [name + (part.function.name or ""), arguments + (part.function.arguments or "")]
-    else:
-        message = openai.chat.completions.create(**asked).choices[0].message
-        assert not message.content
-        calls = dict(enumerate([call.function.name, call.function.arguments] for call in message.tool_calls))
-    assert calls
-    for name, arguments in calls.values():
-        assert is_person(arguments) if name == "look_up" else name == "wait" and type(json.loads(arguments)) is dict, (
-            calls
-        )
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -245,7 +218,8 @@ def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    monkeypatch.setattr(automata, "MOST_WAITING", 0)
+    for limit in ("_AT_ONCE", "MOST_WAITING"):
+        monkeypatch.setattr(automata, limit, 0)
     body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 503, answer.text

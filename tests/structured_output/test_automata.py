@@ -17,11 +17,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata, requests
-from dllm_engine.structured_output.automata import MOST_WAITING, automaton_of, awaited_automaton, take_counts
-from dllm_engine.structured_output.build import Grammar, Limits, answer, build
-from dllm_engine.structured_output.grammar import LONGEST_GRAMMAR, grammar_of
-from dllm_engine.structured_output.vocabulary import Vocabulary, vocabulary_of
-from tests.support.automaton_walks import accepts, laid_out
+from dllm_engine.structured_output.automata import MOST_WAITING, awaited_automaton, take_counts
+from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, Limits, build
+from dllm_engine.structured_output.lifting import Vocabulary
+from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of
+from dllm_engine.structured_output.vocabulary import vocabulary_of
+from tests.support.automaton_walks import accepts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.preloaded import Program, wait_until
 
@@ -34,17 +35,25 @@ def tokenizer():
     return train_tokenizer(TALE, 400, END)
 
 
+def automaton_of(grammar: Grammar, tokenizer, vocab_size: int = 410, limits: Limits = LIMITS):
+    with awaited_automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), limits)) as future:
+        return future.result()
+
+
 @pytest.fixture
 def in_process(monkeypatch):
     """Builds without a process, and what was built."""
     built = []
 
-    def run(build: object, command: list[str], sent: bytes, *limits: object) -> tuple[int, bytes, bytes]:
-        grammar, *others = pickle.loads(sent)
-        built.append(grammar)
-        return 0, answer(grammar, *others), b""
+    def run(_: object, sent: bytes) -> tuple[int, bytes, bytes]:
+        wanted = pickle.loads(sent)
+        built.append(wanted.grammar)
+        try:
+            return 0, build(wanted).packed, b""
+        except ValueError as error:
+            return REFUSED, str(error).encode(), b""
 
-    monkeypatch.setattr(automata._Build, "run", run)
+    monkeypatch.setattr(automata, "_run_apart", run)
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     return built
 
@@ -108,7 +117,10 @@ def test_grammars_are_limited_by_their_length_and_not_read(kind, of_length, monk
         ({"regex": "(?=a)" + "b" * 9000}, "structured_outputs.regex: look-around in the regex '(?=a)bbb"),
         ({"regex": "c" * 9000 + "(a"}, "is not a regex that Python can read: missing )"),
         ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
-        ({"json": {"type": "integer", "maximum": 10**3000}}, "structured_outputs.json: #/maximum: a bound may have"),
+        (
+            {"json": {"type": "integer", "maximum": 10**3000}},
+            "json: #: a bound of an integer may have",
+        ),
         ({"json": {"enum": []}}, "structured_outputs.json: #/enum: [] is no list with an entry"),
     ],
 )
@@ -169,11 +181,12 @@ def test_automata_are_kept(tokenizer, in_process):
 
 def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
     grammars = [Grammar("choice", f'["{letter}"]') for letter in "abc"]
-    size = automata._size(automaton_of(grammars[0], tokenizer, 410, LIMITS))
-    monkeypatch.setattr(automata, "_KEPT_BYTES", int(2.5 * size))
-    for i in (1, 0, 2, 0, 1):  # b, a (kept), c (b goes), a, b again
+    automaton_of(grammars[0], tokenizer)
+    size = automata._cache.kept.currsize
+    monkeypatch.setattr(automata, "_cache", automata._Cache(int(2.5 * size)))
+    for i in (0, 1, 0, 2, 0, 1):  # a, b, a (kept), c (b goes), a, b again
         automaton_of(grammars[i], tokenizer, 410, LIMITS)
-    assert in_process == [grammars[0], grammars[1], grammars[2], grammars[1]]
+    assert in_process[1:] == [grammars[0], grammars[1], grammars[2], grammars[1]]
 
 
 def test_failures_are_told_and_not_kept(tokenizer, in_process):
@@ -218,37 +231,36 @@ class Held:
         monkeypatch.setattr(automata, "_cache", automata._Cache())
         monkeypatch.setattr(automata, "_build_apart", self.build)
 
-    def build(self, build_: object, grammar: Grammar, vocabulary: Vocabulary, limits: Limits):
-        self.begun.append(grammar.text)
-        while not self.go_on.wait(0.01) and not build_.is_stopped:
+    def build(self, build_: object, wanted: BuildInput):
+        self.begun.append(wanted.grammar.text)
+        while not self.go_on.wait(0.01) and not build_.future.done():
             pass
-        self.ended.append(grammar.text)
-        if build_.is_stopped:
-            raise RuntimeError("stopped")
-        return build(grammar, limits, vocabulary.token_bytes, vocabulary.starts)
+        self.ended.append(wanted.grammar.text)
+        return build(wanted)
 
 
 def test_builds_that_nobody_waits_for_end_and_hold_up_no_other(tokenizer, monkeypatch):
     held, vocabulary = Held(monkeypatch), vocabulary_of(tokenizer, 410)
     with ExitStack() as calls:
         for number in range(24):
-            calls.enter_context(awaited_automaton(Grammar("regex", f"a{number}"), vocabulary, LIMITS))
-        again = calls.enter_context(awaited_automaton(Grammar("regex", "a0"), vocabulary, LIMITS))
+            calls.enter_context(awaited_automaton(BuildInput(Grammar("regex", f"a{number}"), vocabulary, LIMITS)))
+        again = calls.enter_context(awaited_automaton(BuildInput(Grammar("regex", "a0"), vocabulary, LIMITS)))
         wait_until(lambda: len(held.begun) == automata._AT_ONCE, 60)
-    with awaited_automaton(Grammar("regex", "b"), vocabulary, LIMITS) as future:
+    with awaited_automaton(BuildInput(Grammar("regex", "b"), vocabulary, LIMITS)) as future:
         wait_until(lambda: "b" in held.begun, 60)
         held.go_on.set()
         assert future.result(60)
-    assert held.begun == ["a0", "a1", "b"]
+    assert sorted(held.begun) == ["a0", "a1", "b"]
     assert sorted(held.ended) == ["a0", "a1", "b"]
-    assert list(automata._cache.builds) == [(Grammar("regex", "b"), vocabulary.digest, LIMITS)]
+    assert list(automata._cache.kept) == [BuildInput(Grammar("regex", "b"), vocabulary, LIMITS)]
+    assert not automata._cache.builds
     assert isinstance(again.exception(60), RuntimeError)
 
 
 def test_a_build_goes_on_while_somebody_waits_for_it(tokenizer, monkeypatch):
     held, vocabulary, grammar = Held(monkeypatch), vocabulary_of(tokenizer, 410), Grammar("regex", "a")
-    with awaited_automaton(grammar, vocabulary, LIMITS) as future:
-        with awaited_automaton(grammar, vocabulary, LIMITS) as other:
+    with awaited_automaton(BuildInput(grammar, vocabulary, LIMITS)) as future:
+        with awaited_automaton(BuildInput(grammar, vocabulary, LIMITS)) as other:
             assert other is future
         held.go_on.set()
         assert accepts(future.result(60), tokenizer.encode("a"))
@@ -258,11 +270,11 @@ def test_the_queue_of_builds_is_bounded(tokenizer, monkeypatch):
     held, vocabulary = Held(monkeypatch), vocabulary_of(tokenizer, 410)
     with ExitStack() as calls:
         for number in range(automata._AT_ONCE + MOST_WAITING):
-            calls.enter_context(awaited_automaton(Grammar("regex", f"a{number}"), vocabulary, LIMITS))
+            calls.enter_context(awaited_automaton(BuildInput(Grammar("regex", f"a{number}"), vocabulary, LIMITS)))
         for grammar, is_refused in ((Grammar("regex", "b"), True), (Grammar("regex", "a7"), False)):
             with pytest.raises(RetryableRequestError, match="32 requests wait") if is_refused else nullcontext():
-                calls.enter_context(awaited_automaton(grammar, vocabulary, LIMITS))
-        assert len(automata._cache.waiting) == MOST_WAITING
+                calls.enter_context(awaited_automaton(BuildInput(grammar, vocabulary, LIMITS)))
+        assert len(automata._cache.builds) == automata._AT_ONCE + MOST_WAITING
         held.go_on.set()
 
 
@@ -274,12 +286,11 @@ def test_an_engine_that_dies_ends_the_waiting(demo, monkeypatch):
         asked = [asyncio.create_task(requests.prepare(structured, demo.get_tokenizer(), config)) for _ in range(2)]
         while not held.begun:
             await asyncio.sleep(0.01)
-        requests.end_waiting(EngineDeadError())
+        automata.stop_builds(EngineDeadError())
         return await asyncio.gather(*asked, return_exceptions=True)
 
     assert [type(error) for error in asyncio.run(ask())] == [EngineDeadError] * 2
     wait_until(lambda: held.ended == ["waiting"], 60)
-    assert not requests._waiting
 
 
 @pytest.mark.slow
@@ -287,8 +298,7 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
     automaton = automaton_of(grammar, tokenizer, 410, LIMITS)
-    vocabulary = vocabulary_of(tokenizer, 410)
-    expected = build(grammar, LIMITS, vocabulary.token_bytes, vocabulary.starts)
+    expected = build(BuildInput(grammar, vocabulary_of(tokenizer, 410), LIMITS))
     assert automaton.digest == expected.digest
     with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, replace(LIMITS, max_states=64))
@@ -301,8 +311,8 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
 @pytest.mark.slow
 def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    broken = Vocabulary(*laid_out([b"a"])[:1], np.array([0, 5]))
-    with awaited_automaton(Grammar("regex", "a"), broken, LIMITS) as future:
+    broken = Vocabulary(np.frombuffer(b"a", np.uint8), np.array([0, 5]))
+    with awaited_automaton(BuildInput(Grammar("regex", "a"), broken, LIMITS)) as future:
         assert type(future.exception(60)) is GenerationError
         assert "building its automaton failed" in str(future.exception())
 
@@ -316,7 +326,7 @@ def test_a_building_process_ends(tokenizer, monkeypatch, is_killed):
     def builders():
         return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
 
-    with awaited_automaton(hostile, vocabulary, Limits(1 << 24, 600)) as future:
+    with awaited_automaton(BuildInput(hostile, vocabulary, Limits(1 << 24, 600))) as future:
         wait_until(builders, 60)
         if is_killed:
             builders()[0].kill()

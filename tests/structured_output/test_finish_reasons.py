@@ -1,5 +1,6 @@
 """A text that matches is never reported as cut off: by every way in, where it fills the response exactly too."""
 
+import json
 import re
 from itertools import cycle
 
@@ -73,10 +74,20 @@ def test_calls(openai, named, reason, stream):
         asked |= {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": length}
         return openai.chat.completions.create(**asked)
 
-    answer = ask(fewest_tokens(ask), stream=stream)
-    choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
-    assert choices[-1].finish_reason == reason
-    assert any((choice.delta if stream else choice.message).tool_calls for choice in choices)
+    for length in (fewest_tokens(ask), 64):
+        answer = ask(length, stream=stream)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        assert choices[-1].finish_reason == reason
+        calls: dict[int, list[str]] = {}
+        for message in (choice.delta if stream else choice.message for choice in choices):
+            assert not message.content
+            for index, part in enumerate(message.tool_calls or ()):
+                call = calls.setdefault(part.index if stream else index, ["", ""])
+                call[0] += part.function.name or ""
+                call[1] += part.function.arguments or ""
+        assert calls
+        for name, arguments in calls.values():
+            assert is_person(arguments) if name == "look_up" else name == "wait" and type(json.loads(arguments)) is dict
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

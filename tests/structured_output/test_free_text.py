@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.scheduler.constraints.automaton import Automaton, joined
-from dllm_engine.structured_output.free_text import Reasoning, reasoning_automaton
-from tests.support.automaton_walks import accepts, laid_out
+from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton
+from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"abca", "é".encode(), b"", b"", b"", b""]
@@ -21,7 +21,7 @@ MARKERS = ["ab", "aab", "abab", "bab", "a", "abcab", "é"]
 
 
 def automaton_of(marker: str, end_token: int | None, start_token: int | None) -> Automaton:
-    return reasoning_automaton(Reasoning(marker, end_token, start_token), *laid_out(PIECES), 100)
+    return reasoning_automaton(Reasoning(marker, end_token, start_token), Vocabulary.of(PIECES), 100)
 
 
 @given(st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans())

@@ -209,7 +209,7 @@ def test_references_and_discriminated_objects():
         ({"enum": [1], "minimum": 0}, "'minimum' beside 'enum'"),
         ({"enum": [float("nan")]}, "#/enum: "),
         ({"type": "object", "required": ["a"]}, "#/required: 'a' is not in properties"),
-        ({"type": "object", "properties": {}, "required": [["a"]]}, "are no names"),
+        ({"type": "object", "properties": {}, "required": [["a"]]}, "is no list of names"),
         ({"type": "string", "pattern": "(?=a)"}, "#/pattern: look-around"),
         ({"type": "string", "pattern": 1}, "#/pattern: 1 is no text"),
         ({"type": "string", "pattern": "a", "maxLength": 5}, "'pattern' beside"),

@@ -5,7 +5,8 @@ import random
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.build import Grammar, Limits, build
+from dllm_engine.structured_output.build import BuildInput, Grammar, Limits, build
+from dllm_engine.structured_output.lifting import Vocabulary
 
 LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
 """Tokens of more than one letter, for several ways to spell a text."""
@@ -14,13 +15,8 @@ TOKENS += [b'"', b'", "', b'": ', b"{}", b"[]", b"true", b"12", b"0.5", "é".enc
 TOKENS += ["é".encode()[1:] + b"a"]
 
 
-def laid_out(tokens: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    starts = np.cumsum([0, *map(len, tokens)])
-    return np.frombuffer(b"".join(tokens), np.uint8), starts
-
-
 def built(kind: str, text: str, tokens: list[bytes] = TOKENS, spaces: bool = True, max_states: int = 4096) -> Automaton:
-    return build(Grammar(kind, text, spaces), Limits(max_states, 60), *laid_out(tokens))
+    return build(BuildInput(Grammar(kind, text, spaces), Vocabulary.of(tokens), Limits(max_states, 60)))
 
 
 def state_behind(automaton: Automaton, tokens: list[int]) -> int:

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from dllm_engine.structured_output.requests import end_waiting
+from dllm_engine.structured_output.automata import stop_builds
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import Message, error_response
 from dllm_engine.vllm_hooks.server.start import SIGNALS, address_error, end_now
@@ -156,7 +156,7 @@ class GracefulShutdown:
         else:
             self._state.refusal = DIED
             error = EngineDied() if isinstance(error, EngineDeadError) else error
-        end_waiting(error)
+        stop_builds(error)
         self._state.likelihoods.end(error)
         self._propagate_error(error)
         if not self.was_asked_for:
