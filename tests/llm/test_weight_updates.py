@@ -192,13 +192,6 @@ def test_a_folder_that_does_not_fit_changes_nothing(llm, tmp_path, answers):
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
 
 
-def test_without_a_trainer_an_update_is_refused_and_changes_nothing(engines, tiny_llada, answers):
-    llm = engines(tiny_llada, cache_method="dual")
-    with pytest.raises(RuntimeError, match="weight_transfer_config"):
-        llm.start_weight_update()
-    assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
-
-
 @pytest.mark.parametrize("call", ["reload_weights", "start_weight_update"])
 def test_experts_are_not_read_again_on_a_cpu(engines, tiny_llada_moe, call):
     """vLLM would leave them unpacked, and the answers would be others."""
@@ -266,8 +259,3 @@ def test_steps_are_profiled(engines, tiny_llada, tmp_path_factory, answers):
     llm.stop_profile()
     assert list(folder.glob("*steps*"))
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
-
-
-def test_profiling_that_was_not_set_up_is_refused(llm):
-    with pytest.raises(RuntimeError, match="profiler-config"):
-        llm.start_profile()

@@ -146,13 +146,12 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
 
 
 def test_aborts_leave_nothing_behind(engine, little_memory):
-    prompts, params = requests_of(engine.block_length, 5, count=9)
+    prompts, params = requests_of(engine.block_length, 5)
     expected = run_in_steps(engine(enable_prefix_caching=False), prompts, params).tokens
     llm = engine()
     preempted = little_memory(llm, 168)
-    for seed in (1, 2):
-        abort_all(llm, prompts, params, seed=seed)
-        assert run_in_steps(llm, prompts, params).tokens == expected
+    abort_all(llm, prompts, params, seed=1)
+    assert run_in_steps(llm, prompts, params).tokens == expected
     assert preempted
 
 

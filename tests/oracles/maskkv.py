@@ -153,6 +153,7 @@ class MaskKVCache(AdaptiveCache):
     adapt_beside_prompt = False
     refresh_first_layer: bool = False
     kv_budget: int = 256
+    retention_ratio: float = 1.0
     layer_budget: str = "boundary"
     beta: float = 0.4
     head_budget: str = "prompt_preference"
@@ -163,6 +164,7 @@ class MaskKVCache(AdaptiveCache):
         super().__post_init__()
         run = self.run
         self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
+        self.kv_budget = min(self.kv_budget, int(self.prompt_length * self.retention_ratio))
         assert self.layer_budget in ("boundary", "uniform", "squeeze")
         if self.kv_budget >= self.prompt_length:
             self.budgets, self.head_budget = [self.prompt_length] * num_layers, "uniform"

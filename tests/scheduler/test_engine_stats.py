@@ -35,9 +35,7 @@ def test_pages_and_retained_tokens_come_and_go_with_their_request():
     assert [m["tokens_retained"] for m in reported] == [14, 14, 14, 0]
     assert [(m["eviction_retained"], m["eviction_candidates"]) for m in reported] == [(14, 14), (0, 0)] * 2
     assert reported[-1]["request_pages_held"] == [8]
-
-
-def test_a_method_that_keeps_the_running_block_has_the_whole_canvas_as_candidates():
+    # A method that keeps the running block has the whole canvas as candidates.
     first = next(messages("a", cache_method="dkv"))
     assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
 
