@@ -74,14 +74,14 @@ def squeeze(average: int, scores: Sequence[float]) -> list[int]:
     return [int(kept if i == 0 else (total - kept * least) / (len(scores) - least)) for i in clusters]
 
 
-def voters_of(scorer: str, run: Decoding) -> list[int]:
-    """The positions that vote in the first pass."""
-    prompt = len(run.prompt)
+def voters_of(scorer: str, run: Decoding, window: int = SNAPKV_WINDOW) -> list[int]:
+    """The positions that vote in a pass. ``window``: the last of the prompt that do, for ``snapkv``."""
+    prompt, seen = len(run.prompt), len(run.seen)
     if scorer == "snapkv":
-        return list(range(max(0, prompt - SNAPKV_WINDOW), prompt))
+        return list(range(max(0, prompt - window), prompt))
     if not scorer.startswith("mask_voting"):
-        return list(range({"all_voting": run.length, "prompt_voting": prompt, "h2o": prompt}[scorer]))
-    masks = run.masked(prompt, run.length)
+        return list(range({"all_voting": seen, "prompt_voting": prompt, "h2o": prompt}[scorer]))
+    masks = run.masked(prompt, seen)
     if scorer == "mask_voting":
         return masks
     i = ["first", "second", "third", "last"].index(scorer.removeprefix("mask_voting_"))
