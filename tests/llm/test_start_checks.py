@@ -29,6 +29,7 @@ LLAMA = str(DEMO_GUIDE_DIR)
         ({"cache_method": "sparse", "cache_options": {"retention": 1}}, "did you mean 'retention_ratio'?"),
         ({"request_defaults": {"treshold": 0.9}}, "takes no 'treshold'; did you mean 'threshold'?"),
         ({"additional_config": {"dllm": {"trace": True}}}, "LLM takes engine options as arguments of its own"),
+        ({"model": "/no/such/folder"}, "model folder /no/such/folder does not exist"),
         ({"guide_model": "/no/such/folder"}, "guide_model='/no/such/folder' cannot be loaded"),
         ({"cache_method": "best"}, "cache_method='best': unknown cache method; choose one of auto, none"),
         ({"trace": "often"}, "trace='often'"),
@@ -41,7 +42,7 @@ LLAMA = str(DEMO_GUIDE_DIR)
 )
 def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message):
     with pytest.raises(ValueError) as caught:
-        start_engine(tiny_llada, **settings)
+        start_engine(**({"model": tiny_llada} | settings))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -65,19 +66,20 @@ def test_stock_vllm_takes_a_llama_without_our_options():
     assert config.scheduler_config.scheduler_cls is None
 
 
-@pytest.mark.parametrize("argv", [["generate", "Hello!", "--model", LLAMA], ["serve", LLAMA, "--port", "1"]], ids=str)
-def test_a_llama_is_refused_by_the_command_line(argv, capsys):
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", "Hello!", "--model", LLAMA], "architecture LlamaForCausalLM"),
+        (["serve", LLAMA, "--port", "1"], "architecture LlamaForCausalLM"),
+        (["serve", "/no/such/folder"], "dllm: error: model folder /no/such/folder does not exist\n"),
+    ],
+    ids=str,
+)
+def test_models_are_refused_by_the_command_line_too(argv, message, capsys):
     assert main(argv) == 2
     error = capsys.readouterr().err
-    assert "architecture LlamaForCausalLM" in error
+    assert message in error
     assert error.count("\n") == 1
-
-
-def test_a_folder_that_does_not_exist_is_named(capsys):
-    with pytest.raises(ValueError, match=r"^model folder /no/such/folder does not exist$"):
-        start_engine("/no/such/folder")
-    assert main(["serve", "/no/such/folder"]) == 2
-    assert capsys.readouterr().err == "dllm: error: model folder /no/such/folder does not exist\n"
 
 
 def test_a_missing_ray_is_named_with_its_extra(monkeypatch, capsys):
