@@ -200,26 +200,6 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
     assert step(scheduler, runner)[0] == ["running"]
 
 
-def test_canvas_beyond_the_budget_is_refused_and_others_go_on():
-    scheduler, runner = scheduler_with(request("large", prompt_length=11), "fits", max_num_batched_tokens=18)
-    _, tokens, reasons = run(scheduler, runner)
-    assert reasons == {"large": FinishReason.ERROR, "fits": FinishReason.LENGTH}
-    assert tokens["large"] == []
-    assert_empty(scheduler)
-
-
-def test_pages_are_reserved_at_admission_and_held_until_the_end():
-    # Canvas 18, blocks of 4: 14 tokens outside, a page in each of 2 layers.
-    scheduler, runner = scheduler_with(*"abc", num_pages=6, cache_method="dual")
-    ran = []
-    while scheduler.has_unfinished_requests():
-        ids, _ = step(scheduler, runner)
-        ran.append(sorted(ids))
-        assert scheduler.pages.num_reserved == 2 * len(scheduler.running)
-    assert ran == [["a", "b"]] * 4 + [["c"]] * 4
-    assert scheduler.get_kv_cache_usage() == 0.0
-
-
 # Abort
 
 

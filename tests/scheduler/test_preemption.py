@@ -81,13 +81,6 @@ def test_a_watermark_leaves_room_to_grow_beside_requests_that_run(watermark, tog
     assert len(step(scheduler, runner)[0]) == together
 
 
-def test_what_could_never_fit_alone_is_refused():
-    scheduler, runner = make(of_blocks("large", 2, 9), of_blocks("fits", 2, 8), num_blocks=9)
-    _, tokens, _ = run(scheduler, runner)
-    assert (len(tokens["large"]), len(tokens["fits"])) == (0, 32)
-    assert_empty(scheduler)
-
-
 def test_a_paused_engine_ends_what_it_has_preempted():
     scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
     for _ in range(3):
