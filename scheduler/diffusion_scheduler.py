@@ -39,10 +39,6 @@ class DiffusionScheduler(RequestQueue):
     are bounded (``RefreshBudget``).
     """
 
-    def page_demand(self, state: RequestState) -> int:
-        """Pages reserved for a request at admission."""
-        return self.method.admission_demand(state.spec, state.progress.running, self.geometry)
-
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
@@ -89,7 +85,7 @@ class DiffusionScheduler(RequestQueue):
                 if self._being_filled.intersection(keys[num_found : num_found + 1]):
                     break  # another request fills the next page in this step
                 state.progress.retained = num_found * self.geometry.page_size
-                demand = self.page_demand(state)
+                demand = self.method.admission_demand(state.spec, state.progress.running, self.geometry)
                 spare = self.watermark if self.running else 0
                 plan = self._fitted(self._next_plan(request), state.spec, budget)
                 if not self.pages.can_reserve(demand + spare, found) or plan.max_rows > budget:

@@ -154,43 +154,31 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event(example):
         ask(example, [b"{", None], content_type=b"application/json")
 
 
-@pytest.fixture
-def replica(example, monkeypatch):
-    """A replica without an engine, whose application does not finish its response."""
-
+def test_a_replica_sends_nothing_after_an_error_and_ends_if_its_engine_died(example, monkeypatch):
     def end(status):
         raise SystemExit(status)
 
-    async def application(scope, receive, send):
+    async def unfinished(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"a", "more_body": True})
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(example.os, "_exit", end)
-
     class Replica(example.DiffusionServer):
         def __init__(self):
-            self.application, self.engine = application, SimpleNamespace(errored=False)
+            self.application, self.engine = unfinished, SimpleNamespace(errored=False)
 
         def __del__(self):
             pass
 
-    return Replica()
+    async def chunks():
+        return [chunk async for chunk in replica.answer({"type": "http", "path": "/p"}, b"body")]
 
-
-async def chunks_of(replica):
-    return [chunk async for chunk in replica.answer({"type": "http", "path": "/p"}, b"body")]
-
-
-def test_a_response_that_the_application_does_not_finish_is_an_error(replica):
+    monkeypatch.setattr(example.os, "_exit", end)
+    replica = Replica()
     with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(chunks_of(replica))
-
-
-def test_a_replica_whose_engine_died_ends_and_sends_nothing_more(replica):
+        asyncio.run(chunks())
     replica.engine.errored = True
-    with pytest.raises(SystemExit) as ended:
-        asyncio.run(chunks_of(replica))
-    assert ended.value.code == 1
+    with pytest.raises(SystemExit, match="1"):
+        asyncio.run(chunks())
     with pytest.raises(SystemExit):
         asyncio.run(replica.check_health())

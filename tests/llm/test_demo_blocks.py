@@ -1,11 +1,9 @@
 """``demo-blocks``: a trained model whose attention goes by blocks, and the training that makes it."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_BLOCKS, DEMO_BLOCKS_DIR
@@ -47,20 +45,10 @@ def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_f
         assert sum(c.diffusion.forward_passes for c in cached) < sum(s.diffusion.forward_passes for s in single)
 
 
-def test_it_is_small_and_has_the_tensors_of_a_released_checkpoint():
-    assert sum(file.stat().st_size for file in DEMO_BLOCKS_DIR.iterdir()) <= MAX_BYTES
-    config = json.loads((DEMO_BLOCKS_DIR / "config.json").read_text(encoding="utf-8"))
-    assert (config["model_type"], config["block_size"]) == ("sdar", BLOCK_LENGTH)
-    with safe_open(DEMO_BLOCKS_DIR / "model.safetensors", "pt") as tensors:
-        layer = {name.removeprefix("model.layers.3.") for name in tensors.keys() if "layers.3" in name}  # noqa: SIM118
-    linear = {f"self_attn.{part}_proj" for part in "qkvo"} | {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-    norms = {"input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"}
-    assert layer == {f"{module}.weight" for module in linear | norms}
-
-
 def test_its_training_runs_and_writes_the_same_files(tmp_path):
     blocks.run(tmp_path, replace(blocks.TRAINING, steps=2, card_examples=1))
     assert {file.name for file in tmp_path.iterdir()} == {file.name for file in DEMO_BLOCKS_DIR.iterdir()}
+    assert sum(file.stat().st_size for file in DEMO_BLOCKS_DIR.iterdir()) <= MAX_BYTES
     for file in DEMO_BLOCKS_DIR.glob("*.json"):
         assert (tmp_path / file.name).read_bytes() == file.read_bytes()
     assert (tmp_path / "model.safetensors").read_bytes() != (DEMO_BLOCKS_DIR / "model.safetensors").read_bytes()

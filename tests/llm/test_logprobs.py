@@ -1,8 +1,6 @@
 """Log-probabilities of tokens when they were committed, under the model's own softmax; and ``return_order``, which says
 by which forward pass each was."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
@@ -10,8 +8,6 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
-from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
@@ -68,11 +64,14 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(e
 
 def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
     llm = engines(tiny_llada)
-    wanted = [None, 0, 4]
-    params = [DiffusionParams(**SETTINGS, logprobs=n) for n in wanted]
+    params = [DiffusionParams(**SETTINGS, logprobs=n, return_order=n == 0) for n in (None, 0, 4)]
     outputs = generate(llm, [PROMPT, PROMPT, [8, 9]], params)
     alone = complete(llm, logprobs=0)
     assert outputs[0].outputs[0].logprobs is None
+    assert len(outputs[1].outputs[0].diffusion.committed_at) == 16
+    figures = outputs[2].outputs[0].diffusion
+    assert (figures.committed_at, figures.committed_logprobs, figures.order) == ([], [], [])
+    assert "committed_at" not in figures.to_json()
     assert [len(of_token) for of_token in outputs[1].outputs[0].logprobs] == [1] * 16
     assert all(len(of_token) in (4, 5) for of_token in outputs[2].outputs[0].logprobs)
     for together, single in zip(outputs[1].outputs[0].logprobs, alone.logprobs, strict=True):
@@ -83,17 +82,6 @@ def test_vllms_flat_form(engines, tiny_llada):
     nested, flat = (complete(engines(tiny_llada), logprobs=2, flat_logprobs=form) for form in (False, True))
     assert isinstance(flat.logprobs, FlatLogprobs)
     assert list(flat.logprobs) == list(nested.logprobs)
-
-
-def test_a_token_that_is_unlikely_beyond_float32_has_a_finite_one():
-    predictor = TokenPredictor(lambda rows: VocabularyShard(rows, 0), 3, 1, SimpleNamespace(world_size=1))
-    logits = torch.tensor([[0.0, 300.0, -5.0]])  # the mask token, which is never predicted, has nearly all
-    count = Counters(*(torch.zeros(1, dtype=torch.int64) for _ in range(3)))
-    got = predictor.predict(logits, SamplingSettings(0.0, 1.0, 0, False), count, False, False, num_logprobs=1)
-    assert got.probability.item() == 0.0
-    assert got.logprobs.token.item() == -300.0
-    assert got.logprobs.rank.item() == 2
-    assert got.logprobs.top_tokens.tolist() == [[1]]
 
 
 # The order
@@ -153,14 +141,6 @@ def test_it_is_what_trace_and_logprobs_say_and_changes_no_token(engines, tiny_ll
     assert alone.diffusion.committed_logprobs == pytest.approx(figures.committed_logprobs, abs=1e-5)
 
 
-def test_who_does_not_ask_gets_nothing_beside_who_does(engines, tiny_llada):
-    params = [DiffusionParams(**SETTINGS, return_order=asked) for asked in (True, None)]
-    asked, other = (output.outputs[0].diffusion for output in generate(engines(tiny_llada), [PROMPT] * 2, params))
-    assert len(asked.committed_at) == 16
-    assert (other.committed_at, other.committed_logprobs, other.order) == ([], [], [])
-    assert "committed_at" not in other.to_json()
-
-
 def test_it_ends_with_the_tokens(engines, tiny_llada):
     llm = engines(tiny_llada)
     whole = ordered(llm, logprobs=0)
@@ -170,18 +150,21 @@ def test_it_ends_with_the_tokens(engines, tiny_llada):
     assert cut.diffusion.committed_at == whole.diffusion.committed_at[: len(cut.token_ids)]
 
 
-@pytest.mark.parametrize("return_given", [True, False])
-def test_given_tokens_were_committed_by_no_pass(engines, tiny_llada, return_given):
+def test_given_tokens_are_certain_and_committed_by_no_pass_and_may_be_left_out(engines, tiny_llada):
     template = [7, None, None, 8, None, EOS, None, 9]
-    settings = {"gen_length": None, "steps": None, "block_length": 4, "response_template": template}
-    completion = ordered(engines(tiny_llada), return_given=return_given, **settings)
-    figures = completion.diffusion
-    assert len(figures.committed_at) == len(completion.token_ids) == (8 if return_given else 4)
-    given = [index for index, number in enumerate(figures.committed_at) if number == 0]
-    assert given == ([0, 3, 5, 7] if return_given else [])
-    assert all(figures.committed_logprobs[index] == 0 for index in given)
-    filled = sorted(index for committed in figures.order for index in committed)
-    assert filled == [i for i in range(len(completion.token_ids)) if i not in given]
+    given = [index for index, token in enumerate(template) if token is not None]
+    holes = [index for index, token in enumerate(template) if token is None]
+    asked = {"gen_length": None, "steps": None, "block_length": 4, "response_template": template, "logprobs": 2}
+    whole, filled = (ordered(engines(tiny_llada), return_given=given, **asked) for given in (True, False))
+    assert [whole.token_ids[i] for i in given] == [template[i] for i in given]
+    assert [whole.diffusion.committed_at[i] for i in given] == [0] * 4
+    assert [whole.diffusion.committed_logprobs[i] for i in given] == [0.0] * 4
+    assert [whole.logprobs[i][template[i]].logprob for i in given] == [0.0] * 4
+    assert sorted(index for committed in whole.diffusion.order for index in committed) == holes
+    assert list(filled.token_ids) == [whole.token_ids[i] for i in holes]
+    assert list(filled.logprobs) == [whole.logprobs[i] for i in holes]
+    assert filled.diffusion.committed_at == [whole.diffusion.committed_at[i] for i in holes]
+    assert filled.diffusion.tokens_unmasked == whole.diffusion.tokens_unmasked == 4
 
 
 def test_tokens_of_a_guide_have_no_logprob():

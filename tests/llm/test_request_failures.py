@@ -1,13 +1,14 @@
 """A request ends alone with an error where its logits are not finite or its own work raises an exception."""
 
 import functools
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor import filling, model_runner, step_report
+from dllm_engine.model_executor import filling, step_report
 from dllm_engine.scheduler.messages import failure_of
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
@@ -52,11 +53,6 @@ def params(**settings):
     return DiffusionParams(**(SETTINGS | settings))
 
 
-@pytest.fixture(params=["LLaDA", "Dream"])
-def family(request):
-    return request.param
-
-
 @pytest.fixture
 def engine(engines, tiny_llada, tiny_dream):
     """``engine(method, family)``: two tokens have embeddings that are not finite until the test ends. (In half
@@ -95,13 +91,9 @@ def accepted(llm, ways):
     """Those that the engine does not refuse at admission."""
     found = []
     for way in ways:
-        try:
-            llm.llm_engine.input_processor.process_inputs(
-                "x", {"prompt_token_ids": BAD, "type": "token"}, params(**way), ("generate",)
-            )
-        except InvalidRequestError:
-            continue
-        found.append(way)
+        with suppress(InvalidRequestError):
+            llm._resolve(params(**way), len(BAD))
+            found.append(way)
     return found
 
 
@@ -190,44 +182,56 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
     assert num_failed() == before + 1
 
 
-def test_a_pass_that_unmasks_nothing_ends_its_request(engine, family, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "asked", "is_bound_to_fill", "error"),
+    [
+        ("LLaDA", {}, True, "forward pass 1 unmasked no token, although it has to"),
+        ("Dream", {}, True, "forward pass 1 unmasked no token, although it has to"),
+        # By chance a pass fills nothing until the schedule's last step; here none ever does.
+        ("Dream", {"unmasking": "origin", "seed": 1}, False, "still has 8 masked tokens after 24 forward passes"),
+    ],
+)
+def test_passes_that_unmask_nothing_end_their_request(engine, monkeypatch, family, asked, is_bound_to_fill, error):
     llm = engine("none", family)
     monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
-    (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="low_confidence"))
+    if not is_bound_to_fill:
+        monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
+    (output,) = generate(llm, NEIGHBOURS[:1], params(**asked))
     assert output.outputs[0].finish_reason == "error"
-    assert output.outputs[0].diffusion.error == "forward pass 1 unmasked no token, although it has to"
+    assert error in output.outputs[0].diffusion.error
 
 
-def test_passes_that_may_unmask_nothing_are_bounded(engine, monkeypatch):
-    """By chance a pass fills nothing until the schedule's last step; here none ever does, and no pass is said to
-    have to."""
-    llm = engine("none", "Dream")
-    monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
-    monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
-    (output,) = generate(llm, NEIGHBOURS[:1], params(unmasking="origin", seed=1))
-    assert "still has 8 masked tokens after 24 forward passes" in output.outputs[0].diffusion.error
+SEED, BAD_LENGTH = 4242, 5
+"""Of the request whose work raises."""
+
+
+def is_bad(*arguments) -> bool:
+    """Whether a call is for that request."""
+    for argument in arguments:
+        if getattr(argument, "seed", None) == SEED or getattr(argument, "prompt_length", None) == BAD_LENGTH:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
-@pytest.mark.parametrize(
-    "where", ["canvas", "page table", "report", "plan", "pages", "account", "plan of a later step", "finished block"]
-)
+@pytest.mark.parametrize("where", ["canvas", "report", "plan", "pages", "account", "later plan", "finished block"])
 def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where, steps_per_dispatch, monkeypatch):
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     set_steps_per_dispatch(llm, steps_per_dispatch, monkeypatch)
-    alone = answers_alone(llm)
-    seed, calls = 4242, 0
+    alone, raised = answers_alone(llm), []
 
-    def raising(owner, name, is_bad, error=RuntimeError):
-        """Make a method raise where its arguments concern the bad request."""
+    def later(spec, progress) -> bool:
+        return is_bad(spec) and progress.num_forwards >= 3
+
+    def breaks(owner, name, is_bad=is_bad):
+        """Make a method raise for the bad request."""
         original = getattr(owner, name)
 
         def broken(*args, **kwargs):
-            nonlocal calls
-            if is_bad(*args, **kwargs):
-                calls += 1
-                raise error(f"broken {where}")
+            if is_bad(*args):
+                raised.append(name)
+                raise RuntimeError(f"broken {where}")
             return original(*args, **kwargs)
 
         if owner is scheduler.method:
@@ -235,30 +239,19 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
         else:
             monkeypatch.setattr(owner, name, broken)
 
-    bad_length = 5
-    is_bad_spec = lambda spec, *_: spec.prompt_length == bad_length  # noqa: E731
-    is_bad_state = lambda state, *_: state.seed == seed  # noqa: E731
-    is_bad_plan = lambda spec, progress: is_bad_spec(spec) and progress.num_forwards >= 3  # noqa: E731
     for broken in {
-        "canvas": [(runner.store, "open", lambda _, request: request.seed == seed, KeyError)],
-        "page table": [(model_runner, "page_table", lambda *_: True, IndexError)],
-        "report": [(step_report, "_results", lambda batch, index, *_: batch.canvases[index].seed == seed)],
-        "plan": [(scheduler.method, "plan", is_bad_plan)],
-        "plan of a later step": [(runner, "plan", is_bad_plan), (scheduler.method, "plan", is_bad_plan)],
-        "pages": [(scheduler.method, "pages", is_bad_spec, ValueError)],
-        "account": [(RequestState, "advance", is_bad_state, TypeError)],
-        "finished block": [(RequestState, "_output", is_bad_state)],
+        "canvas": [(runner.store, "open")],
+        "report": [(step_report, "_results", lambda batch, index, *_: is_bad(batch.canvases[index]))],
+        "plan": [(scheduler.method, "plan", later)],
+        "later plan": [(runner, "plan", later), (scheduler.method, "plan", later)],
+        "pages": [(scheduler.method, "pages")],
+        "account": [(RequestState, "advance")],
+        "finished block": [(RequestState, "_output")],
     }[where]:
-        raising(*broken)
-
-    if where == "page table":
-        # Only the bad request is there to have one.
-        (bad,) = generate(llm, [[5] * bad_length], params(seed=seed))
-        monkeypatch.undo()
-        outputs = generate(llm, NEIGHBOURS, params())
-    else:
-        *outputs, bad = generate(llm, [*NEIGHBOURS, [5] * bad_length], [*(params() for _ in alone), params(seed=seed)])
-    assert calls
+        breaks(*broken)
+    prompts, asked = [*NEIGHBOURS, [5] * BAD_LENGTH], [*(params() for _ in alone), params(seed=SEED)]
+    *outputs, bad = generate(llm, prompts, asked)
+    assert raised
     assert bad.outputs[0].finish_reason == "error"
     assert f"broken {where}" in bad.outputs[0].diffusion.error
     assert [tokens(output) for output in outputs] == alone

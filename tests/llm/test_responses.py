@@ -1,6 +1,5 @@
 """Where a response ends, and what a request that leaves things open gets."""
 
-import msgspec
 import pytest
 import vllm
 from vllm import SamplingParams
@@ -74,13 +73,6 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
 
 
-def test_parameters_survive_the_wire():
-    params = DiffusionParams(gen_length=12, block_length=4, steps=6, unmasking="random", top_p=0.5, top_k=3, seed=1)
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(params.to_sampling_params()), type=SamplingParams)
-    assert sent.extra_args == {"block_length": 4, "steps": 6, "unmasking": "random", "top_p": 0.5, "top_k": 3}
-    assert (sent.max_tokens, sent.temperature, sent.seed) == (12, 0.0, 1)
-
-
 def test_stock_vllm_class_serves_the_model_through_the_plugin(engines, tiny_llada, full):
     llm = vllm.LLM(
         str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128,
@@ -108,8 +100,3 @@ def test_stop_string_ends_before_it(demo):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     kept = ask(demo, stop=[stop], include_stop_str_in_output=True)
     assert kept.text == whole[: whole.index(stop) + len(stop)]
-
-
-def test_empty_text_is_refused(demo):
-    with pytest.raises(ValueError, match="empty"):
-        demo.generate([""], DiffusionParams(gen_length=8), use_tqdm=False)

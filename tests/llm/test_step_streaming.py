@@ -14,7 +14,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from dllm_engine import DiffusionParams
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.plugin import register
-from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader, ProvisionalBlock
+from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
 
@@ -96,6 +96,28 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines,
     assert blocks[-1].token_ids == list(expected.outputs[0].token_ids)[6:]
 
 
+@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
+def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order(engines, reference_checkpoints, model):
+    llm = engines(reference_checkpoints / model, cache_method="dual")
+    asked = {"gen_length": 32, "threshold": 0.2, "block_add_threshold": 0.2}
+    prompt = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
+    whole = generate(llm, [prompt], parameters(**asked))[0].outputs[0]
+    windows = [(start - len(prompt), stop - len(prompt)) for start, stop in whole.diffusion.windows]
+    assert max(stop - start for start, stop in windows) > 8
+    outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], **asked)]
+    shown = [completion.provisional for completion in outputs]
+    assert [(block.start, block.start + len(block.token_ids)) for block in shown] == windows
+    sent: list[int] = []
+    for completion, block in zip(outputs, shown, strict=True):
+        sent += completion.token_ids
+        assert len(completion.token_ids) % 8 == 0
+        assert (block.sent, sent) == (len(sent), list(whole.token_ids[: len(sent)]))
+        final = whole.token_ids[block.start :][: len(block.token_ids)]
+        known = zip(block.token_ids, final, block.masked, strict=True)
+        assert all(token == expected for token, expected, masked in known if not masked)
+    assert not any(shown[-1].masked)
+
+
 def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
     """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
     llm = engines(tiny_dream)
@@ -109,23 +131,16 @@ def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny
 
 def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
     llm = engines(tiny_llada)
-    for name, granularity in (("steps", "step"), ("blocks", "block"), ("default", None)):
+    received: dict = {"step": [], "block": [], None: []}
+    for granularity in received:
         params = parameters(stream_granularity=granularity)
         params.output_kind = RequestOutputKind.DELTA
-        llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-    received: dict = {"steps": [], "blocks": [], "default": []}
+        llm.llm_engine.add_request(str(granularity), {"prompt_token_ids": PROMPT}, params)
     while llm.llm_engine.has_unfinished_requests():
         for output in llm.llm_engine.step():
-            received[output.request_id].append(output.outputs[0])
-    assert {name: len(outputs) for name, outputs in received.items()} == {"steps": 24, "blocks": 3, "default": 3}
-    assert all(c.provisional is None for name in ("blocks", "default") for c in received[name])
-
-
-def test_several_responses_stream_side_by_side(engines, tiny_llada):
-    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
-    assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
-    assert {o.request_id for o in outputs} == {"r0"}
-    assert [o.finished for o in outputs] == [False] * 47 + [True]
+            received[None if output.request_id == "None" else output.request_id].append(output.outputs[0].provisional)
+    assert list(map(len, received.values())) == [24, 3, 3]
+    assert not any(received["block"] + received[None])
 
 
 def test_latency_is_that_of_blocks(engines, tiny_llada):
@@ -174,43 +189,16 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
     }  # fmt: skip
 
 
-def read(token_ids, masked) -> ProvisionalBlock:
-    filled = [i for i, is_masked in enumerate(masked) if not is_masked]
-    return BlockReader(Tokenizer()).read(message(filled, [token_ids[i] for i in filled], length=len(masked)))
-
-
 def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
-    block = read([5, 0, 1, 2, 9], [False, True, False, False, False])
+    block = BlockReader(Tokenizer()).read(message([0, 2, 3, 4], [5, 1, 2, 9], length=5))
     assert block.pieces == ["a", None, "", "é", "<end>"]
     assert block.special == [False, False, False, False, True]
     assert block.text == f"a{MASK_MARK}é"
-
-
-def test_tokens_of_one_letter_with_a_mask_between_them_are_not_yet_a_letter():
-    block = read([1, 0, 2], [False, True, False])
-    assert block.pieces[1] is None
-    assert MASK_MARK in block.text
-    assert "é" not in block.text
+    # With a mask between them, two tokens are not yet a letter.
+    assert "é" not in BlockReader(Tokenizer()).read(message([0, 2], [1, 2], length=3)).text
 
 
 # What HTTP clients are sent
-
-
-class Client:
-    """Rebuilds the response from the chunks, as docs/streaming.md tells clients to."""
-
-    def __init__(self) -> None:
-        self.pieces: list[str | None] = []
-        self.confidences: dict[int, float] = {}
-
-    def take(self, form: dict) -> None:
-        if not self.pieces:
-            self.pieces = [None] * form["gen_length"]
-        for position, piece in zip(form["positions"], form["pieces"], strict=True):
-            self.pieces[position] = piece
-        for position, percent in zip(form["guess_positions"], form["guess_percents"], strict=True):
-            self.confidences[position] = percent / 100
-        self.confidences |= zip(form["positions"], form["confidences"], strict=True)
 
 
 def test_a_chunk_brings_what_changed_since_the_last_one():
@@ -239,24 +227,24 @@ def test_a_piece_that_a_later_token_changes_is_sent_again():
     assert (letter["positions"], letter["pieces"]) == ([0, 1], ["", "é"])
 
 
-@pytest.mark.parametrize("sent", [range(24), (0, 3, 4, 12, 23), (5, 7, 15, 23), (7, 15, 23)])
+@pytest.mark.parametrize("sent", [range(24), (0, 3, 4, 12, 23), (5, 7, 15, 23)])
 def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, sent):
-    blocks = [output.outputs[0].provisional for output in stream(engines(tiny_llada))]
-    expected = {}
-    client, changes = Client(), BlockChanges()
-    for n, block in enumerate(blocks):
-        here = range(block.start, block.start + 8)
-        tokens = zip(block.masked, block.token_ids, strict=True)
-        block = replace(block, pieces=[None if m else f"<{t}>" for m, t in tokens], special=[False] * 8)
-        if not any(block.masked):
-            expected |= dict(zip(here, block.pieces, strict=True))
+    """It rebuilds the response from the chunks, as docs/streaming.md tells clients to."""
+    changes, pieces, confidences = BlockChanges(), dict[int, str | None](), dict[int, float]()
+    for n, output in enumerate(stream(engines(tiny_llada))):
         if n not in sent:
             continue
-        client.take(changes.to(block))
-        assert [client.pieces[p] for p in here] == block.pieces
-        assert [client.confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
-    if {7, 15, 23} <= set(sent):
-        assert dict(enumerate(client.pieces)) == expected
+        block = output.outputs[0].provisional
+        tokens = zip(block.masked, block.token_ids, strict=True)
+        block = replace(block, pieces=[None if m else f"<{t}>" for m, t in tokens], special=[False] * 8)
+        form = changes.to(block)
+        pieces |= zip(form["positions"], form["pieces"], strict=True)
+        guesses = [percent / 100 for percent in form["guess_percents"]]
+        confidences |= zip(form["guess_positions"], guesses, strict=True)
+        confidences |= zip(form["positions"], form["confidences"], strict=True)
+        here = range(block.start, block.start + 8)
+        assert [pieces.get(p) for p in here] == block.pieces
+        assert [confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
 
 
 # A consumer that is slow
@@ -278,31 +266,13 @@ def collector():
 
 def fetched(collector) -> list:
     """All that waits."""
-    received = []
-    while (next_one := collector.get_nowait()) is not None:
-        received.append(next_one)
-    return received
+    return [*iter(collector.get_nowait, None)]
 
 
-def passes_of(outputs) -> list[int]:
-    return [o.outputs[0].diffusion.forward_passes for o in outputs]
-
-
-def test_a_slow_consumer_gets_the_latest_step_and_all_text(collector):
-    collector.put(output(passes=1))
-    collector.put(output(passes=2))
-    collector.put(output([5], passes=3))  # ends the block
-    collector.put(output(passes=4))
-    collector.put(output(passes=5))
-    received = fetched(collector)
-    assert passes_of(received) == [3, 5]
-    assert [list(r.outputs[0].token_ids) for r in received] == [[5], []]
-
-
-def test_what_waits_stays_in_order_while_it_is_fetched(collector):
+def test_a_slow_consumer_gets_the_latest_step_and_all_text_in_order(collector):
     collector.put(output([5], passes=1))
     collector.put(output(passes=2))
-    collector.put(output([6], passes=3))
+    collector.put(output([6], passes=3))  # ends the block
 
     async def fetch():
         first = await collector.get()
@@ -311,13 +281,16 @@ def test_what_waits_stays_in_order_while_it_is_fetched(collector):
         return [first, await collector.get(), *fetched(collector)]
 
     received = asyncio.run(fetch())
-    assert passes_of(received) == [1, 3, 5]
+    assert [r.outputs[0].diffusion.forward_passes for r in received] == [1, 3, 5]
+    assert [r.outputs[0].token_ids for r in received] == [[5], [6], [7]]
     assert [r.finished for r in received] == [False, False, True]
 
 
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
-    """By the response: a state per block and its text."""
+    """By the response: a state per block and its text, of each of its choices."""
     outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
+    assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
+    assert [o.finished for o in outputs] == [False] * 47 + [True]
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     most = 0
     for each in copy.deepcopy(outputs):

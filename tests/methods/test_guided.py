@@ -9,15 +9,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
-from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.constrained import PlainConstraint
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel
 from tests.support.answers import answer_of
-from tests.support.byte_level_tokenizers import NOTE, TALE, copy_renumbered, spelled, train_tokenizer
+from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
 from tests.support.random_requests import random_automaton
 from tests.support.stepped_engines import abort_all
@@ -47,6 +45,10 @@ SETTINGS = {
     "draft": {"fallback": "draft", "top_k": 3},
     "correction": {"correction": True, "top_k": 30, "confidence_threshold": 0.3},
 }
+
+
+METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache"]
+OTHER_TOKENIZER = {"has_texts": True, "guide_tokens_per_token": 8.0}
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,7 @@ def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
 
 
 def assert_batch_is_as_alone(llm) -> None:
+    runner_of(llm).pages.memory.fill_(torch.nan)  # slots that hold nothing are never read
     together = tokens(llm, guide_threshold=0.2)
     assert [len(response) for response in together] == [gen_length for _, gen_length, _ in LENGTHS]
     assert together == [tokens(llm, [case], guide_threshold=0.2)[0] for case in LENGTHS]
@@ -158,7 +161,7 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
 @pytest.mark.parametrize(("model", "settings"), list(zip(cycle(GUIDED_BY), SETTINGS)))
 def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(engine, pairs, model, settings):
     own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
-    llm = engine(model, has_texts=True, guide_tokens_per_token=8.0)
+    llm = engine(model, **OTHER_TOKENIZER)
     texts = Texts(
         spelled(own),
         lambda text: other.encode(text, add_special_tokens=False),
@@ -166,32 +169,6 @@ def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(engine, pair
         {llm.model_config.hf_config.eos_token_id: other.eos_token_id},
     )
     assert_decodes_as_the_plain_one(llm, *pairs[model], settings, texts)
-
-
-def test_a_guide_of_other_numbers_decodes_as_the_same_guide(engines, tmp_path):
-    """The demo guide with its tokens renumbered reads the same text as other ids, and says the same; in fewer passes
-    than without."""
-    copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")
-    asked = [
-        [{"role": "user", "content": example.prompt}] for task in TASKS for example in make_examples(task, 3, seed=8)
-    ]
-    answers = []
-    for guide in ("demo", str(tmp_path / "guide")):
-        llm = engines("demo", guide_model=guide, skip_tokenizer_init=False)
-        params = DiffusionParams(gen_length=32, block_length=8)
-        answers.append([output.outputs[0] for output in llm.chat(asked, params, use_tqdm=False)])
-    params.guided = False
-    unguided = sum(o.outputs[0].diffusion.forward_passes for o in llm.chat(asked, params, use_tqdm=False))
-    assert sum(answer.diffusion.forward_passes for answer in answers[1]) < 0.6 * unguided
-    assert runner_of(llm).guide.shape.tokens_per_token == 2.0, "it is read as text"
-    for same, other in zip(*answers, strict=True):
-        assert other.text == same.text
-        assert other.diffusion.forward_passes == same.diffusion.forward_passes
-
-
-@pytest.mark.parametrize("cache_method", ["dual", "freecache", "maskkv"])
-def test_a_guide_of_another_tokenizer_in_a_batch(engine, cache_method):
-    assert_batch_is_as_alone(engine("llada-tiny-a", cache_method, has_texts=True, guide_tokens_per_token=8.0))
 
 
 def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
@@ -213,32 +190,45 @@ def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
     llm.llm_engine.abort_request(["one"])
 
 
-METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache", "es_dllm"]
+@pytest.mark.parametrize(
+    ("cache_method", "model", "settings"),
+    [
+        *zip(METHODS, cycle(GUIDED_BY), cycle([{}])),
+        ("es_dllm", "dream-tiny-a", {"cache_options": {"indicator": "none"}}),
+        *((method, "llada-tiny-a", OTHER_TOKENIZER) for method in ("dual", "freecache", "maskkv")),
+    ],
+)
+def test_a_guided_batch_is_as_alone_with_every_cache_method(engine, cache_method, model, settings):
+    assert_batch_is_as_alone(engine(model, cache_method, **settings))
 
 
-@pytest.mark.parametrize(("cache_method", "model"), list(zip(METHODS, cycle(GUIDED_BY))))
-def test_every_cache_method_can_be_guided(engine, cache_method, model):
-    options = {"cache_options": {"indicator": "none"}} if cache_method == "es_dllm" else {}
-    assert_batch_is_as_alone(engine(model, cache_method, **options))
-
-
-def test_a_guide_whose_logits_are_not_finite_ends_the_requests_that_it_judges(engine, monkeypatch):
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, overflows):
     llm = engine(cache_method="dual")
-    alone = tokens(llm)
-    guide, judged = runner_of(llm).guide, []
-    judge = guide._judge
+    alone, guide = tokens(llm), runner_of(llm).guide
+    judge, read = guide._judge, type(guide.reader).read
 
     def overflow(hidden, drafted):
-        judged.append(len(drafted))
         hidden[0] = torch.nan  # a row of the request asked first
         return judge(hidden, drafted)
 
-    monkeypatch.setattr(guide, "_judge", overflow)
-    outputs = ask(llm, LENGTHS[1:2])
+    def unreadable(self, tokens, drafted):
+        if tokens[: LENGTHS[0][0]] == prompt(LENGTHS[0][0]):
+            raise UnicodeError("no text")
+        return read(self, tokens, drafted)
+
+    if overflows:
+        monkeypatch.setattr(guide, "_judge", overflow)
+        said = "the guide model produced logits that are NaN or infinite"
+        failed, *others = ask(llm, LENGTHS[:1])
+    else:
+        monkeypatch.setattr(type(guide.reader), "read", unreadable)
+        said = "UnicodeError: no text"
+        failed, *others = ask(llm, LENGTHS)
     monkeypatch.undo()
-    assert outputs[0].outputs[0].finish_reason == "error"
-    assert outputs[0].outputs[0].diffusion.error == "the guide model produced logits that are NaN or infinite"
-    assert len(judged) == 1
+    assert failed.outputs[0].finish_reason == "error"
+    assert said in failed.outputs[0].diffusion.error
+    assert [list(other.outputs[0].token_ids) for other in others] == alone[1 : 1 + len(others)]
     assert tokens(llm) == alone
     assert_nothing_left(llm)
 
@@ -253,25 +243,6 @@ def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engi
     assert judged == [7]
 
 
-def test_a_text_that_the_guide_cannot_read_ends_its_request_alone(engine, monkeypatch):
-    llm = engine(cache_method="dual")
-    alone = tokens(llm)
-    reader = runner_of(llm).guide.reader
-    read = type(reader).read
-
-    def unreadable(self, tokens, drafted):
-        if tokens[: LENGTHS[0][0]] == prompt(LENGTHS[0][0]):
-            raise UnicodeError("no text")
-        return read(self, tokens, drafted)
-
-    monkeypatch.setattr(type(reader), "read", unreadable)
-    failed, *others = ask(llm, LENGTHS)
-    assert failed.outputs[0].finish_reason == "error"
-    assert "UnicodeError: no text" in failed.outputs[0].diffusion.error
-    assert [list(o.outputs[0].token_ids) for o in others] == alone[1:]
-    assert_nothing_left(llm)
-
-
 def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
     llm = engine(cache_method="dual")
     plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
@@ -279,16 +250,7 @@ def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, re
         DiffusionParams(gen_length=16, block_length=8, ignore_eos=True, guided=guided) for guided in (None, False)
     ]
     guided, unguided = (list(o.outputs[0].token_ids) for o in generate(llm, [prompt(24)] * 2, params))
-    assert [unguided] == tokens(plain, LENGTHS[:1])
-    assert [guided] == tokens(llm, LENGTHS[:1])
-    assert guided != unguided
-
-
-def test_slots_that_hold_nothing_are_never_read(engine):
-    llm = engine("dream-tiny-a", "freecache")
-    expected = tokens(llm)
-    runner_of(llm).pages.memory.fill_(torch.nan)
-    assert tokens(llm) == expected
+    assert tokens(llm, LENGTHS[:1]) == [guided] != [unguided] == tokens(plain, LENGTHS[:1])
 
 
 def test_aborting_in_any_state_leaks_no_page(engine):
@@ -301,12 +263,8 @@ def test_aborting_in_any_state_leaks_no_page(engine):
     [
         ({"unmasking": "random"}, "unmasking=random: the guide decides"),
         ({"threshold": 0.9}, "threshold=0.9: the guide decides"),
-        ({"factor": 0.9}, "factor=0.9: the guide decides"),
-        ({"entropy_bound": 0.9}, "entropy_bound=0.9: the guide decides"),
-        ({"margin": 0.9}, "margin=0.9: the guide decides"),
         ({"alg_temp": 0.1}, "alg_temp=0.1: the guide decides"),
         ({"logits_eos_inf": True}, "logits_eos_inf=True: the guide decides"),
-        ({"confidence_eos_eot_inf": True}, "confidence_eos_eot_inf=True: the guide decides"),
         ({"min_tokens": 3}, "min_tokens=3: it is for the model's tokens"),
         ({"logit_bias": {5: -1.0}}, r"logit_bias=\{5: -1.0\}: it is for the model's tokens"),
         ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
@@ -318,13 +276,6 @@ def test_aborting_in_any_state_leaks_no_page(engine):
 def test_what_a_guided_request_cannot_have_is_named(engine, options, named):
     with pytest.raises(ValueError, match=named):
         ask(engine(), LENGTHS[:1], **options)
-
-
-@pytest.mark.parametrize(("options", "named"), [({"guided": True}, "guided=True"), ({"guide_top_k": 2}, "top_k=2")])
-def test_guiding_needs_a_guide(engines, reference_checkpoints, options, named):
-    llm = engines(reference_checkpoints / "llada-tiny-a", max_model_len=128)
-    with pytest.raises(ValueError, match=f"{named}: the engine has no guide"):
-        ask(llm, LENGTHS[:1], **options)
 
 
 @pytest.mark.parametrize("cache_method", ["es_dllm", "d2_cache"])

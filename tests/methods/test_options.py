@@ -6,8 +6,10 @@ from dllm_engine import DiffusionParams
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.vllm_hooks import engine_config
 from tests.support.engines import generate, scheduler_of
 
@@ -23,11 +25,8 @@ def out_of_range():
                 elif kind.get("type") in ("integer", "number"):
                     yield method, {name: kind["minimum"] - 1}, f"{name}={kind['minimum'] - 1}.*greater than or equal to"
                 if "maximum" in kind:
-                    yield (
-                        method,
-                        {name: kind["maximum"] + 0.1},
-                        f"{name}={kind['maximum'] + 0.1}.*less than or equal to",
-                    )
+                    above = kind["maximum"] + 0.1
+                    yield method, {name: above}, f"{name}={above}.*less than or equal to"
                 if "enum" in kind:
                     yield method, {name: "best"}, f"{name}='best'.*'{kind['enum'][0]}'"
 
@@ -118,7 +117,54 @@ def test_cache_blocks_of_freecache_are_whole_blocks():
 
 
 @pytest.mark.parametrize("method", ["dual", "dllm_cache"])
-def test_lowering_retention_needs_a_method_that_evicts(engines, tiny_llada, method):
-    llm = engines(tiny_llada, cache_method=method)
-    with pytest.raises(ValueError, match=f"'{method}' evicts nothing"):
-        generate(llm, [[1, 2, 3]], DiffusionParams(gen_length=8, retention_ratio=0.5))
+def test_lowering_retention_needs_a_method_that_evicts(method):
+    with pytest.raises(InvalidRequestError, match=f"'{method}' evicts nothing"):
+        resolve_decoding(
+            DiffusionParams(gen_length=8, retention_ratio=0.5), 3, LLADA, EngineOptions(cache_method=method)
+        )
+
+
+@pytest.mark.parametrize("method", ["sparse", "es_dllm", "maskkv"])
+def test_a_request_may_retain_less_than_the_engine_but_no_more(method):
+    engine = EngineOptions(cache_method=method, cache_options={"retention_ratio": 0.5})
+    for ratio in (0.0, 0.5):
+        asked = DiffusionParams(gen_length=8, retention_ratio=ratio)
+        assert resolve_decoding(asked, 3, LLADA, engine).cache.retention_ratio == ratio
+    with pytest.raises(InvalidRequestError, match=r"retention_ratio=0\.9"):
+        resolve_decoding(DiffusionParams(gen_length=8, retention_ratio=0.9), 3, LLADA, engine)
+
+
+VALUES = dict.fromkeys(PARALLEL_OPTIONS, 0.5) | {"slow_fast": {}}
+MEASURED_BY = {
+    **dict.fromkeys(("threshold", "factor"), ("low_confidence", "maskgit_plus")),
+    **dict.fromkeys(("entropy_bound", "entropy_budget"), ("low_entropy", "entropy")),
+    "margin": ("topk_margin",),
+    "entropy_threshold": ("low_entropy",),
+    "slow_fast": ("low_confidence",),
+}
+"""Policies that measure what a rule needs: LLaDA's default, and the last one Dream's."""
+
+
+@pytest.mark.parametrize("family", [LLADA, DREAM], ids=lambda family: family.name)
+@pytest.mark.parametrize("rule", PARALLEL_OPTIONS)
+def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
+    suited = MEASURED_BY[rule]
+    for unmasking in [None, *UNMASKING_POLICIES]:
+        asked = {"gen_length": 7, "block_length": 4, "unmasking": unmasking, rule: VALUES[rule]}
+        if unmasking is None or unmasking in suited:
+            spec = resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions())
+            assert spec.parallel is not None
+            assert spec.unmasking == (unmasking or suited[0 if family is LLADA else -1])
+        elif rule == "threshold":  # which leaves others to their count
+            assert resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions()).parallel is None
+        else:
+            with pytest.raises(InvalidRequestError, match=f"goes by .* unmasking={unmasking!r} does not measure"):
+                resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions())
+
+
+def test_with_a_rule_steps_do_not_count():
+    asked = {"gen_length": 24, "block_length": 8, "threshold": 1.0, "steps": 1}
+    resolve_decoding(DiffusionParams(**asked), 10, LLADA, EngineOptions())
+    # A policy that keeps to its count needs a step per block as ever.
+    with pytest.raises(InvalidRequestError, match="steps=1 is out of range"):
+        resolve_decoding(DiffusionParams(**asked, unmasking="entropy"), 10, LLADA, EngineOptions())

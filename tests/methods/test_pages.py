@@ -7,8 +7,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
-from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
 REFRESHES = {"prompt_refresh_interval": 6, "response_refresh_interval": 3, "update_ratio": 0.25}
@@ -111,12 +110,6 @@ def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, bud
     assert len({sum(layer) for layer in kept}) > 1, "layers are alike"
 
 
-def test_a_prompt_within_the_budget_is_held_whole(engine, monkeypatch):
-    everything = engine("maskkv", **REFRESHES, kv_budget=None)
-    # 4 · 4 · (100 + 12) slots, 32 a page.
-    assert pages_of_maskkv(everything, monkeypatch, 100, 12, 12)[0] == (56 + 4,) * 2
-
-
 def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
     boundary_alone = layer_budgets("boundary", 16, [0.5, 0, 0, 0.5], 24, base_share=0.4)
     monkeypatch.setattr("dllm_engine.model_executor.passes.maskkv.prompt_budgets", lambda *_: boundary_alone)
@@ -131,9 +124,6 @@ def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatc
     assert after == [((exact, exact), 11), ((0, 0), 1)]
 
 
-# Refusals
-
-
 def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada):
     # The pool fits one request of max_model_len at the ratio, so a shorter canvas never hits this; shrink it by hand.
     llm = engines(tiny_llada, page_size=8, cache_method="dual", max_num_seqs=7)
@@ -145,15 +135,3 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
             generate(llm, [[1] * 100], params_of(40, 8))
     finally:
         cache_config.num_gpu_blocks = whole
-    assert len(generate(llm, [[1] * 100], params_of(40, 8))[0].outputs[0].token_ids) == 40
-
-
-def test_a_page_too_small_for_a_row_of_features_is_refused(engines, tmp_path):
-    checkpoint = tiny_checkpoints.write_dream(tmp_path / "one_kv_head", num_key_value_heads=1)
-    settings = {"max_model_len": 128, "cache_method": "dllm_cache"}
-    # 2 · 1 · 16 numbers a token, 64 a row.
-    with pytest.raises(ValueError, match=r"page_size=1 is too small.* the smallest that works is 2"):
-        engines(checkpoint, page_size=1, **settings)
-    llm = engines(checkpoint, page_size=2, **settings)
-    assert len(generate(llm, [[1, 2, 3]], params_of(8, 4))[0].outputs[0].token_ids) == 8
-    assert_nothing_left(llm)

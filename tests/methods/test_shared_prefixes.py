@@ -91,13 +91,6 @@ def test_another_block_length_or_salt_shares_nothing(engine):
     assert same.num_cached_tokens == 64
 
 
-def test_hits_are_in_vllms_statistics(engine):
-    llm = engine()
-    stats = scheduler_of(llm).prefix_stats = PrefixCacheStats()
-    generate(llm, [list(range(40))] * 2, DiffusionParams(gen_length=4, ignore_eos=True, block_length=4))
-    assert (stats.requests, stats.queries, stats.hits) == (2, 80, 40)
-
-
 # In memory for few requests: those that are preempted go on with the same tokens
 
 
@@ -146,13 +139,12 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
 
 
 def test_aborts_leave_nothing_behind(engine, little_memory):
-    prompts, params = requests_of(engine.block_length, 5, count=9)
+    prompts, params = requests_of(engine.block_length, 5)
     expected = run_in_steps(engine(enable_prefix_caching=False), prompts, params).tokens
     llm = engine()
     preempted = little_memory(llm, 168)
-    for seed in (1, 2):
-        abort_all(llm, prompts, params, seed=seed)
-        assert run_in_steps(llm, prompts, params).tokens == expected
+    abort_all(llm, prompts, params, seed=1)
+    assert run_in_steps(llm, prompts, params).tokens == expected
     assert preempted
 
 

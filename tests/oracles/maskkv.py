@@ -74,14 +74,14 @@ def squeeze(average: int, scores: Sequence[float]) -> list[int]:
     return [int(kept if i == 0 else (total - kept * least) / (len(scores) - least)) for i in clusters]
 
 
-def voters_of(scorer: str, run: Decoding) -> list[int]:
-    """The positions that vote in the first pass."""
-    prompt = len(run.prompt)
+def voters_of(scorer: str, run: Decoding, window: int = SNAPKV_WINDOW) -> list[int]:
+    """The positions that vote in a pass. ``window``: the last of the prompt that do, for ``snapkv``."""
+    prompt, seen = len(run.prompt), len(run.seen)
     if scorer == "snapkv":
-        return list(range(max(0, prompt - SNAPKV_WINDOW), prompt))
+        return list(range(max(0, prompt - window), prompt))
     if not scorer.startswith("mask_voting"):
-        return list(range({"all_voting": run.length, "prompt_voting": prompt, "h2o": prompt}[scorer]))
-    masks = run.masked(prompt, run.length)
+        return list(range({"all_voting": seen, "prompt_voting": prompt, "h2o": prompt}[scorer]))
+    masks = run.masked(prompt, seen)
     if scorer == "mask_voting":
         return masks
     i = ["first", "second", "third", "last"].index(scorer.removeprefix("mask_voting_"))
@@ -153,6 +153,7 @@ class MaskKVCache(AdaptiveCache):
     adapt_beside_prompt = False
     refresh_first_layer: bool = False
     kv_budget: int = 256
+    retention_ratio: float = 1.0
     layer_budget: str = "boundary"
     beta: float = 0.4
     head_budget: str = "prompt_preference"
@@ -163,6 +164,7 @@ class MaskKVCache(AdaptiveCache):
         super().__post_init__()
         run = self.run
         self.prompt_length, num_layers = len(run.prompt), len(run.model.layers)
+        self.kv_budget = min(self.kv_budget, int(self.prompt_length * self.retention_ratio))
         assert self.layer_budget in ("boundary", "uniform", "squeeze")
         if self.kv_budget >= self.prompt_length:
             self.budgets, self.head_budget = [self.prompt_length] * num_layers, "uniform"

@@ -14,6 +14,7 @@ import torch
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding, gap
+from tests.oracles.maskkv import voters_of, votes_of
 from tests.oracles.refreshes import Refreshes
 
 
@@ -24,6 +25,8 @@ def plain_sparse(
     pool_kernel_size: int = 3,
     update_delay: int = 1,
     scope: str = "bidirectional",
+    scorer: str = "mean_query",
+    observation_window: int = 32,
     **options: Any,
 ) -> None:
     run.window_alone = True
@@ -55,28 +58,40 @@ def plain_sparse(
             of_new = int(len(candidates[0] + candidates[1]) * retention_ratio) - of_old
             retained = []
             for number, (keys, q) in enumerate(zip(buffer.k, buffer.queries, strict=True)):
-                of_block = q[[list(rows).index(p) for p in block]]
+                of_block, votes = q[[list(rows).index(p) for p in block]], None
+                if scorer != "mean_query":  # such methods compute the whole canvas
+                    votes = votes_of(q[voters_of(scorer, run, observation_window)], keys[rows], len(rows)).mean(0)
                 if due:
-                    chosen = select(run, of_block, keys, candidates[0], of_old, pool_kernel_size)
+                    chosen = select(run, of_block, keys, candidates[0], of_old, pool_kernel_size, votes)
                     kept[number : number + 1] = [sorted(chosen + [p for p in old if p > behind])]
-                chosen = select(run, of_block, keys, candidates[1], of_new, pool_kernel_size)
+                chosen = select(run, of_block, keys, candidates[1], of_new, pool_kernel_size, votes)
                 retained.append(sorted({*kept[number], *chosen, *always}))
             retained_by_block.append(retained)
         run.fill(logits, rows)
 
 
 def select(
-    run: Decoding, queries: torch.Tensor, keys: torch.Tensor, candidates: list[int], count: int, kernel_size: int
+    run: Decoding,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    candidates: list[int],
+    count: int,
+    kernel_size: int,
+    votes: torch.Tensor | None = None,
 ) -> list[int]:
-    """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]``, ascending."""
+    """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]`` or by
+    ``votes``, ascending."""
     mean_query, num_heads = queries.mean(0), queries.shape[1]
     importance = []
     for j in candidates:
+        if votes is not None:
+            importance.append(float(votes[j]))
+            continue
         scores = [float(mean_query[h] @ keys[j, h * keys.shape[1] // num_heads]) for h in range(num_heads)]
         importance.append(sum(scores) / num_heads)
     reach = kernel_size // 2
     pooled = [max(importance[max(i - reach, 0) : i + reach + 1]) for i in range(len(importance))]
     by_score = sorted(range(len(candidates)), key=lambda i: (-pooled[i], i))
     if 0 < count < len(candidates):
-        run.decided(gap(pooled[by_score[count - 1]], pooled[by_score[count]], floor=1.0))
+        run.decided(gap(pooled[by_score[count - 1]], pooled[by_score[count]], floor=1.0 if votes is None else 1e-2))
     return sorted(candidates[i] for i in by_score[:count])

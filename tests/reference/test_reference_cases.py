@@ -15,6 +15,7 @@ from tests.support.reference_cases import (
     assert_as_stated,
     by_engine,
     first_updates,
+    reference_cases,
     reference_rows,
 )
 
@@ -85,3 +86,22 @@ def test_cases_include_some_whose_updated_rows_are_certain():
     assert {row.case["model"] for row in certain} == {"llada-tiny-a", "dream-tiny-a"}
     assert len({row.case["name"] for row in certain}) == 9
     assert all(len(layers) == 3 for row in certain for layers in first_updates(row))
+
+
+ENDS = {"eos_token_id": "eos_token_id", "end_of_turn_token_id": "eot_token_id"}
+"""What a checkpoint's config calls the tokens of a case."""
+
+
+@pytest.mark.parametrize("case", reference_cases("end_tokens_llada"), ids=lambda case: case["name"])
+def test_switches_against_early_end_tokens(engines, reference_checkpoints, monkeypatch, case):
+    torch.set_num_threads(1)
+    asked, prompt = case["hyperparameters"], case["prompt_ids"]
+    names = ("gen_length", "block_length", "steps", "logits_eos_inf", "confidence_eos_eot_inf")
+    fields = {name: asked[name] for name in names if name in asked}
+    llm, model = engines(reference_checkpoints / case["model"]), PlainModel(reference_checkpoints / case["model"])
+    for ours, theirs in ENDS.items():
+        config = llm.llm_engine.vllm_config.model_config.hf_config
+        monkeypatch.setattr(config, ours, asked[theirs], raising=False)
+    model.end_tokens, model.turn_ends = [asked["eos_token_id"]], [asked["eot_token_id"]]
+    for answer in (*answers(llm, [(prompt, fields)]), decode(model, prompt, **fields)):
+        assert (prompt + answer.tokens, answer.order) == (case["output_ids"], case["unmasked_per_step"])

@@ -101,20 +101,3 @@ def test_packed_automata_are_the_same_and_shared():
         np.testing.assert_array_equal(getattr(copy, name), getattr(automaton, name))
     assert copy is unpacked(word(3, 1).packed)
     assert constraint_of(automaton.packed, frozenset({5})) is constraint_of(word(3, 1).packed, frozenset({5}))
-
-
-def test_with_an_end_token_no_position_of_a_long_response_is_gone_through(monkeypatch):
-    constraint = Constraint(word(*range(5)), frozenset([5]))
-    monkeypatch.setattr(constraint, "_before", lambda *arguments: pytest.fail("it was gone through"))
-    completable = constraint.completable([None] * 1000)
-    assert [bool(states[0]) for states in completable] == [True] * 996 + [False] * 5
-    assert len(set(map(id, completable))) <= 8
-    assert constraint.fewest_tokens() == 5
-
-
-def test_states_that_many_classes_lead_between_are_searched_once():
-    class_of = np.arange(6, dtype=np.int32)
-    star = Automaton(class_of, np.array([[0] * 6, [0] * 6], np.int32)[:1], np.array([True]))
-    assert Constraint(star, frozenset()).search_size == 1 + 6
-    several = Automaton(class_of, np.array([[1] * 6, [2] * 6, [0] * 6], np.int32), np.array([True, False, False]))
-    assert Constraint(several, frozenset()).search_size == 3 + 6

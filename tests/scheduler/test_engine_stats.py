@@ -8,14 +8,12 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from dllm_engine.metrics import METRICS
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_stats
 from dllm_engine.structured_output.automata import take_counts
-from tests.scheduler.test_diffusion_scheduler import StandInRunner, make_scheduler, request, step
+from tests.scheduler.test_diffusion_scheduler import run, scheduler_with, step
 
 
 def messages(*names, **settings):
     """What each step reports, until all requests are done."""
-    scheduler, runner = make_scheduler(log_stats=True, **settings), StandInRunner()
-    for name in names:
-        scheduler.add_request(request(name))
+    scheduler, runner = scheduler_with(*names, log_stats=True, **settings)
     while scheduler.has_unfinished_requests():
         _, outputs = step(scheduler, runner)
         (per_client,) = outputs.values()
@@ -35,16 +33,13 @@ def test_pages_and_retained_tokens_come_and_go_with_their_request():
     assert [m["tokens_retained"] for m in reported] == [14, 14, 14, 0]
     assert [(m["eviction_retained"], m["eviction_candidates"]) for m in reported] == [(14, 14), (0, 0)] * 2
     assert reported[-1]["request_pages_held"] == [8]
-
-
-def test_a_method_that_keeps_the_running_block_has_the_whole_canvas_as_candidates():
+    # A method that keeps the running block has the whole canvas as candidates.
     first = next(messages("a", cache_method="dkv"))
     assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
 
 
 def test_an_aborted_request_is_told_with_the_next_step():
-    scheduler, runner = make_scheduler(log_stats=True, cache_method="dual"), StandInRunner()
-    scheduler.add_request(request("a"))
+    scheduler, runner = scheduler_with("a", log_stats=True, cache_method="dual")
     step(scheduler, runner)
     scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
     assert scheduler.has_finished_requests()  # so that the engine runs the step that says so
@@ -54,10 +49,8 @@ def test_an_aborted_request_is_told_with_the_next_step():
 
 
 def test_an_engine_that_logs_nothing_keeps_no_list_of_its_requests():
-    scheduler, runner = make_scheduler(), StandInRunner()
-    scheduler.add_request(request("a"))
-    while scheduler.has_unfinished_requests():
-        step(scheduler, runner)
+    scheduler, runner = scheduler_with("a")
+    run(scheduler, runner)
     assert scheduler.make_stats() is None
     assert scheduler._stats.request_pages_held == scheduler._stats.request_tokens_per_forward == []
 

@@ -7,25 +7,20 @@ from hypothesis import strategies as st
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
 from tests.oracles import maskkv as plain_maskkv
 
-PROFILE = [0.3, 0.1, 0.1, 0.5]
 
-
-def budgets(kind, average, importance, prompt_length=100, *, base_share=0.4):
-    return layer_budgets(kind, average, importance, prompt_length, base_share=base_share)
-
-
-def test_layers_of_no_importance_get_the_same():
-    for kind in ("uniform", "boundary", "squeeze"):
-        assert budgets(kind, 7, [0.0] * 4) == [7] * 4
-    # Not a matter of importance.
-    assert budgets("pyramid", 20, [0.0] * 4) == budgets("pyramid", 20, PROFILE)
-
-
-def test_pyramid():
-    # The last int(20 / 20) = 1, the first 2 · 20 − 1; 39, 39 − 38 / 3, 39 − 76 / 3, 1.
-    assert budgets("pyramid", 20, PROFILE) == [39, 26, 13, 1]
-    assert budgets("pyramid", 10, [1, 1, 1]) == [20, 10, 0]
-    assert budgets("pyramid", 10, [1]) == [10]
+@pytest.mark.parametrize(
+    ("kind", "average", "importance", "expected"),
+    [
+        # Layers of no importance get the same.
+        *((kind, 7, [0.0] * 4, [7] * 4) for kind in ("uniform", "boundary", "squeeze")),
+        # The last int(20 / 20) = 1, the first 2 · 20 − 1; 39, 39 − 38 / 3, 39 − 76 / 3, 1, whatever their importance.
+        *(("pyramid", 20, importance, [39, 26, 13, 1]) for importance in ([0.0] * 4, [0.3, 0.1, 0.1, 0.5])),
+        ("pyramid", 10, [1, 1, 1], [20, 10, 0]),
+        ("pyramid", 10, [1], [10]),
+    ],
+)
+def test_budgets(kind, average, importance, expected):
+    assert layer_budgets(kind, average, importance, 100, base_share=0.4) == expected
 
 
 IMPORTANCE = st.lists(st.floats(0, 2), min_size=1, max_size=12)
@@ -35,7 +30,7 @@ IMPORTANCE = st.lists(st.floats(0, 2), min_size=1, max_size=12)
 @settings(max_examples=80, deadline=None)
 @given(average=st.integers(0, 80), importance=IMPORTANCE, base_share=st.floats(0, 1), prompt_length=st.integers(1, 100))
 def test_budgets_sum_to_no_more_than_the_average(kind, average, importance, base_share, prompt_length):
-    floored = budgets(kind, average, importance, prompt_length, base_share=base_share)
+    floored = layer_budgets(kind, average, importance, prompt_length, base_share=base_share)
     layers = len(importance)
     assert len(floored) == layers
     assert min(floored) >= 0

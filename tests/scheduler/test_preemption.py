@@ -11,11 +11,10 @@ from vllm.v1.request import RequestStatus
 
 from tests.scheduler.test_diffusion_scheduler import (
     HF_CONFIG,
-    StandInRunner,
     assert_empty,
-    make_scheduler,
     request,
     run,
+    scheduler_with,
     step,
 )
 
@@ -26,10 +25,7 @@ SDAR = SimpleNamespace(**vars(HF_CONFIG) | {"model_type": "sdar", "block_size": 
 def make(*requests, num_blocks, **settings):
     """A scheduler with these requests and pages for so many blocks, and a runner."""
     settings = {"cache_method": "block", "page_size": 4, "log_stats": True} | settings
-    scheduler = make_scheduler(hf_config=SDAR, num_pages=2 * num_blocks + 1, **settings)
-    for each in requests:
-        scheduler.add_request(each)
-    return scheduler, StandInRunner()
+    return scheduler_with(*requests, hf_config=SDAR, num_pages=2 * num_blocks + 1, **settings)
 
 
 def of_blocks(name, prompt, response, **settings):
@@ -38,21 +34,17 @@ def of_blocks(name, prompt, response, **settings):
     return request(name, prompt_length=4 * prompt, **asked)
 
 
-def running(scheduler):
-    return [each.request_id for each in scheduler.running]
-
-
-def test_admission_reserves_the_prompt_and_the_first_block():
-    scheduler, runner = make(*[of_blocks(name, 2, 20) for name in "abcd"], num_blocks=25)
-    assert step(scheduler, runner)[0] == [*"abcd"]
-    assert scheduler.pages.num_reserved == 4 * 2 * (2 + 1)
-    assert scheduler.pages.num_allocated == 4 * 2 * 2
-
-
-def test_the_last_block_is_never_kept():
-    scheduler, runner = make(*[of_blocks(name, 2, 1, steps_per_block=2) for name in "abc"], num_blocks=4)
-    assert step(scheduler, runner)[0] == [*"ab"]
-    assert scheduler.pages.num_reserved == 2 * 2 * 2
+@pytest.mark.parametrize(
+    ("response", "num_blocks", "ran", "reserved"),
+    # The last block is never kept.
+    [(20, 25, "abcd", 2 + 1), (1, 4, "ab", 2)],
+)
+def test_admission_reserves_the_prompt_and_the_first_block(response, num_blocks, ran, reserved):
+    requests = [of_blocks(name, 2, response, steps_per_block=2) for name in "abcd"]
+    scheduler, runner = make(*requests, num_blocks=num_blocks)
+    assert step(scheduler, runner)[0] == [*ran]
+    assert scheduler.pages.num_reserved == len(ran) * 2 * reserved
+    assert scheduler.pages.num_allocated == len(ran) * 2 * 2
 
 
 def test_the_newest_request_loses_its_pages_and_goes_on_where_it_stood():
@@ -89,13 +81,6 @@ def test_a_watermark_leaves_room_to_grow_beside_requests_that_run(watermark, tog
     assert len(step(scheduler, runner)[0]) == together
 
 
-def test_what_could_never_fit_alone_is_refused():
-    scheduler, runner = make(of_blocks("large", 2, 9), of_blocks("fits", 2, 8), num_blocks=9)
-    _, tokens, _ = run(scheduler, runner)
-    assert (len(tokens["large"]), len(tokens["fits"])) == (0, 32)
-    assert_empty(scheduler)
-
-
 def test_a_paused_engine_ends_what_it_has_preempted():
     scheduler, runner = make(of_blocks("a", 1, 4), of_blocks("b", 1, 4), num_blocks=5)
     for _ in range(3):
@@ -113,7 +98,7 @@ def test_running_requests_can_be_made_to_compute_their_pages_again():
     scheduler, runner = make(*[of_blocks(name, 1, 3) for name in "abc"], num_blocks=20)
     step(scheduler, runner)
     assert scheduler.reset_prefix_cache(reset_running_requests=True)
-    assert (running(scheduler), scheduler.pages.num_reserved) == ([], 0)
+    assert (scheduler.running, scheduler.pages.num_reserved) == ([], 0)
     output = scheduler.schedule()
     assert [(name, plan.span) for name, plan in output.plans.items()] == [(name, (0, 12)) for name in "abc"]
     assert not output.new_requests
@@ -134,7 +119,7 @@ def test_running_requests_can_be_made_to_compute_their_pages_again():
 @settings(max_examples=60, deadline=None)
 def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, num_blocks, max_rows, policy, watermark):
     scheduler, runner = make(
-        num_blocks=num_blocks, max_rows=max_rows, policy=policy, watermark=watermark, max_num_seqs=6
+        num_blocks=num_blocks, max_num_batched_tokens=max_rows, policy=policy, watermark=watermark, max_num_seqs=6
     )
     due, aborted, lengths, received = sorted(arrivals), set(), {}, {}
     for at in range(5_000):
@@ -166,7 +151,7 @@ def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, n
 def test_neither_a_long_prompt_nor_those_that_decode_wait(room):
     """Three requests decode in every step while a prompt of 30 blocks is fed in what they leave."""
     decoding = [of_blocks(name, 1, 40, steps_per_block=4) for name in "abc"]
-    scheduler, runner = make(*decoding, num_blocks=1000, max_rows=room)
+    scheduler, runner = make(*decoding, num_blocks=1000, max_num_batched_tokens=room)
     while len(scheduler.running) < 3:
         step(scheduler, runner)
     scheduler.add_request(of_blocks("long", 30, 1))

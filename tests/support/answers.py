@@ -1,15 +1,17 @@
 """An engine's answer to a request, in the form in which the plain versions give theirs."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tests.support.engines import assert_nothing_left, generate
+from tests.support.engines import assert_nothing_left, generate, runner_of
+from tests.support.stepped_engines import Poison, run_in_steps
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from dllm_engine import LLM
+    from dllm_engine import LLM, DiffusionParams
 
 Request = tuple[list[int], dict[str, Any]]
 """A prompt and what is asked of it: fields of ``DiffusionParams``."""
@@ -44,21 +46,26 @@ def answer_of(
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
 
 
-def answers(llm: "LLM", requests: Sequence[Request]) -> list[Answer]:
-    """Of requests that run together and leave nothing behind, nor find anything that others have left."""
+def params_of(asked: dict[str, Any]) -> "DiffusionParams":
     from dllm_engine import DiffusionParams
 
-    llm.reset_prefix_cache()
+    fields = {"ignore_eos": True} | asked
+    constraint = fields.pop("constraint", None)
+    return DiffusionParams(**fields, extra_args=None if constraint is None else {"constraint": constraint})
 
-    params = [
-        DiffusionParams(
-            **({"ignore_eos": True} | {name: value for name, value in asked.items() if name != "constraint"}),
-            extra_args={"constraint": asked["constraint"]} if "constraint" in asked else None,
-        )
-        for _, asked in requests
-    ]
-    outputs = generate(llm, [prompt for prompt, _ in requests], params)
-    assert_nothing_left(llm)
+
+def answers(llm: "LLM", requests: Sequence[Request], draw: random.Random | None = None) -> list[Answer]:
+    """Of requests that leave nothing behind, nor find anything that others have left. ``draw``: they join at random
+    steps, and page memory holds NaN wherever nothing has been written for a request; otherwise they run together."""
+    llm.reset_prefix_cache()
+    prompts, params = [prompt for prompt, _ in requests], [params_of(asked) for _, asked in requests]
+    if draw is None:
+        outputs = generate(llm, prompts, params)
+        assert_nothing_left(llm)
+    else:
+        joins = [0, *(draw.randrange(12) for _ in requests[1:])]
+        poison = Poison(llm) if runner_of(llm).pages is not None else lambda: None
+        outputs = run_in_steps(llm, prompts, params, joins=joins, after_step=poison).outputs
     return [
         answer_of(
             output,

@@ -148,9 +148,10 @@ def any_text(vocab_size: int, never: set[int]) -> Automaton:
 def assert_answers_as(
     llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:
-    """Ask for all requests together and for one alone. ``plain`` decodes one; returns how many were no coin toss."""
+    """Ask for all requests, which join one another, and for one alone. ``plain`` decodes one; returns how many were no
+    coin toss."""
     compared = 0
-    for request, answer in zip(requests, answers(llm, requests), strict=True):
+    for request, answer in zip(requests, answers(llm, requests, random.Random(len(requests))), strict=True):
         run = plain(*request)
         if run.closest <= COIN_TOSS:
             continue
@@ -159,6 +160,7 @@ def assert_answers_as(
             assert one.tokens == run.tokens, request
             assert one.order == run.order, request
             assert one.computed == run.computed, request
+            assert one.tokens_computed == answer.tokens_computed, request
             for name, expected in run.traces.items():
                 assert one.traces.get(name, []) == expected, (name, request)
     return compared

@@ -10,6 +10,8 @@ import torch
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
     from dllm_engine import LLM
     from dllm_engine.scheduler.step_plan import StepPlan
 
@@ -18,10 +20,17 @@ if TYPE_CHECKING:
 class Run:
     """What became of some requests."""
 
-    tokens: list[list[int]] = field(default_factory=list)
-    figures: list[Any] = field(default_factory=list)
+    outputs: list["RequestOutput"] = field(default_factory=list)
     plans: list[list["StepPlan"]] = field(default_factory=list)
     """Of each step, the plans of all requests in it."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [list(output.outputs[0].token_ids) for output in self.outputs]
+
+    @property
+    def figures(self) -> list[Any]:
+        return [output.outputs[0].diffusion for output in self.outputs]
 
 
 def run_in_steps(
@@ -52,13 +61,12 @@ def run_in_steps(
                     llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params[i])
             for output in llm.llm_engine.step():
                 if output.finished:
-                    outputs[int(output.request_id)] = output.outputs[0]
+                    outputs[int(output.request_id)] = output
             after_step()
             step += 1
     finally:
         runner.denoiser.forward = forward
-    run.tokens = [list(outputs[i].token_ids) for i in range(len(prompts))]
-    run.figures = [outputs[i].diffusion for i in range(len(prompts))]
+    run.outputs = [outputs[i] for i in range(len(prompts))]
     assert_nothing_left(llm)
     return run
 
@@ -85,29 +93,19 @@ class Poison:
         self.held = held
 
 
-def abort_all(llm: "LLM", prompts: Sequence[list[int]], params: Sequence[Any], seed: int) -> set[str]:
-    """Abort requests in random order, one before anything runs and the others while all run; returns the scopes of the
-    steps that they had before them."""
+def abort_all(llm: "LLM", prompts: Sequence[list[int]], params: Sequence[Any], seed: int) -> None:
+    """Abort requests in random order, one before anything runs and the others while all run."""
     draw = random.Random(seed)
     for i, prompt in enumerate(prompts):
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
     left = list(range(len(prompts)))
     draw.shuffle(left)
-    scopes: set[str] = set()
-    scheduler = scheduler_of(llm)
-
-    def abort() -> None:
-        before = dict(scheduler.states)
-        llm.llm_engine.abort_request([str(left.pop())])
-        for request_id in before.keys() - scheduler.states.keys():
-            scopes.add(scheduler.method.plan(before[request_id].spec, before[request_id].progress).scope.value)
-
-    abort()
+    pages = scheduler_of(llm).pages
+    llm.llm_engine.abort_request([str(left.pop())])
     while llm.llm_engine.has_unfinished_requests():
         llm.llm_engine.step()
         if left and draw.random() < 0.9:
-            abort()
-        assert scheduler.pages.num_allocated <= scheduler.pages.num_reserved
-        assert len(held_pages(llm)) == scheduler.pages.num_allocated
+            llm.llm_engine.abort_request([str(left.pop())])
+        assert pages.num_allocated <= pages.num_reserved
+        assert len(held_pages(llm)) == pages.num_allocated
     assert_nothing_left(llm)
-    return scopes

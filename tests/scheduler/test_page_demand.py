@@ -1,4 +1,4 @@
-"""Plans and pages of the methods that refresh at intervals and adapt in between."""
+"""Pages that requests hold are bounded by what is reserved for them."""
 
 from typing import Any
 
@@ -7,33 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods.maskkv import average_budget
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Guidance, ParallelRule
-from tests.support.plans import FULL_METHODS, cache_of, engine_options, plan_of, spec_of
-
-INTERVALS = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
+from dllm_engine.scheduler.request import Blocks, DecodingSpec
+from tests.support.plans import FULL_METHODS, engine_options, spec_of
 
 
 def spec(cache, **changes) -> DecodingSpec:
     return spec_of(**({"steps": 13, "cache": cache} | changes))
-
-
-@pytest.mark.parametrize("open_count", [{"parallel": ParallelRule("threshold", 0.9)}, {"guidance": Guidance()}])
-@pytest.mark.parametrize("method", ["dllm_cache", "maskkv"])
-def test_where_a_pass_unmasks_as_many_as_it_may_intervals_count_tokens(method, open_count):
-    request, progress, scopes = spec(cache_of(method, **INTERVALS), **open_count), Progress(masked=[21]), []
-    # Known before each pass: 0, 2, 3, 4, 4, 8, 10, 15. The prompt is due at 4, 8, 12, …, the response at 3, 6, 9, ….
-    for num_unmasked in (2, 1, 1, 0, 4, 2, 5, 6):
-        scopes.append(plan_of(request, method, progress).scope.value)
-        progress.num_forwards += 1
-        progress.num_unmasked += num_unmasked
-        progress.last_unmasked = num_unmasked
-    assert scopes == "all active response prompt active all response all".split()
-
-
-# Pages
 
 
 def test_a_rank_reserves_for_all_that_may_fall_to_its_heads():
@@ -56,16 +36,6 @@ def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_
         with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
             engine.method.longest_demand(engine.cache, small, 64)
     assert small.__class__(**(vars(small) | {"page_size": 3})).feature_pages(5) == 5
-
-
-@pytest.mark.parametrize(
-    ("kv_budget", "retention_ratio", "prompt_length", "average"),
-    [(256, 1.0, 100, 100), (30, 1.0, 100, 30), (None, 0.29, 100, 28), (30, 0.2, 100, 20), (30, 0.5, 100, 30)],
-)
-def test_average_budget_is_the_lower_of_tokens_and_share(kv_budget, retention_ratio, prompt_length, average):
-    options = cache_of("maskkv", kv_budget=kv_budget, retention_ratio=retention_ratio)
-    # 0.29 · 100 is a little less than 29.
-    assert average_budget(options, prompt_length) == average
 
 
 OF_NO_PLAN = {"scorer", "head_budget", "observation_window", "pool_kernel_size", "keep_schedule"}
@@ -124,17 +94,3 @@ def test_no_request_needs_more_pages_than_the_longest(method, data):
     running = Blocks(first, data.draw(st.integers(first + 1, most), label="stop"))
     held = engine.method.held(request, running, geometry)
     assert sum(map(sum, held.values())) <= demand
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_short_prompt_may_need_more_than_the_shortest(ranks):
-    """Of one token a share of a half leaves none; of two a rank may retain both."""
-    engine = engine_options("maskkv", kv_budget=None, retention_ratio=0.5, layer_budget="pyramid")
-    # A page holds the features of any response here.
-    geometry = PoolGeometry(
-        page_size=4, num_layers=4, num_kv_heads=2 // ranks, head_dim=8, hidden_size=8 // ranks, total_kv_heads=2
-    )
-    longest = engine.method.longest_demand(engine.cache, geometry, 9)
-    for prompt_length in range(1, 9):
-        request = spec(engine.cache, prompt_length=prompt_length, gen_length=9 - prompt_length, block_length=1)
-        assert engine.method.page_demand(request, geometry) <= longest, prompt_length
