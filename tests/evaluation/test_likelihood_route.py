@@ -4,9 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from fastapi import HTTPException
 
 from dllm_engine.evaluation.likelihood import log_likelihoods, num_canvases, weighted_masks
-from dllm_engine.evaluation.likelihood_route import EngineNotReadyError, PassQueue
+from dllm_engine.evaluation.likelihood_route import ForwardPasses
 from tests.support.engines import assert_nothing_left
 
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
@@ -124,89 +125,67 @@ class Engine:
 
     def __init__(self, *failures):
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=10))
-        self.passes, self.failures, self.num_weight_changes = [], list(failures), 0
+        self.passes, self.failures = [], list(failures)
+        self.num_weight_changes = self.changes_per_pass = 0
 
     async def collective_rpc(self, method, args):
         sequences, _ = args
         self.passes.append([sequence[0] for sequence in sequences])
         await asyncio.sleep(0)
+        self.num_weight_changes += self.changes_per_pass
         if self.failures:
             raise self.failures.pop()
         return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
 
 
-def computed(engine, *requests, during=lambda tasks, queue: None):
-    """What each request, a list of (mark, number of rows) of canvases, gets."""
+def computed(engine, *requests, during=lambda tasks, passes: None):
+    """The log-probabilities of each request, a list of (mark, number of rows) of canvases."""
 
-    async def one(queue, request):
-        found = []
-        await queue.compute(engine, iter([([mark] * size, [0]) for mark, size in request]), found.extend)
-        return found
+    async def one(passes, request):
+        canvases = [([mark] * size, [0]) for mark, size in request]
+        return [value async for (value,) in passes.logprobs(engine, canvases)]
 
     async def run():
-        queue = PassQueue()
-        tasks = [asyncio.create_task(one(queue, request)) for request in requests]
+        passes = ForwardPasses()
+        tasks = [asyncio.create_task(one(passes, request)) for request in requests]
         await asyncio.sleep(0)
-        during(tasks, queue)
+        during(tasks, passes)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-def test_canvases_of_all_requests_share_passes_in_turn():
+def test_requests_take_turns_with_passes_of_as_many_canvases_as_fit():
     engine = Engine()
-    many, few = [(1, 4)] * 5, [(2, 4)] * 2
-    assert computed(engine, many, few, []) == [[1.0] * 5, [2.0] * 2, []]
-    assert engine.passes == [[1, 2], [1, 2], [1, 1], [1]]
-
-
-def test_a_canvas_longer_than_a_pass_takes_one_of_its_own():
-    engine = Engine()
-    assert computed(engine, [(1, 12), (2, 3), (3, 3)]) == [[1.0, 2.0, 3.0]]
-    assert engine.passes == [[1], [2, 3]]
+    first = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
+    assert computed(engine, first, [(4, 10)] * 2, []) == [[1.0] * 3 + [2.0] + [3.0] * 3, [4.0] * 2, []]
+    assert engine.passes == [[1, 1], [4], [1], [4], [2], [3, 3, 3]]
 
 
 def test_a_client_that_leaves_takes_its_canvases_along():
     engine = Engine()
-    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, queue: tasks[0].cancel())
+    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, passes: tasks[0].cancel())
     assert isinstance(left, asyncio.CancelledError)
     assert stayed == [2.0, 2.0]
-    assert sum(passed.count(1) for passed in map(list, engine.passes)) <= 2
+    assert engine.passes == [[1], [2], [2]]
 
 
 def test_a_server_that_stops_ends_all_requests_with_its_error():
     error = RuntimeError("stopping")
-    found = computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda tasks, queue: queue.end(error))
-    assert found == [error, error]
+    assert computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda _, passes: passes.end(error)) == [error, error]
 
 
-def test_a_pass_that_fails_fails_the_requests_in_it_and_no_other():
+def test_a_pass_that_fails_fails_its_request_and_no_other():
     error = RuntimeError("lost")
     assert computed(Engine(error), [(1, 10)] * 2, [(2, 10)]) == [error, [2.0]]
 
 
-def test_a_likelihood_never_comes_from_two_sets_of_weights():
+@pytest.mark.parametrize(("num_canvases", "is_refused"), [(1, False), (2, True)])
+def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refused):
     engine = Engine()
-
-    def change(tasks, queue):
-        engine.num_weight_changes += 1
-
-    first, second = [(1, 10)] * 2, [(2, 10)]
-    found = computed(engine, first, second, during=change)
-    assert found == [[1.0, 1.0], [2.0]]  # none had begun
-    engine.collective_rpc = changing(engine)
-    (found,) = computed(engine, first)
-    assert isinstance(found, EngineNotReadyError)
-
-
-def changing(engine):
-    rpc = engine.collective_rpc
-
-    async def changed(method, args):
-        engine.num_weight_changes += 1
-        return await rpc(method, args)
-
-    return changed
+    engine.changes_per_pass = 1
+    (result,) = computed(engine, [(1, 10)] * num_canvases)
+    assert isinstance(result, HTTPException) == is_refused
 
 
 # lm_eval
