@@ -10,9 +10,9 @@ from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, n
 from dllm_engine.cli.arguments import GUIDED, ONE, RULES, add_options, add_value, positive_int, positive_ints
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations
-from dllm_engine.evaluation.bench import COLUMNS, SCHEMA, Workload, comparison, measure, random_engine
+from dllm_engine.evaluation.bench import COLUMNS, Workload, comparison, measure, random_engine
 from dllm_engine.evaluation.comparison import table
-from dllm_engine.evaluation.result_file import check_folder_of, read_results
+from dllm_engine.evaluation.result_file import SCHEMA, check_folder_of, read_results
 from dllm_engine.families import family_of
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.text import json_rows
@@ -51,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        first, second = (read_results(path, "bench", SCHEMA) for path in args.compare)
+        first, second = (read_results(path, "bench") for path in args.compare)
         print(comparison(first, second, args.compare))
         return 0
     for name, value in (QUICK if args.quick else DEFAULTS).items():

@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,12 @@ from dllm_engine.cli.engine import (
     prepare,
 )
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.comparison import COLUMNS, SCHEMA, Combination, Comparison, Task, table, write_csv
-from dllm_engine.evaluation.harness import HarnessSettings, HarnessTask, check_lm_eval, tasks_of_papers
+from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table, write_csv
+from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, HOLES, MATCHES, NEEDLE, OwnTasks, demo_tasks, read_tasks
-from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
-from dllm_engine.evaluation.plots import draw_heat_maps, draw_rows, plot_beside
+from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
+from dllm_engine.evaluation.plots import draw_heat_maps, draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
@@ -51,6 +51,9 @@ from dllm_engine.vllm_hooks.release import check_release
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
 """Response tokens that hold the answers of the demo tasks."""
+HARNESS = {"num_fewshot", "metric", "max_prompt_tokens", "seed", "mc_num", "count", "include_path"}
+HARNESS |= {"confirm_run_unsafe_code"}
+"""Arguments that are settings of a ``HarnessTask``."""
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
     *("cache_method", "cache_option", "retention_ratio", "guide_model", GUIDED, *GUIDING),
@@ -143,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     plot = None if args.output is None else plot_beside(args.output)
     wanted = combinations(args, args.batch)
     subject = {name: value for name, value in vars(args).items() if name not in FREE}
-    comparison = Comparison(wanted, _tasks(args), ResultFile(args.output, "eval", SCHEMA, subject), load)
+    comparison = Comparison(wanted, _tasks(args), ResultFile(args.output, "eval", subject), load)
     try:
         comparison.run()
     except KeyboardInterrupt:
@@ -215,12 +218,12 @@ def _rules(args: argparse.Namespace) -> list[tuple[str, str | None, dict[str, An
 def harness_tasks(args: argparse.Namespace) -> list[HarnessTask]:
     """The tasks of ``--lm-eval`` or ``--paper-task``; raises ``ValueError`` for an unknown benchmark."""
     check_lm_eval()
-    settings = HarnessSettings(**{f.name: getattr(args, f.name) for f in fields(HarnessSettings) if f.name in args})
     if args.lm_eval is not None:
-        tasks = [HarnessTask(name, settings) for name in args.lm_eval.split(",")]
+        tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
-        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper, settings)
-    return [replace(task, **given(args, ("num_fewshot", "metric", "max_prompt_tokens"))) for task in tasks]
+        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
+    own = given(args, HARNESS & vars(args).keys())
+    return [replace(task, with_chat_template=task.with_chat_template and args.chat_template, **own) for task in tasks]
 
 
 def _tasks(args: argparse.Namespace) -> Sequence[Task]:
@@ -251,7 +254,7 @@ def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None)
     write_csv([row.values for row in rows], args.output.with_suffix(".csv"))
     written = [args.output, args.output.with_suffix(".csv")]
     if plot is not None and any(row.answers.cost.requests for row in rows):
-        draw_rows(rows, plot)
+        draw_tradeoff([row.values for row in rows if row.answers.cost.requests], plot)
         written.append(plot)
     # A file of one's own may have the same name, but no parts.
     needles = [row for row in rows if row.task == NEEDLE and row.result and row.result.details]

@@ -24,7 +24,7 @@ from dllm_engine.cli.engine import (
     given,
 )
 from dllm_engine.demo import DEMO_MODELS, model_path
-from dllm_engine.evaluation.trials import chosen_setting
+from dllm_engine.evaluation.tuning import chosen_setting
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.text import one_line

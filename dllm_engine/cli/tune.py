@@ -30,9 +30,9 @@ from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.plots import plot_beside
+from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Answers, Cost, Runner
-from dllm_engine.evaluation.trials import RULES, Setting, Space, TrialFile
-from dllm_engine.evaluation.tuning import Search, draw, report
+from dllm_engine.evaluation.tuning import RULES, Search, Setting, Space, draw, report
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import choices
@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         raise
     finally:
         runner.stop()
-        if set(args.batch) <= search.file.plain.speeds.keys():
-            _finish(args, search.file, task, plot)
+        if set(args.batch) <= search.plain.speeds.keys():
+            _finish(args, search, task, plot)
     return 0
 
 
@@ -181,9 +181,9 @@ def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
         asked = partial(task.scores, decoding=own, examples=examples[indices.start : indices.stop])
         return runner.run(engine | setting.engine, asked, answers, at_once), answers.cost
 
-    file = TrialFile(args.output, subject, args.loss / 100)
+    file = ResultFile(args.output, "tune", subject)
     how = {"batches": args.batch, "at_once": at_once, "num_examples": size, "budget": 60 * args.budget}
-    return Search(ask, file, space, **how)
+    return Search(ask, file, args.loss / 100, space, **how)
 
 
 def _tell(bar: Any, what: str, left: float) -> None:
@@ -192,7 +192,7 @@ def _tell(bar: Any, what: str, left: float) -> None:
     bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
 
 
-def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | None) -> None:
+def _finish(args: argparse.Namespace, search: Search, task: Task, plot: Path | None) -> None:
     """Print and write the result, which may be that of an interrupted search."""
     from dllm_engine.evaluation.hardware import provenance
     from dllm_engine.params import DiffusionParams
@@ -205,9 +205,9 @@ def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | 
     stated = {name: getattr(args, name) for name, value in unset.items() if getattr(args, name) != value}
     chosen, commands = {}, {}
     for batch in dict.fromkeys(args.batch):
-        trial = file.chosen(batch)
+        trial = search.chosen(batch)
         engine, decoding = trial.setting.engine, brought | trial.setting.decoding
-        chosen[str(batch)] = {"engine": engine, "decoding": decoding, **file.figures(batch, trial)}
+        chosen[str(batch)] = {"engine": engine, "decoding": decoding, **search.figures(batch, trial)}
         engine = stated | dict(args.engine_arg) | engine
         arguments = "".join(f", {name}={value!r}" for name, value in engine.items() if value != {})
         commands[batch] = [
@@ -215,9 +215,9 @@ def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | 
             f"llm = LLM({args.model!r}{arguments})",
             f"params = {DiffusionParams(gen_length=length, **decoding)!r}",
         ]
-    print(report(file, commands))
-    file.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
+    print(report(search, commands))
+    search.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
     print(f"\nwrote {args.output}; `dllm serve {args.model} --settings {args.output}` serves the chosen setting")
     if plot is not None:
-        draw(file, list(commands), plot)
+        draw(search, list(commands), plot)
         print(f"wrote {plot}")

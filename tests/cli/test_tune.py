@@ -10,7 +10,7 @@ from dllm_engine.cli import tune
 from dllm_engine.cli.arguments import as_words, key_value
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.evaluation import trials, tuning
+from dllm_engine.evaluation import tuning
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
@@ -21,7 +21,7 @@ def short(monkeypatch):
     """Fewer settings, timed less often."""
     monkeypatch.setattr(tuning, "MIN_TIMED", 1)
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
-        monkeypatch.setattr(trials, name, ())
+        monkeypatch.setattr(tuning, name, ())
 
 
 def tuned(output, *arguments):

@@ -26,7 +26,7 @@ def make(demo):
 
     assert DiffusionLM is get_model("dllm")
     assert "hf" in model_registry, "its own models stay known"
-    return lambda decoding=None, **settings: DiffusionLM(demo, decoding, **settings)
+    return lambda decoding=None, **settings: DiffusionLM(demo, **(decoding or {}), **settings)
 
 
 def requests(kind, *arguments):
@@ -144,7 +144,6 @@ def test_chat_templates_may_leave_the_answer_open(make):
     ("settings", "asked", "named"),
     [
         ({"decoding": {"num_steps": 3}}, {}, "num_steps"),
-        ({"mc_num": 0}, {}, "mc_num=0"),
         ({"max_prompt_tokens": 1}, {}, "max_prompt_tokens=1"),
         ({}, {"num_beams": 4}, "num_beams=4 is not supported"),
     ],

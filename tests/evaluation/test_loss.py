@@ -3,7 +3,7 @@
 import pytest
 
 from dllm_engine.evaluation.comparison import mean_and_error
-from dllm_engine.evaluation.trials import Loss
+from dllm_engine.evaluation.tuning import Loss
 
 
 def test_the_interval_is_that_of_bonett_and_price():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dllm_engine.evaluation.trials import PLAIN, RULES, Setting, Space
+from dllm_engine.evaluation.tuning import PLAIN, RULES, Setting, Space
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams

@@ -6,9 +6,9 @@ import random
 import pytest
 
 from dllm_engine.evaluation import tuning as module
+from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost
-from dllm_engine.evaluation.trials import PLAIN, Setting, Space, TrialFile
-from dllm_engine.evaluation.tuning import Search
+from dllm_engine.evaluation.tuning import PLAIN, Search, Setting, Space
 
 NUM_EXAMPLES = 400
 SPACE = Space(
@@ -55,10 +55,11 @@ class MadeUpModel:
 @pytest.fixture
 def searched(tmp_path):
     def search(model, *, loss=0.02, batches=(1, 16), budget=10_000.0, name="tune.json"):
-        file = TrialFile(tmp_path / name, {"model": "made up"}, loss)
+        file = ResultFile(tmp_path / name, "tune", {"model": "made up"})
         how = {"batches": batches, "at_once": 16, "num_examples": NUM_EXAMPLES, "budget": budget}
-        file.is_through = Search(model, file, SPACE, **how, clock=lambda: model.seconds).run()
-        return file
+        made = Search(model, file, loss, SPACE, **how, clock=lambda: model.seconds)
+        made.is_through = made.run()
+        return made
 
     return search
 
