@@ -153,7 +153,7 @@ def main() -> None:
                 "floor_over_time": floor / seconds,
             }
         )
-    report(options, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json(), figures=figures)
+    report(options, figures, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json())
 
 
 if __name__ == "__main__":

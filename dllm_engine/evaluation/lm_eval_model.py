@@ -76,7 +76,7 @@ class DiffusionLM(TemplateLM):
 
     def __init__(
         self,
-        pretrained: str | LLM,
+        pretrained: str | LLM = "",
         *,
         mc_num: int = NUM_SAMPLES,
         mc_seed: int = 0,
@@ -89,6 +89,8 @@ class DiffusionLM(TemplateLM):
         **options: Any,
     ) -> None:
         super().__init__()
+        if pretrained == "":
+            raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)")
         if max_prompt_tokens is not None and max_prompt_tokens < 2:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at least 2")
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.

@@ -4,8 +4,7 @@ import time
 
 import pytest
 from floor import PassShape
-from inner_time import InnerTime
-from passes import observed_step
+from passes import InnerTime, observed_step
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left, runner_of
