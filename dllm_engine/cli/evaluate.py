@@ -138,8 +138,8 @@ def add_task_arguments(parser: argparse.ArgumentParser) -> "argparse._ArgumentGr
 def run(args: argparse.Namespace) -> int:
     if args.paper_table is not None:
         table = paper_table(args.paper_table)
-        args.paper, args.paper_task = table.paper, table.benchmarks
-        args.methods, args.unmasking_rules = args.methods or table.methods, args.unmasking_rules or table.rules
+        args.paper, args.paper_task = table["paper"], table["benchmarks"]
+        args.methods, args.unmasking_rules = args.methods or table["methods"], args.unmasking_rules or table["rules"]
     asks_demo_model = args.lm_eval is None and args.paper_task is None
     if asks_demo_model and args.gen_length is None and ".jsonl" not in args.tasks:
         args.gen_length = ANSWER_LENGTH

@@ -43,7 +43,7 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Combination:
     """A cache method with a way of unmasking, as the command line names them. ``engine`` and ``decoding`` are arguments
     of ``LLM`` and of ``DiffusionParams``, here and below."""
@@ -113,14 +113,10 @@ class Task(ABC):
 
 
 @dataclass
-class Row:
+class Row(Combination):
     """A combination on a task."""
 
-    method: str
-    unmasking: str
     task: str
-    engine: dict[str, Any]
-    decoding: dict[str, Any]
     answers: Answers = field(default_factory=Answers)
     """Texts only until all requests are answered."""
     result: Result | None = None
@@ -159,7 +155,7 @@ class Comparison:
             for task in tasks:
                 engine = {name: value for name, value in task.engine_of(combination).items() if value is not None}
                 label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-                row = Row(combination.method, combination.unmasking, label, engine, task.decoding_of(combination))
+                row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
                 self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
         self.rows |= {key: row for key, row in stored.items() if key not in self.rows}
         self.errors: dict[str, str] = {}

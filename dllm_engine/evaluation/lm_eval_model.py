@@ -67,8 +67,6 @@ class DiffusionLM(TemplateLM):
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
         answer: what answers the requests.
-        batch_size, max_batch_size, device: lm_eval's, ignored: the engine batches what fits, on the device that vLLM
-            finds.
 
     Raises:
         ValueError: an option that is unknown or out of range.
@@ -83,9 +81,6 @@ class DiffusionLM(TemplateLM):
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
         answer: Answer = answer_at_once,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -93,6 +88,8 @@ class DiffusionLM(TemplateLM):
             raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)")
         if max_prompt_tokens is not None and max_prompt_tokens < 2:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at least 2")
+        for name in ("batch_size", "max_batch_size", "device"):
+            options.pop(name, None)  # lm_eval's: the engine batches what fits, on the device that vLLM finds
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.
         self.decoding = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
         if isinstance(text := options.get("cache_options"), str) and text.startswith("{"):

@@ -7,7 +7,6 @@ way is a turn each. Every row here unmasks one token per step.
 """
 
 import tomllib
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,43 +26,24 @@ PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
 """A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """A table, or figure, of a paper. ``methods`` and ``rules`` are as ``--methods`` and ``--unmasking-rules`` take
-    them."""
-
-    paper: str
-    name: str
-    about: str
-    models: str = ""
-    benchmarks: str = ""
-    """Empty where it cannot be made."""
-    methods: str = "all"
-    rules: str = "one"
-    without: str = ""
-    """The parts that cannot be made, or are ours, and why."""
-
-    @property
-    def key(self) -> str:
-        """As ``--paper-table`` takes it."""
-        return f"{self.paper}/{self.name}"
+PAPER_TABLES: dict[str, dict[str, str]] = {
+    f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"}
+    | table
+    | ({"benchmarks": group} if (group := paper.get("groups", {}).get(table.get("benchmarks"))) else {})
+    for name, paper in _PAPERS.items()
+    for table in paper["tables"]
+}
+"""Tables and figures as ``--paper-table`` takes them, with the keys of the file; ``methods`` and ``rules`` are as
+``--methods`` and ``--unmasking-rules`` take them. No ``benchmarks`` if it cannot be made."""
 
 
-def _tables(name: str, groups: dict[str, str]) -> list[PaperTable]:
-    tables = [PaperTable(name, **table) for table in _PAPERS[name]["tables"]]
-    return [replace(table, benchmarks=groups.get(table.benchmarks, table.benchmarks)) for table in tables]
-
-
-PAPER_TABLES = {table.key: table for name, paper in _PAPERS.items() for table in _tables(name, paper.get("groups", {}))}
-
-
-def paper_table(key: str) -> PaperTable:
+def paper_table(key: str) -> dict[str, str]:
     """Raises ``ValueError`` for a table that is unknown, or cannot be made."""
     if key not in PAPER_TABLES:
         raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
     table = PAPER_TABLES[key]
-    if not table.benchmarks:
-        raise ValueError(f"{key} is not made by this command: {table.without}")
+    if not table["benchmarks"]:
+        raise ValueError(f"{key} is not made by this command: {table['without']}")
     return table
 
 

@@ -207,6 +207,7 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
     """
     from vllm.sampling_params import RequestOutputKind
 
+    from dllm_engine.evaluation.hardware import MemoryMeter
     from dllm_engine.scheduler.options.resolve import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
@@ -214,7 +215,7 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
     clock, counted, num_answered = 0.0, 0.0, 0
-    meter = MemoryMeter(llm) if is_in_process(llm) else None
+    meter = MemoryMeter(runner_of(llm), scheduler_of(llm).pages) if is_in_process(llm) else None
     try:
         while num_answered < len(requests):
             begin = time.perf_counter()
@@ -238,43 +239,22 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
                     raise ValueError(f"the engine ended a request: {figures.error}")
                 num_answered += 1
                 ends = end_token_ids(requests[index][1], config)
-                cost = Cost() if meter is None else meter.read()
-                cost.requests, cost.seconds, counted = 1, clock - counted, clock
-                cost.tokens = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-                cost.first_block_seconds = first_blocks[index] - starts[index]
-                cost.latency_seconds = clock - starts[index]
-                cost.tokens_unmasked, cost.forward_passes = figures.tokens_unmasked, figures.forward_passes
-                cost.tokens_computed = figures.tokens_computed
+                cost = Cost(
+                    requests=1,
+                    tokens=next((i for i, token in enumerate(tokens) if token in ends), len(tokens)),
+                    seconds=clock - counted,
+                    first_block_seconds=first_blocks[index] - starts[index],
+                    latency_seconds=clock - starts[index],
+                    tokens_unmasked=figures.tokens_unmasked,
+                    forward_passes=figures.forward_passes,
+                    tokens_computed=figures.tokens_computed,
+                    **({} if meter is None else meter.read()),
+                )
+                counted = clock
                 yield index, completion, cost
     finally:
         if num_answered < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
-
-
-class MemoryMeter:
-    """Measures the memory of an engine in this process from now on; ``look`` after each of its steps."""
-
-    def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.evaluation.hardware import restart_peak
-        from dllm_engine.memory.capacity import models_of
-        from dllm_engine.memory.weights import weights_of_models
-
-        runner, self._pool = runner_of(llm), scheduler_of(llm).pages
-        models = models_of(runner.model_config.hf_config, runner.options)
-        self._weight_bytes = sum(weights_of_models(models, 1, runner.model_config.dtype.itemsize, None))
-        self._page_bytes = 0 if runner.pages is None else runner.pages.memory[0].nbytes
-        self._most_pages, self._before = 0, restart_peak()
-
-    def look(self) -> None:
-        """Count the pages held now."""
-        self._most_pages = max(self._most_pages, self._pool.num_allocated)
-
-    def read(self) -> Cost:
-        """The peaks up to now."""
-        from dllm_engine.evaluation.hardware import peak
-
-        page_bytes, working_bytes = self._most_pages * self._page_bytes, max(0, peak() - self._before)
-        return Cost(weight_bytes=self._weight_bytes, page_bytes=page_bytes, working_bytes=working_bytes)
 
 
 def is_in_process(llm: "LLM") -> bool:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from fastapi import HTTPException
 
-from dllm_engine.evaluation.likelihood import log_likelihoods, num_canvases, weighted_masks
+from dllm_engine.evaluation.likelihood import log_likelihoods
 from dllm_engine.evaluation.likelihood_route import ForwardPasses
 from tests.support.engines import assert_nothing_left
 
@@ -20,16 +20,11 @@ def ask(client):
     return lambda **fields: client.post("/v1/likelihoods", json=fields)
 
 
-@pytest.fixture
-def ids(demo):
-    return demo.get_tokenizer().encode
-
-
-def test_they_are_the_bounds_that_python_computes(ask, demo, ids):
-    prompt, answers = ids(PROMPT), [ids(answer) for answer in ANSWERS]
-    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], num_samples=20, seed=3)
+def test_they_are_the_bounds_that_python_computes(ask, demo):
+    ids = demo.get_tokenizer().encode
+    prompt, answers, settings = ids(PROMPT), [ids(answer) for answer in ANSWERS], {"num_samples": 20, "seed": 3}
+    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], **settings)
     assert expected[0] > expected[1]
-    settings = {"num_samples": 20, "seed": 3}
     for fields in (
         {"prompt": PROMPT, "answers": ANSWERS},
         {"messages": CHAT, "answers": ANSWERS},
@@ -40,16 +35,14 @@ def test_they_are_the_bounds_that_python_computes(ask, demo, ids):
         assert [each["log_likelihood"] for each in reply.json()["data"]] == pytest.approx(expected, rel=1e-5)
         assert [each["num_tokens"] for each in reply.json()["data"]] == [len(answer) for answer in answers]
     assert reply.json()["usage"]["prompt_tokens"] == len(prompt) + sum(map(len, answers))
+    # Masks of the client's own choice.
+    answers, masks = [answers[0], [*answers[0]]], [[0, 1, 2, 3], [2], []]
+    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for answer in answers for mask in masks]
+    data = ask(prompt=prompt, answers=answers, masks=masks).json()["data"]
+    for logprobs, own in zip([*data[0]["logprobs"], *data[1]["logprobs"]], demo.masked_logprobs(canvases), strict=True):
+        assert logprobs == pytest.approx(own, rel=1e-5)
+    assert "log_likelihood" not in data[0]
     assert_nothing_left(demo)
-
-
-def test_masks_of_the_clients_own_choice(ask, demo, ids):
-    prompt, answer, masks = ids(PROMPT), ids(ANSWERS[0]), [[0, 1, 2, 3], [2], []]
-    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for mask in masks]
-    (each,) = ask(prompt=prompt, answers=[answer], masks=masks).json()["data"]
-    for found, expected in zip(each["logprobs"], demo.masked_logprobs(canvases), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert "log_likelihood" not in each
 
 
 @pytest.mark.parametrize(
@@ -108,13 +101,6 @@ def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
     assert "its weights changed; ask again" in reply.json()["error"]["message"]
     with pytest.raises(ValueError, match="weights are incomplete"):
         list(demo.masked_logprobs([([5, 6], [1])]))
-
-
-@pytest.mark.parametrize(("length", "num_samples"), [(1, 1), (3, 7), (3, 6), (7, 127), (7, 128), (7, 126), (5000, 9)])
-def test_the_number_of_canvases_is_known_before(length, num_samples):
-    import numpy as np
-
-    assert num_canvases(length, num_samples) == len([*weighted_masks(length, num_samples, np.random.default_rng(0))])
 
 
 # Passes
