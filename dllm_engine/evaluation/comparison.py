@@ -157,7 +157,7 @@ class Comparison:
                 label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
                 row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
                 self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
-        self.rows |= {key: row for key, row in stored.items() if key not in self.rows}
+        self.rows |= stored
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 

@@ -76,8 +76,8 @@ class MemoryMeter:
         self._most_pages = max(self._most_pages, self._pool.num_allocated)
 
     def read(self) -> dict[str, int]:
-        """Bytes of weights and pages, and those held beyond the memory at first: by PyTorch's allocator on a GPU, else by
-        this process."""
+        """Bytes of weights and pages, and those held beyond the memory at first, by PyTorch's allocator on a GPU, else
+        by this process."""
         if torch.cuda.is_available():
             peak = torch.cuda.max_memory_allocated()
         else:
