@@ -52,7 +52,7 @@ CASES = (
 
 
 def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Of ``paged_attention``; the pages of a request lie anywhere in the pool."""
+    """Arguments of ``paged_attention``; the pages of a request lie anywhere in the pool."""
     lengths = [case.retained] * case.kv_heads
     if case.packed:
         draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)

@@ -1,4 +1,4 @@
-"""What these programs share: arguments, tables and result files."""
+"""Arguments, tables and result files of these programs."""
 
 import argparse
 import json

@@ -24,6 +24,7 @@ with rows and vocabulary, and are shown on their own as well), unmasking, report
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from floor import Floor
@@ -36,7 +37,7 @@ from dllm_engine.evaluation.bench import random_engine
 from dllm_engine.evaluation.runner import runner_of
 
 BLOCK_LENGTH = 32
-"""Where attention goes by blocks, their length counts."""
+"""Not of models whose attention goes by blocks: theirs have a length of their own."""
 
 
 def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
@@ -99,19 +100,18 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
                 if dispatch.kind is not None and not is_first:
                     made[dispatch.kind].append((dispatch, inner))
                 is_first = False
+    measures: dict[str, Callable[[Dispatch, InnerTimes], float]] = {
+        "passes_per_dispatch": lambda dispatch, inner: len(dispatch.passes),
+        "dispatch_ms": lambda dispatch, inner: 1e3 * dispatch.seconds,
+        "model_ms": lambda dispatch, inner: 1e3 * inner.model,
+        "overhead_ms": lambda dispatch, inner: 1e3 * (dispatch.seconds - inner.model),
+        "overhead_per_pass_ms": lambda dispatch, inner: 1e3 * (dispatch.seconds - inner.model) / len(dispatch.passes),
+        "token_statistics_ms": lambda dispatch, inner: 1e3 * inner.statistics,
+    }
     return [
-        {
-            "kind": kind,
-            "dispatches": len(of_kind),
-            "passes_per_dispatch": statistics.median(len(dispatch.passes) for dispatch, _ in of_kind),
-            "dispatch_ms": 1e3 * statistics.median(dispatch.seconds for dispatch, _ in of_kind),
-            "model_ms": 1e3 * statistics.median(inner.model for _, inner in of_kind),
-            "overhead_ms": 1e3 * statistics.median(d.seconds - inner.model for d, inner in of_kind),
-            "overhead_per_pass_ms": 1e3
-            * statistics.median((d.seconds - inner.model) / len(d.passes) for d, inner in of_kind),
-            "token_statistics_ms": 1e3 * statistics.median(inner.statistics for _, inner in of_kind),
-        }
-        for kind, of_kind in sorted(made.items(), reverse=True)
+        {"kind": kind, "dispatches": len(pairs)}
+        | {name: statistics.median(measure(*pair) for pair in pairs) for name, measure in measures.items()}
+        for kind, pairs in sorted(made.items(), reverse=True)
     ]
 
 

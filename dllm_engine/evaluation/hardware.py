@@ -84,5 +84,8 @@ class MemoryMeter:
             high_water = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
             assert high_water
             peak = 1024 * int(high_water[1])
-        held = {"page_bytes": self._most_pages * self._page_bytes, "working_bytes": max(0, peak - self._before)}
-        return {"weight_bytes": self._weight_bytes, **held}
+        return {
+            "weight_bytes": self._weight_bytes,
+            "page_bytes": self._most_pages * self._page_bytes,
+            "working_bytes": max(0, peak - self._before),
+        }

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,21 +132,17 @@ class HarnessTask(Task):
 
 
 @cache
-def task_manager(include_path: Path | None, of_file: bool) -> Any:
+def task_manager(include_path: Path | None, is_file: bool) -> Any:
     """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not of_file)
+    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not is_file)
 
 
 def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'") from error
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'")
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:

@@ -1,4 +1,4 @@
-"""What the instruments see of an engine's dispatches, and that they leave nothing behind."""
+"""The instruments see an engine's dispatches, and leave nothing behind."""
 
 import time
 

@@ -192,8 +192,8 @@ def test_lm_evals_model_asks_a_server_for_the_same_likelihoods(client, demo, mon
     remote = lm_eval_model.DiffusionAPI(base_url=url, mc_num=16, **settings)
     local = lm_eval_model.DiffusionLM(demo, mc_num=16, check_greedy=False)
     asked = [Instance("loglikelihood", {}, (PROMPT, answer), i) for i, answer in enumerate(ANSWERS)]
-    found, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+    bounds, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
+    assert [value for value, _ in bounds] == pytest.approx([value for value, _ in expected], rel=1e-5)
     too_long = Instance("loglikelihood", {}, (PROMPT, " a" * 300), 0)
     with pytest.raises(RuntimeError, match=r"/v1/likelihoods.*256"):
         remote.loglikelihood([too_long])

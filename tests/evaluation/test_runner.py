@@ -23,13 +23,13 @@ def requests():
 
 def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests):
     outputs = generate(llm, PROMPTS, [params for _, params in requests])
-    most, found, total = 0, {}, Cost()
+    most, tokens, total = 0, {}, Cost()
     for index, output, cost in answered(llm, requests, at_once=2):
         most = max(most, len(scheduler_of(llm).states))
-        found[index] = list(output.token_ids)
+        tokens[index] = list(output.token_ids)
         total.add(cost)
     assert most <= 2
-    assert [found[index] for index in range(4)] == [list(output.outputs[0].token_ids) for output in outputs]
+    assert [tokens[index] for index in range(4)] == [list(output.outputs[0].token_ids) for output in outputs]
     figures = [output.outputs[0].diffusion for output in outputs]
     assert (total.requests, total.tokens, total.tokens_unmasked) == (4, 32, 32)
     assert total.forward_passes == sum(figure.forward_passes for figure in figures)
