@@ -52,7 +52,7 @@ CASES = (
 
 
 def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Of ``paged_attention``; the pages of a request lie anywhere in the pool."""
+    """Arguments of ``paged_attention``; the pages of a request lie anywhere in the pool."""
     lengths = [case.retained] * case.kv_heads
     if case.packed:
         draw, around = torch.Generator().manual_seed(0), (case.retained // 2, case.retained * 3 // 2 + 1)
@@ -153,7 +153,7 @@ def main() -> None:
                 "floor_over_time": floor / seconds,
             }
         )
-    report(options, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json(), figures=figures)
+    report(options, figures, head_dim=HEAD_DIM, page_size=PAGE_SIZE, rates=rates.to_json())
 
 
 if __name__ == "__main__":

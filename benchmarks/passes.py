@@ -1,17 +1,18 @@
-"""A look inside an engine of this process: the forward passes that each dispatch ran."""
+"""A look inside an engine of this process: the forward passes that each dispatch ran, and the time in the model."""
 
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from floor import PassShape
 from timing import timed
 
+from dllm_engine import LLM
 from dllm_engine.evaluation.runner import runner_of, scheduler_of
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Dispatch:
         return kinds.pop() if len(kinds) == 1 else None
 
 
-def observed_step(llm: "LLM") -> Dispatch:
+def observed_step(llm: LLM) -> Dispatch:
     """Run ``LLMEngine.step`` and record its forward passes."""
     runner, scheduler = runner_of(llm), scheduler_of(llm)
     masked = {i: state.progress.num_masked for i, state in scheduler.states.items()}
@@ -72,3 +73,50 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
     canvases = [spec.visible(plan.window).size for spec, plan in zip(specs, batch.plans, strict=True)]
     blocks = [spec.block_length if spec.is_block_causal else None for spec in specs]
     return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks))
+
+
+class InnerTimes(NamedTuple):
+    """Seconds that a dispatch spent in its parts."""
+
+    model: float
+    """Embedding, layers, final norm and head."""
+    statistics: float
+    """From logits to tokens and their confidences."""
+
+
+class InnerTime:
+    """Adds up the time inside the model and inside the token statistics while it watches.
+
+    On a GPU it waits for the device before and after each, so a step takes longer while it watches.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        runner = runner_of(llm)
+        # The head's product rather than `compute_logits`, which the predictor keeps a reference to.
+        self._parts: list[tuple[str, Any, str]] = [
+            ("layers", runner.denoiser, "forward"),
+            ("head", runner.model.final_norm, "forward"),
+            ("head", runner.model.lm_head.quant_method, "apply"),
+            ("prediction", runner.predictor, "predict"),
+        ]
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def take(self) -> InnerTimes:
+        """Since the last call."""
+        seconds, self._seconds = self._seconds, defaultdict(float)
+        return InnerTimes(seconds["layers"] + seconds["head"], seconds["prediction"] - seconds["head"])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as patches:
+            for part, owner, name in self._parts:
+                patches.enter_context(mock.patch.object(owner, name, self._counted(part, getattr(owner, name))))
+            yield
+
+    def _counted(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            out, seconds = timed(lambda: work(*args, **kwargs))
+            self._seconds[part] += seconds
+            return out
+
+        return counted

@@ -4,7 +4,7 @@ The floor is what no implementation of the step can leave out: the model's own l
 layers and the head on the masked rows of the block, on the same weights, in the same process, with the same threads
 (``floor.py``). Engine and floor take turns; the figures are medians over the pairs.
 
-    python benchmarks/step_time.py [--hidden-size 1024 --layers 8 --canvas 512 --pairs 9] [--output FILE.json]
+    python benchmarks/step_time.py [--model llada-8b/4 --canvas 512 --pairs 9] [--output FILE.json]
 
 ``none`` shows whole-canvas (FULL) steps, ``dual`` and ``sparse`` show REUSE steps too, and ``block`` those that keep a
 finished block with the next one's first step (UPDATE):
@@ -17,25 +17,27 @@ With ``--overhead`` it measures what a dispatch costs beside the model instead: 
 of embedding, layers, final norm and head. What is left is scheduling, building the batch, token statistics (which grow
 with rows and vocabulary, and are shown on their own as well), unmasking, reports and vLLM's front end.
 
-    python benchmarks/step_time.py --overhead --hidden-size 256 --layers 4 --heads 4 --vocab-size 8192 --canvas 96 \
-        --gen-length 32 --methods sparse --batch 1 32 --steps-per-dispatch 1 8
+    python benchmarks/step_time.py --overhead --model llada-8b/16 --canvas 96 --gen-length 32 --methods sparse \
+        --batch 1 32 --steps-per-dispatch 1 8
 """
 
 import argparse
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from floor import Floor
-from inner_time import InnerTime, InnerTimes
-from passes import Dispatch, observed_step
-from program import Rows, add_model_arguments, argument_parser, finish_requests, report, start_engine
+from passes import Dispatch, InnerTime, InnerTimes, observed_step
+from program import Rows, argument_parser, report
 
 from dllm_engine import LLM, DiffusionParams
+from dllm_engine.checkpoints import named_shape
+from dllm_engine.evaluation.bench import random_engine
 from dllm_engine.evaluation.runner import runner_of
 
 BLOCK_LENGTH = 32
-"""Where attention goes by blocks, their length counts."""
+"""Not of models whose attention goes by blocks: theirs have a length of their own."""
 
 
 def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]:
@@ -67,7 +69,9 @@ def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows
         # None is kept: it would hold memory that the engine has written to, and steps would take other.
         floors = (Floor(runner_of(llm).model, forward.shape).median_seconds(1) for forward in dispatch.passes)
         times[dispatch.kind].append((dispatch.seconds, sum(floors)))
-    finish_requests(llm, request_ids)
+    llm.llm_engine.abort_request(request_ids)
+    while llm.llm_engine.has_unfinished_requests():
+        llm.llm_engine.step()
     return [
         {
             "kind": kind,
@@ -96,25 +100,27 @@ def overheads(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
                 if dispatch.kind is not None and not is_first:
                     made[dispatch.kind].append((dispatch, inner))
                 is_first = False
+    measures: dict[str, Callable[[Dispatch, InnerTimes], float]] = {
+        "passes_per_dispatch": lambda dispatch, inner: len(dispatch.passes),
+        "dispatch_ms": lambda dispatch, inner: 1e3 * dispatch.seconds,
+        "model_ms": lambda dispatch, inner: 1e3 * inner.model,
+        "overhead_ms": lambda dispatch, inner: 1e3 * (dispatch.seconds - inner.model),
+        "overhead_per_pass_ms": lambda dispatch, inner: 1e3 * (dispatch.seconds - inner.model) / len(dispatch.passes),
+        "token_statistics_ms": lambda dispatch, inner: 1e3 * inner.statistics,
+    }
     return [
-        {
-            "kind": kind,
-            "dispatches": len(of_kind),
-            "passes_per_dispatch": statistics.median(len(dispatch.passes) for dispatch, _ in of_kind),
-            "dispatch_ms": 1e3 * statistics.median(dispatch.seconds for dispatch, _ in of_kind),
-            "model_ms": 1e3 * statistics.median(inner.model for _, inner in of_kind),
-            "overhead_ms": 1e3 * statistics.median(d.seconds - inner.model for d, inner in of_kind),
-            "overhead_per_pass_ms": 1e3
-            * statistics.median((d.seconds - inner.model) / len(d.passes) for d, inner in of_kind),
-            "token_statistics_ms": 1e3 * statistics.median(inner.statistics for _, inner in of_kind),
-        }
-        for kind, of_kind in sorted(made.items(), reverse=True)
+        {"kind": kind, "dispatches": len(pairs)}
+        | {name: statistics.median(measure(*pair) for pair in pairs) for name, measure in measures.items()}
+        for kind, pairs in sorted(made.items(), reverse=True)
     ]
 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    add_model_arguments(parser, hidden_size=1024, layers=8, heads=16, vocab_size=32_768)
+    parser.add_argument("--model", default="llada-8b/4", help="random weights of a named shape (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32")
+    memory = "of a GPU that must be free when an engine starts; earlier ones keep theirs (default: %(default)s)"
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help=memory)
     parser.add_argument("--canvas", type=int, default=512)
     parser.add_argument("--gen-length", type=int, help="default: half the canvas")
     parser.add_argument("--methods", nargs="+", default=["none", "dual", "sparse"])
@@ -126,10 +132,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="responses that --overhead measures")
     options = parser.parse_args()
     options.gen_length = options.gen_length or options.canvas // 2
-    graphs = {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
+    settings = {"dtype": options.dtype, "gpu_memory_utilization": options.gpu_memory_utilization}
+    settings |= {"max_model_len": options.canvas, "max_num_seqs": max(options.batch)}
+    settings |= {"max_num_batched_tokens": max(options.batch) * options.canvas, "kv_cache_memory_bytes": 1 << 30}
+    settings |= {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
+    # All stay until the program ends: an engine that is dropped takes vLLM's process groups from the others.
     engines = {
-        (method, steps): start_engine(
-            options, options.canvas, max(options.batch), cache_method=method, steps_per_dispatch=steps, **graphs
+        (method, steps): random_engine(
+            named_shape(options.model), cache_method=method, steps_per_dispatch=steps, **settings
         )
         for method in options.methods
         for steps in options.steps_per_dispatch
@@ -140,7 +150,7 @@ def main() -> None:
             cell: dict[str, Any] = {"method": method, "steps_per_dispatch": steps, "batch": batch}
             measure = overheads if options.overhead else steps_over_floors
             figures += [cell | row for row in measure(llm, batch, options)]
-    report(options, figures=figures)
+    report(options, figures)
 
 
 if __name__ == "__main__":

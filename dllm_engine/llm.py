@@ -13,6 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from dllm_engine.admission import settled_params
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import model_path
+from dllm_engine.evaluation.likelihood import Canvas, batches_of
 from dllm_engine.families import family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
@@ -126,7 +127,7 @@ class LLM(vllm.LLM):
         options = EngineOptions.from_vllm_config(engine.vllm_config)
         return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
-    def masked_logprobs(self, canvases: Iterable[tuple[list[int], list[int]]]) -> Iterator[list[float]]:
+    def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
         """Log-probabilities of masked tokens given all others, from forward passes without a cache.
 
         Args:
@@ -140,28 +141,22 @@ class LLM(vllm.LLM):
             ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.
         """
         limit = self.model_config.max_model_len
-        max_rows = self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-        batch: list[tuple[list[int], list[int]]] = []
-        num_rows = 0
-        for tokens, masked in canvases:
-            if not 1 <= len(tokens) <= limit:
-                raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
-            if not all(0 <= position < len(tokens) for position in masked):
-                raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
-            if num_rows + len(tokens) > max_rows:
-                yield from self._masked_logprobs(batch)
-                batch, num_rows = [], 0
-            batch.append((tokens, masked))
-            num_rows += len(tokens)
-        if batch:
-            yield from self._masked_logprobs(batch)
 
-    def _masked_logprobs(self, batch: list[tuple[list[int], list[int]]]) -> list[list[float]]:
-        sequences, masked = zip(*batch, strict=True)
-        logprobs, _ = self.collective_rpc("masked_logprobs", args=(list(sequences), list(masked)))
-        if logprobs is None:
-            raise ValueError("masked_logprobs: the engine is paused or its weights are incomplete; let it go on first")
-        return logprobs
+        def checked() -> Iterator[Canvas]:
+            for tokens, masked in canvases:
+                if not 1 <= len(tokens) <= limit:
+                    raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
+                if not all(0 <= position < len(tokens) for position in masked):
+                    raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
+                yield tokens, masked
+
+        for batch in batches_of(checked(), self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
+            logprobs, _ = self.collective_rpc("masked_logprobs", args=tuple(map(list, zip(*batch, strict=True))))
+            if logprobs is None:
+                raise ValueError(
+                    "masked_logprobs: the engine is paused or its weights are incomplete; let it go on first"
+                )
+            yield from logprobs
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
         """The model's. A default length stays open, so that admission takes it or what fits."""

@@ -15,9 +15,9 @@ from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.cli.arguments import GUIDED, ONE, RULES, add_options, add_value, positive_int, positive_ints
 from dllm_engine.cli.engine import add_decoding_arguments, add_engine_arguments, given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations
-from dllm_engine.evaluation.bench import COLUMNS, SCHEMA, Workload, comparison, measure, random_engine
+from dllm_engine.evaluation.bench import COLUMNS, Workload, comparison, measure, random_engine
 from dllm_engine.evaluation.comparison import table
-from dllm_engine.evaluation.result_file import check_folder_of, read_results
+from dllm_engine.evaluation.result_file import SCHEMA, check_folder_of, read_results
 from dllm_engine.memory.capacity import canvas_limit
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.text import json_rows
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.compare is not None:
-        first, second = (read_results(path, "bench", SCHEMA) for path in args.compare)
+        first, second = (read_results(path, "bench") for path in args.compare)
         print(comparison(first, second, args.compare))
         return 0
     for name, value in (QUICK if args.quick else DEFAULTS).items():

@@ -10,7 +10,7 @@ import argparse
 import re
 import shlex
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,8 @@ from dllm_engine.cli.engine import (
     prepare,
 )
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.comparison import COLUMNS, SCHEMA, Combination, Comparison, Task, table, write_csv
-from dllm_engine.evaluation.harness import HarnessSettings, HarnessTask, check_lm_eval, tasks_of_papers
+from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table, write_csv
+from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import (
     DEMO_TASKS,
@@ -51,8 +51,8 @@ from dllm_engine.evaluation.own_tasks import (
     demo_tasks,
     read_tasks,
 )
-from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table
-from dllm_engine.evaluation.plots import draw_heat_maps, draw_rows, plot_beside
+from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
+from dllm_engine.evaluation.plots import draw_heat_maps, draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
@@ -61,6 +61,9 @@ from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
 """Response tokens that hold the answers of the demo tasks."""
+HARNESS = {"num_fewshot", "metric", "max_prompt_tokens", "seed", "mc_num", "count", "include_path"}
+HARNESS |= {"confirm_run_unsafe_code"}
+"""Arguments that are settings of a ``HarnessTask``."""
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output", *RULES),
     *("cache_method", "cache_option", "guide_model", GUIDED, *GUIDE_OPTIONS),
@@ -124,8 +127,8 @@ def add_task_arguments(parser: argparse.ArgumentParser, tasks: str, count: str) 
 def run(args: argparse.Namespace) -> int:
     if args.paper_table is not None:
         asked = paper_table(args.paper_table)
-        args.paper, args.paper_task, args.tasks = asked.paper, asked.benchmarks, None
-        args.methods, args.unmasking_rules = args.methods or asked.methods, args.unmasking_rules or asked.rules
+        args.paper, args.paper_task, args.tasks = asked["paper"], asked["benchmarks"], None
+        args.methods, args.unmasking_rules = args.methods or asked["methods"], args.unmasking_rules or asked["rules"]
     plot = None if args.output is None else plot_beside(args.output)
     tasks = tasks_of(args, DEMO_COUNT)
     wanted = combinations(args, args.batch)
@@ -133,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(task, HarnessTask):
             task.load()  # before a model is loaded: the data is what is missing most often
     subject = {name: value for name, value in vars(args).items() if name not in FREE}
-    comparison = Comparison(wanted, tasks, ResultFile(args.output, "eval", SCHEMA, subject), load)
+    comparison = Comparison(wanted, tasks, ResultFile(args.output, "eval", subject), load)
     try:
         comparison.run()
     except KeyboardInterrupt:
@@ -155,12 +158,12 @@ def tasks_of(args: argparse.Namespace, demo_count: int) -> list[Task]:
             args.gen_length = ANSWER_LENGTH
         return [OwnTasks(name, _own_tasks(name, args, demo_count), args.match) for name in names]
     check_lm_eval()
-    settings = HarnessSettings(**given(args, [field.name for field in fields(HarnessSettings)]))
     if args.lm_eval is not None:
-        tasks = [HarnessTask(name, settings) for name in args.lm_eval.split(",")]
+        tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
-        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper, settings)
-    return [replace(task, **given(args, ("num_fewshot", "metric", "max_prompt_tokens"))) for task in tasks]
+        tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
+    own = given(args, HARNESS & vars(args).keys())
+    return [replace(task, with_chat_template=task.with_chat_template and args.chat_template, **own) for task in tasks]
 
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
@@ -225,8 +228,8 @@ def _finish(args: argparse.Namespace, comparison: Comparison, plot: Path | None)
     written = [args.output, args.output.with_suffix(".csv")]
     write_csv([row.values for row in rows], written[-1])
     if plot is not None and any(row.answers.cost.requests for row in rows):
+        draw_tradeoff([row.values for row in rows if row.answers.cost.requests], plot)
         written.append(plot)
-        draw_rows(rows, plot)
     # A file of one's own may have the same name, but no parts.
     needles = [row for row in rows if row.task == NEEDLE and row.result and row.result.details]
     if plot is not None and needles:

@@ -22,7 +22,7 @@ from dllm_engine.cli.arguments import (
 )
 from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_model, given
 from dllm_engine.demo import DEMO_MODELS, model_path
-from dllm_engine.evaluation.trials import chosen_setting
+from dllm_engine.evaluation.tuning import chosen_setting
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
 from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.text import one_line

@@ -21,13 +21,13 @@ from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, po
 from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import add_task_arguments, tasks_of
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.evaluation import trials
+from dllm_engine.evaluation import tuning
 from dllm_engine.evaluation.comparison import Task
 from dllm_engine.evaluation.own_tasks import OwnTasks
 from dllm_engine.evaluation.plots import plot_beside
+from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Answers, Cost, Runner
-from dllm_engine.evaluation.trials import PLAIN, Setting, Space, TrialFile
-from dllm_engine.evaluation.tuning import Search, draw, report
+from dllm_engine.evaluation.tuning import PLAIN, Search, Setting, Space, draw, report
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
 
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         raise
     finally:
         runner.stop()
-        if set(args.batch) <= search.file.plain.speeds.keys():
-            _finish(args, search.file, task, plot)
+        if set(args.batch) <= search.plain.speeds.keys():
+            _finish(args, search, task, plot)
     return 0
 
 
@@ -104,7 +104,7 @@ def _task(args: argparse.Namespace) -> Task:
 
 def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.unmasking_rules is None:
-        return list(trials.RULES)
+        return list(tuning.RULES)
     rules = [options for _, options in map(parse_rule, split_names(args.unmasking_rules))]
     for name in (name for options in rules for name in options):
         if name not in RULES or name == "slow_fast":
@@ -142,9 +142,9 @@ def _search(args: argparse.Namespace, task: Task, runner: Runner) -> Search:
         asked = partial(task.scores, decoding=own, examples=examples[indices.start : indices.stop])
         return runner.run(engine | setting.engine, asked, answers, at_once), answers.cost
 
-    file = TrialFile(args.output, subject, args.loss / 100)
+    file = ResultFile(args.output, "tune", subject)
     how = {"batches": args.batch, "at_once": at_once, "num_examples": size, "budget": 60 * args.budget}
-    return Search(ask, file, space, **how)
+    return Search(ask, file, args.loss / 100, space, **how)
 
 
 def _tell(bar: Any, what: str, left: float) -> None:
@@ -153,7 +153,7 @@ def _tell(bar: Any, what: str, left: float) -> None:
     bar.set_description_str(f"at most {tqdm.format_interval(max(0, left))} left, {what}")
 
 
-def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | None) -> None:
+def _finish(args: argparse.Namespace, search: Search, task: Task, plot: Path | None) -> None:
     """Print and write the result, which may be that of an interrupted search."""
     from dllm_engine.evaluation.hardware import provenance
     from dllm_engine.params import DiffusionParams
@@ -162,9 +162,9 @@ def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | 
     length = args.gen_length or task.decoding.get("gen_length")
     chosen, commands = {}, {}
     for batch in dict.fromkeys(args.batch):
-        trial = file.chosen(batch)
+        trial = search.chosen(batch)
         engine, decoding = trial.setting.engine, brought | trial.setting.decoding
-        chosen[str(batch)] = {"engine": engine, "decoding": decoding, **file.figures(batch, trial)}
+        chosen[str(batch)] = {"engine": engine, "decoding": decoding, **search.figures(batch, trial)}
         arguments = given(args, ENGINE) | dict(args.engine_arg) | engine
         named = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
         commands[batch] = [
@@ -172,9 +172,9 @@ def _finish(args: argparse.Namespace, file: TrialFile, task: Task, plot: Path | 
             f"llm = LLM({args.model!r}{named})",
             f"params = {DiffusionParams(gen_length=length, **decoding)!r}",
         ]
-    print(report(file, commands))
-    file.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
+    print(report(search, commands))
+    search.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
     print(f"\nwrote {args.output}; `dllm serve {args.model} --settings {args.output}` serves the chosen setting")
     if plot is not None:
-        draw(file, list(commands), plot)
+        draw(search, list(commands), plot)
         print(f"wrote {plot}")

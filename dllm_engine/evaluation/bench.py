@@ -1,5 +1,6 @@
 """The benchmark: the runner without scores, on prompts of given lengths, several times each."""
 
+import itertools
 import json
 import random
 import statistics
@@ -9,19 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from dllm_engine.batch.files import BatchRequest
 from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.evaluation.comparison import COST_COLUMNS, UNKNOWN, Combination
-from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Request, Runner
-from dllm_engine.text import format_table, one_line
+from dllm_engine.evaluation.runner import Answer, Answers, Cost, LoadEngine, Request, Runner, Tell
+from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-SCHEMA = 3
-"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
 ASKED = 2
 """Items that each prompt of a model with a tokenizer asks for, so that answers are equally long."""
 KEY = ("method", "unmasking", "batch", "prompt")
@@ -41,10 +38,9 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests to measure with. Lengths are in tokens."""
+    """Requests to measure with: so many at once, with prompts of so many tokens, in so many rounds."""
 
     batches: Sequence[int]
-    """Requests at once."""
     prompts: Sequence[int]
     repeats: int
     seed: int
@@ -95,26 +91,31 @@ def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
 def measure(
     combinations: Sequence[Combination], workload: Workload, load: LoadEngine, errors: dict[str, str]
 ) -> list[Cell]:
-    """A cell per combination, batch and length of the prompt, engine by engine. ``errors`` gets the reasons why
-    combinations could not be measured."""
-    runner = Runner(load)
-    cells: list[Cell] = []
-    sizes = [(batch, prompt) for prompt in workload.prompts for batch in workload.batches]
-    order = list(dict.fromkeys(json.dumps(combination.engine) for combination in combinations))
-    try:
-        with tqdm(total=len(combinations) * len(sizes), unit="row", leave=False) as bar:
-            for combination in sorted(combinations, key=lambda c: order.index(json.dumps(c.engine))):
-                names = {"method": combination.method, "unmasking": combination.unmasking}
-                bar.set_description_str(" ".join(names.values()))
-                try:
-                    for batch, prompt in sizes:
-                        cells.append(names | {"batch": batch, "prompt": prompt})
-                        cells[-1] |= _figures(runner, combination, workload, batch, prompt)
-                        bar.update()
-                except (ValueError, RuntimeError) as error:
-                    errors[" ".join(map(str, cells.pop().values()))] = one_line(error)
-    finally:
-        runner.stop()
+    """A cell per combination, batch and length of the prompt: means over the rounds, but a median of tokens per second.
+    ``errors`` gets the reasons why some could not be measured."""
+    runner, cells, rows = Runner(load), list[Cell](), {}
+    for combination, prompt, batch in itertools.product(combinations, workload.prompts, workload.batches):
+        names: Cell = dict(zip(KEY, (combination.method, combination.unmasking, batch, prompt), strict=True))
+        rows[" ".join(map(str, names.values()))] = combination, names
+
+    def fill(key: str, tell: Tell) -> None:
+        combination, names = rows[key]
+
+        def ask(llm: "LLM", answer: Answer) -> None:
+            answer(llm, workload.requests(llm, names["prompt"], names["batch"], combination.decoding))
+
+        total, rates = Cost(), []
+        for number in range(workload.repeats + 1):
+            answers = Answers()
+            runner.run(combination.engine, ask, answers, names["batch"])
+            if number:  # the first round warms up
+                total.add(answers.cost)
+                rates.append(answers.cost.tokens_per_second)
+            tell(1 / (workload.repeats + 1))
+        rate = {"tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
+        cells.append(names | total.figures | rate)
+
+    runner.each({key: combination.engine for key, (combination, _) in rows.items()}, fill, errors)
     if not cells:
         raise ValueError(next(iter(errors.values())))
     plain = {tuple(cell[name] for name in KEY[1:]): cell for cell in cells if cell["method"] == "none"}
@@ -122,23 +123,6 @@ def measure(
         none = plain.get(tuple(cell[name] for name in KEY[1:]), {}).get("tokens_per_second")
         cell["over_none"] = cell["tokens_per_second"] / none if none else None
     return cells
-
-
-def _figures(runner: Runner, combination: Combination, workload: Workload, batch: int, prompt: int) -> Cell:
-    """Means over the repeats; tokens per second are their median."""
-
-    def ask(llm: "LLM", answer: Answer) -> None:
-        answer(llm, workload.requests(llm, prompt, batch, combination.decoding))
-
-    total, rates = Answers().cost, []
-    for number in range(workload.repeats + 1):
-        answers = Answers()
-        runner.run(combination.engine, ask, answers, batch)
-        if number:  # the first round warms up
-            total.add(answers.cost)
-            rates.append(answers.cost.tokens_per_second)
-    rate = {"tokens_per_second": statistics.median(rates), "lowest": min(rates), "highest": max(rates)}
-    return total.figures | rate
 
 
 def comparison(first: dict[str, Any], second: dict[str, Any], names: Sequence[str]) -> str:

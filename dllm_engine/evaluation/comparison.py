@@ -14,19 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
-from tqdm import tqdm
 
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Runner
-from dllm_engine.text import format_table, one_line
+from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Runner, Tell
+from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
 SAVE_SECONDS = 30
 """From one time that the answers of an unfinished row are written to the next."""
-SCHEMA = 2
-"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
 UNKNOWN = "–"
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
@@ -38,10 +35,7 @@ COST_COLUMNS = {
 }
 """Columns, the value of each and its format."""
 COLUMNS = {
-    "METHOD": ("method", ""),
-    "UNMASKING": ("unmasking", ""),
-    "TASK": ("task", ""),
-    "METRIC": ("metric", ""),
+    **{name.upper(): (name, "") for name in ("method", "unmasking", "task", "metric")},
     "SCORE": ("score", ".4f"),
     "±": ("stderr", ".4f"),
     "EXAMPLES": ("examples", ""),
@@ -49,16 +43,15 @@ COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Combination:
-    """A cache method with a way of unmasking, as the command line names them."""
+    """A cache method with a way of unmasking, as the command line names them. ``engine`` and ``decoding`` are arguments
+    of ``LLM`` and of ``DiffusionParams``, here and below."""
 
     method: str
     unmasking: str
     engine: dict[str, Any]
-    """Arguments of ``LLM``."""
     decoding: dict[str, Any]
-    """Arguments of ``DiffusionParams``."""
 
     @property
     def is_guided(self) -> bool:
@@ -67,7 +60,7 @@ class Combination:
 
 @dataclass(frozen=True)
 class Result:
-    """The score of a task."""
+    """The score of a task, and the scores of its parts."""
 
     metric: str
     score: float
@@ -75,25 +68,18 @@ class Result:
     """Standard error of the score; None where it is unknown."""
     examples: int
     details: dict[str, Any] = field(default_factory=dict)
-    """Scores of the parts of the task."""
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Examples, and how responses to them are scored."""
+    """Examples, how they are asked where a combination does not say otherwise, and how responses are scored."""
 
     name: str
     decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
-    """Arguments of ``DiffusionParams``, where a combination has none of its own."""
     guided: dict[str, Any] | None = field(default=None, kw_only=True)
-    """The same for combinations with a guide; None: as the others, without ``steps``."""
+    """Decoding with a guide; None: as without, but for ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
-    """By cache method, where a combination has none of its own."""
-
-    @property
-    def label(self) -> str:
-        """As rows name it."""
-        return Path(self.name).stem if self.name.endswith((".yaml", ".jsonl")) else self.name
+    """By cache method."""
 
     @property
     @abstractmethod
@@ -102,7 +88,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        """Score an engine with arguments of ``DiffusionParams``; ``answer`` answers requests."""
+        """Score an engine; ``answer`` answers requests."""
 
     @abstractmethod
     def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
@@ -114,28 +100,23 @@ class Task(ABC):
         return {"tasks": self.name, "tasks_digest": hashlib.sha256(repr(self).encode()).hexdigest()[:16]}
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
-        """Arguments of ``LLM``."""
         engine = combination.engine
         return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
-        """Arguments of ``DiffusionParams``."""
-        counts = combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}
-        own = {name: value for name, value in self.decoding.items() if not (counts and name == "steps")}
-        return (self.guided if combination.is_guided and self.guided is not None else own) | combination.decoding
+        if combination.is_guided and self.guided is not None:
+            return self.guided | combination.decoding
+        own = dict(self.decoding)
+        if combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
+            own.pop("steps", None)
+        return own | combination.decoding
 
 
 @dataclass
-class Row:
+class Row(Combination):
     """A combination on a task."""
 
-    method: str
-    unmasking: str
     task: str
-    engine: dict[str, Any]
-    """Arguments of ``LLM``."""
-    decoding: dict[str, Any]
-    """Arguments of ``DiffusionParams``."""
     answers: Answers = field(default_factory=Answers)
     """Texts only until all requests are answered."""
     result: Result | None = None
@@ -148,17 +129,16 @@ class Row:
     @property
     def values(self) -> dict[str, Any]:
         """Names, score and cost."""
-        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        result = {} if self.result is None else vars(self.result)
-        return names | {name: value for name, value in result.items() if name != "details"} | self.answers.cost.figures
+        values = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
+        values |= {} if self.result is None else vars(self.result)
+        values.pop("details", None)
+        return values | self.answers.cost.figures
 
 
 class Comparison:
     """Fills a table: a row per combination and task.
 
     Args:
-        combinations: cache methods with ways of unmasking.
-        tasks: what each is asked.
         file: rows so far; each is written as soon as it is scored, and its answers while it is not.
         load: starts an engine.
     """
@@ -174,9 +154,10 @@ class Comparison:
         for combination in combinations:
             for task in tasks:
                 engine = {name: value for name, value in task.engine_of(combination).items() if value is not None}
-                row = Row(combination.method, combination.unmasking, task.label, engine, task.decoding_of(combination))
+                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
+                row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
                 self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
-        self.rows = self.rows | stored
+        self.rows |= stored
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 
@@ -194,46 +175,27 @@ class Comparison:
         Raises:
             ValueError: not one row can be measured.
         """
-        missing = [row for key, row in self.rows.items() if row.result is None and key in self._tasks]
-        # An engine starts once: rows that share it follow each other.
-        order = list(dict.fromkeys(_name(row.engine) for row in missing))
-        missing.sort(key=lambda row: order.index(_name(row.engine)))
-        form = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
-        done = len(self._tasks) - len(missing)
-        try:
-            with tqdm(total=len(self._tasks), initial=done, bar_format=form, leave=False) as bar:
-                for row in missing:
-                    bar.set_description_str(f"{row.method} {row.unmasking} {row.task}")
-                    self._measure(row, bar)
-        finally:
-            self._runner.stop()
+        missing = {key: self.rows[key].engine for key in self._tasks if self.rows[key].result is None}
+        self._runner.each(missing, self._measure, self.errors)
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
-    def _measure(self, row: Row, bar: Any) -> None:
-        before, saved = bar.n, time.monotonic()
+    def _measure(self, key: str, tell: Tell) -> None:
+        row, saved = self.rows[key], time.monotonic()
 
-        def tell(share: float) -> None:
+        def tell_and_save(share: float) -> None:
             nonlocal saved
-            bar.update(share)
+            tell(share)
             if time.monotonic() - saved > SAVE_SECONDS:
                 self.save()
                 saved = time.monotonic()
 
         try:
-            ask = partial(self._tasks[row.key].score, decoding=row.decoding)
-            row.result = self._runner.run(row.engine, ask, row.answers, tell=tell)
+            ask = partial(self._tasks[key].score, decoding=row.decoding)
+            row.result = self._runner.run(row.engine, ask, row.answers, tell=tell_and_save)
             row.answers.texts = {}
-        except (ValueError, RuntimeError) as error:
-            # A method and a rule may exclude each other, or memory may not suffice; the other rows go on.
-            self.errors[row.key] = one_line(error)
         finally:
             self.save()
-        bar.update(before + 1 - bar.n)
-
-
-def _name(engine: dict[str, Any]) -> str:
-    return json.dumps(engine, default=str)
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:

@@ -16,6 +16,8 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
+from dllm_engine.memory.capacity import models_of
+from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.version import __version__
 
 
@@ -50,23 +52,41 @@ def machine_line(machine: dict[str, Any]) -> str:
     return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
 
 
-def restart_peak() -> int:
-    """Forget the peak so far; return the memory held now, in bytes."""
-    # Freed memory that the allocator keeps would hide what comes next.
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    if "CS_GNU_LIBC_VERSION" in os.confstr_names:
-        ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return int(psutil.Process().memory_info().rss)
+class MemoryMeter:
+    """Peaks of an engine's memory in this process from now on; ``look`` after each of its steps."""
 
+    def __init__(self, runner: Any, pool: Any) -> None:
+        models = models_of(runner.model_config.hf_config, runner.options)
+        itemsize = runner.model_config.dtype.itemsize
+        self._weight_bytes = sum(weight_bytes(model, 1, itemsize) for model in models)
+        self._page_bytes = 0 if runner.pages is None else runner.pages.memory[0].nbytes
+        self._pool, self._most_pages = pool, 0
+        # Freed memory that the allocator keeps would hide what comes next.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+            return
+        if "CS_GNU_LIBC_VERSION" in os.confstr_names:
+            ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        self._before = psutil.Process().memory_info().rss
 
-def peak() -> int:
-    """The most bytes held since ``restart_peak``: by this process on a CPU, by PyTorch's allocator on a GPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    high_water = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-    assert high_water
-    return 1024 * int(high_water[1])
+    def look(self) -> None:
+        """Count the pages held now."""
+        self._most_pages = max(self._most_pages, self._pool.num_allocated)
+
+    def read(self) -> dict[str, int]:
+        """Bytes of weights and pages, and those held beyond the memory at first, by PyTorch's allocator on a GPU, else
+        by this process."""
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            high_water = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+            assert high_water
+            peak = 1024 * int(high_water[1])
+        return {
+            "weight_bytes": self._weight_bytes,
+            "page_bytes": self._most_pages * self._page_bytes,
+            "working_bytes": max(0, peak - self._before),
+        }

@@ -5,14 +5,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.evaluation.comparison import Result, Task
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.paper_tasks import paper_task
 from dllm_engine.evaluation.runner import Answer
-from dllm_engine.families import family_of
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -20,32 +19,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HarnessSettings:
-    """Settings of tasks that all combinations share."""
+class HarnessTask(Task):
+    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run it."""
 
+    num_fewshot: int | None = None
+    metric: str | None = None
+    max_prompt_tokens: int | None = None
+    with_chat_template: bool = True
+    """Use the tokenizer's, where it has one."""
     seed: int = 0
     """Seed of the masks of likelihoods."""
     mc_num: int = NUM_SAMPLES
     """Masks per continuation."""
     count: int | None = None
-    """Examples per task; None: all."""
+    """Examples; None: all."""
     include_path: Path | None = None
     """Folder of more tasks."""
-    chat_template: bool = True
-    """Use the tokenizer's, where it has one."""
     confirm_run_unsafe_code: bool = False
     """Run the programs that a model writes."""
-
-
-@dataclass(frozen=True)
-class HarnessTask(Task):
-    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run it."""
-
-    settings: HarnessSettings = HarnessSettings()
-    num_fewshot: int | None = None
-    metric: str | None = None
-    max_prompt_tokens: int | None = None
-    with_chat_template: bool = True
 
     def load(self) -> dict[str, Any]:
         """lm_eval's tasks of it, by name; raises ``ValueError`` where it is unknown or its data is missing."""
@@ -65,7 +56,7 @@ class HarnessTask(Task):
             ) from error
 
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        results = self._evaluate(llm, answer, decoding, limit=self.settings.count)
+        results = self._evaluate(llm, answer, decoding, limit=self.count)
         metric, score, stderr = headline(results, self.name, self.metric)
         details = {
             name: {key: value for key, value in entry.items() if "," in key}
@@ -119,17 +110,10 @@ class HarnessTask(Task):
 
         from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-        settings = self.settings
-        model = DiffusionLM(
-            llm,
-            decoding,
-            mc_num=settings.mc_num,
-            mc_seed=settings.seed,
-            max_prompt_tokens=self.max_prompt_tokens,
-            answer=answer,
-        )
-        chat = self.with_chat_template and settings.chat_template and llm.has_chat_template
-        if settings.confirm_run_unsafe_code:
+        longest, masks = self.max_prompt_tokens, {"mc_num": self.mc_num, "mc_seed": self.seed}
+        model = DiffusionLM(llm, max_prompt_tokens=longest, answer=answer, **masks | decoding)
+        chat = self.with_chat_template and llm.has_chat_template
+        if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
         results: dict[str, Any] = lm_eval.simple_evaluate(
             model,
@@ -137,56 +121,28 @@ class HarnessTask(Task):
             task_manager=self._manager,
             apply_chat_template=chat,
             fewshot_as_multiturn=chat,
-            confirm_run_unsafe_code=settings.confirm_run_unsafe_code,
+            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
             **{"tasks": [self.name], "log_samples": False} | which,
         )
         return results
 
     @property
     def _manager(self) -> Any:
-        return task_manager(self.settings.include_path, self.name.endswith(".yaml"))
+        return task_manager(self.include_path, self.name.endswith(".yaml"))
 
 
 @cache
-def task_manager(include_path: Path | None, of_file: bool) -> Any:
+def task_manager(include_path: Path | None, is_file: bool) -> Any:
     """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not of_file)
+    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not is_file)
 
 
 def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
-    try:
-        import lm_eval  # noqa: F401
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'") from error
-
-
-def tasks_of_papers(
-    model: str, benchmarks: list[str], paper: str | None, settings: HarnessSettings
-) -> list[HarnessTask]:
-    """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
-    from dllm_engine.checkpoints import load_config
-
-    family, is_base = family_of(load_config(model)), "base" in model.lower()
-    rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
-    return [
-        HarnessTask(
-            row.task_for(is_base),
-            settings,
-            row.num_fewshot,
-            row.metric,
-            row.max_prompt_tokens,
-            row.chat_template and not is_base,
-            decoding=row.decoding,
-            guided=row.guided,
-            cache_options=row.cache_options(model),
-        )
-        for row in rows
-    ]
+    if find_spec("lm_eval") is None:
+        raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'")
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:

@@ -11,8 +11,7 @@ takes no more forward passes than sampling, and estimated by Monte Carlo otherwi
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 128
 """Samples per continuation of LLaDA's evaluation."""
+Canvas = tuple[list[int], list[int]]
+"""Tokens, and positions to mask."""
 
 
 def log_likelihoods(
@@ -37,29 +38,22 @@ def log_likelihoods(
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")
-    terms: deque[tuple[int, float]] = deque()
-
-    def canvases() -> Iterator[tuple[list[int], list[int]]]:
-        for index, (prompt, continuation) in enumerate(pairs):
-            for weight, canvas in weighted_canvases(prompt, continuation, num_samples, seed):
-                terms.append((index, weight))
-                yield canvas
-
+    terms, ahead = itertools.tee(weighted_canvases(pairs, num_samples, seed))
     totals = [0.0] * len(pairs)
-    for logprobs in llm.masked_logprobs(canvases()):
-        index, weight = terms.popleft()
+    for logprobs in llm.masked_logprobs(canvas for _, _, canvas in ahead):
+        index, weight, _ = next(terms)
         totals[index] += weight * sum(logprobs)
     return totals
 
 
 def weighted_canvases(
-    prompt: list[int], continuation: list[int], num_samples: int, seed: int
-) -> Iterator[tuple[float, tuple[list[int], list[int]]]]:
-    """(weight, canvas) whose weighted sums of log-probabilities are the bound of a continuation; a canvas as
-    ``LLM.masked_logprobs`` takes it."""
-    rng = np.random.default_rng([seed, len(continuation), *prompt])
-    for weight, masked in weighted_masks(len(continuation), num_samples, rng):
-        yield weight, (prompt + continuation, [len(prompt) + position for position in masked])
+    pairs: Iterable[tuple[list[int], list[int]]], num_samples: int, seed: int
+) -> Iterator[tuple[int, float, Canvas]]:
+    """(index of the pair, weight, canvas): weighted sums of the canvases' log-probabilities are the bound of a pair."""
+    for index, (prompt, continuation) in enumerate(pairs):
+        rng = np.random.default_rng([seed, len(continuation), *prompt])
+        for weight, masked in weighted_masks(len(continuation), num_samples, rng):
+            yield index, weight, (prompt + continuation, [len(prompt) + position for position in masked])
 
 
 def num_canvases(length: int, num_samples: int) -> int:
@@ -83,3 +77,17 @@ def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> I
         count = min(1 + int(length * (sample + offset) / num_samples), length)
         drawn = rng.choice(length, count, replace=False)
         yield length / count / num_samples, np.sort(drawn).tolist()
+
+
+def batches_of(canvases: Iterable[Canvas], max_rows: int) -> Iterator[list[Canvas]]:
+    """Canvases, taken as needed, as many at once as fit into a forward pass of ``max_rows``."""
+    batch: list[Canvas] = []
+    num_rows = 0
+    for canvas in canvases:
+        num_rows += len(canvas[0])
+        if batch and num_rows > max_rows:
+            yield batch
+            batch, num_rows = [], len(canvas[0])
+        batch.append(canvas)
+    if batch:
+        yield batch

@@ -16,7 +16,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.evaluation.runner import Answer, Request
@@ -32,6 +32,17 @@ _TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
 """Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
 
 
+Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Texts, where a cache may keep them, and tokens of a prompt and its continuation, as lm_eval hands them on."""
+
+
+def _cached(lm: TemplateLM, requests: Sequence[Continuation], answers: list[tuple[float, bool]]) -> list[Any]:
+    for (text, _, _), answer in zip(requests, answers, strict=True):
+        if text is not None:
+            lm.cache_hook.add_partial("loglikelihood", text, answer)
+    return answers
+
+
 def answer_at_once(llm: LLM, requests: Sequence[Request]) -> list[str]:
     """All requests are the engine's to batch."""
     prompts, params = [{"prompt_token_ids": ids} for ids, _ in requests], [wanted for _, wanted in requests]
@@ -44,74 +55,54 @@ class DiffusionLM(TemplateLM):
 
     ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
     ``max_model_len``, …; ``cache_options`` as JSON), decoding options (``gen_length``, ``block_length``, ``steps``,
-    ``threshold``, …) and the keyword arguments of this class. Decoding options named there replace a task's own;
-    diffusion options in lm_eval's ``--gen_kwargs`` replace both.
+    ``threshold``, …) and the keyword arguments below. Decoding options named there replace a task's own; diffusion
+    options in lm_eval's ``--gen_kwargs`` replace both.
+
+    Args:
+        pretrained: a model to start, or an engine.
+        mc_num: forward passes per continuation of the likelihood estimate, where 2^length − 1 are more than that.
+        mc_seed: seed of the masks it draws.
+        check_greedy: whether to report if a continuation is what the model itself would answer, which takes a response
+            of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
+        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
+            fit.
+        answer: what answers the requests.
+
+    Raises:
+        ValueError: an option that is unknown or out of range.
     """
 
     def __init__(
         self,
-        llm: LLM,
-        decoding: dict[str, Any] | None = None,
+        pretrained: str | LLM = "",
         *,
         mc_num: int = NUM_SAMPLES,
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
         answer: Answer = answer_at_once,
+        **options: Any,
     ) -> None:
-        """
-        Args:
-            llm: the engine.
-            decoding: keyword arguments of ``DiffusionParams`` for every response.
-            mc_num: forward passes per continuation of the likelihood estimate, where 2^length − 1 are more than that.
-            mc_seed: seed of the masks it draws.
-            check_greedy: whether to report if a continuation is what the model itself would answer, which takes a
-                response of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
-            max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they
-                do not fit.
-            answer: what answers the requests.
-
-        Raises:
-            ValueError: an option that is unknown or out of range.
-        """
         super().__init__()
-        unknown = (decoding or {}).keys() - set(DECODING_OPTIONS)
-        if unknown:
-            raise ValueError(f"unknown decoding option {min(unknown)!r}{choices(min(unknown), DECODING_OPTIONS)}")
-        if mc_num < 1:
-            raise ValueError(f"mc_num={mc_num} is out of range: it must be at least 1")
+        if pretrained == "":
+            raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)")
         if max_prompt_tokens is not None and max_prompt_tokens < 2:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at least 2")
-        self.llm = llm
-        self.decoding = decoding or {}
-        self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
-        self.max_prompt_tokens = max_prompt_tokens
-        self.tokenizer = llm.get_tokenizer()
-        self.answer = answer
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict | None = None) -> "DiffusionLM":
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict | None = None) -> "DiffusionLM":
-        """Start the engine. ``additional_config`` holds lm_eval's batch size and device, which are ignored: the engine
-        batches what fits, on the device that vLLM finds."""
-        arguments = dict(arg_dict)
-        own = ("mc_num", "mc_seed", "check_greedy", "max_prompt_tokens")
-        settings = {name: arguments.pop(name) for name in own if name in arguments}
+        for name in ("batch_size", "max_batch_size", "device"):
+            options.pop(name, None)  # lm_eval's: the engine batches what fits, on the device that vLLM finds
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.
-        decoding = {name: arguments.pop(name) for name in DECODING_OPTIONS if name in arguments}
-        if isinstance(text := arguments.get("cache_options"), str) and text.startswith("{"):
+        self.decoding = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
+        if isinstance(text := options.get("cache_options"), str) and text.startswith("{"):
             try:
-                arguments["cache_options"] = json.loads(text)
+                options["cache_options"] = json.loads(text)
             except ValueError as error:
                 raise ValueError(f"cache_options={text!r} is not JSON: {error}") from None
-        try:
-            model = arguments.pop("pretrained")
-        except KeyError:
-            raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)") from None
-        return cls(LLM(model, **arguments), decoding, **settings)
+        if options and not isinstance(pretrained, str):
+            raise ValueError(f"unknown decoding option {min(options)!r}{choices(min(options), DECODING_OPTIONS)}")
+        self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
+        self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
+        self.max_prompt_tokens, self.answer = max_prompt_tokens, answer
+        self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
 
@@ -156,10 +147,8 @@ class DiffusionLM(TemplateLM):
             if wanted.seed is not None:
                 wanted.seed += asked[id(request)]  # a task that repeats its requests wants different responses
                 asked[id(request)] += 1
-        prompts = [
-            self._fit(self.tok_encode(context), wanted.gen_length or 1)
-            for (context, _), wanted in zip((request.args for request in requests), params, strict=True)
-        ]
+        contexts = [self.tok_encode(request.args[0]) for request in requests]
+        prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
         texts = self.answer(self.llm, list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -198,7 +187,7 @@ class DiffusionLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: Sequence[Continuation],
         disable_tqdm: bool = False,
         **kwargs: Any,
     ) -> list[tuple[float, bool]]:
@@ -206,32 +195,22 @@ class DiffusionLM(TemplateLM):
         bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
         greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
         answers = list(zip(bounds, greedy, strict=True))
-        for (text, _, _), answer in zip(requests, answers, strict=True):
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, answer)
-        return answers
+        return _cached(self, requests, answers)
 
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
         """True for each continuation that is the model's own, unmasked one token per step in one block."""
-        asked = [index for index, (_, continuation) in enumerate(pairs) if continuation]
-        prompts = [{"prompt_token_ids": pairs[index][0]} for index in asked]
-        lengths = [len(pairs[index][1]) for index in asked]
-        params = [DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True) for n in lengths]
-        same = [True] * len(pairs)
-        for index, output in zip(asked, self.llm.generate(prompts, params, use_tqdm=use_tqdm), strict=True):
-            same[index] = list(output.outputs[0].token_ids) == pairs[index][1]
-        return same
+        asked = [(prompt, len(continuation)) for prompt, continuation in pairs if continuation]
+        prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
+        params = [DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True) for _, n in asked]
+        own = iter(self.llm.generate(prompts, params, use_tqdm=use_tqdm))
+        return [not continuation or list(next(own).outputs[0].token_ids) == continuation for _, continuation in pairs]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The same bound of whole texts, in windows of ``max_model_len`` that do not overlap."""
         totals = []
         for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(
-                self.tok_encode(text, add_special_tokens=False),
-                self.prefix_token_id,
-                self.max_length - 1,
-                context_len=1,
-            )
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, context_len=1)
             pairs = [make_disjoint_window(window) for window in windows]
             totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
@@ -249,18 +228,12 @@ class DiffusionAPI(LocalCompletionsAPI):
         super().__init__(**kwargs)
         self.sampling = {"num_samples": int(mc_num), "seed": int(mc_seed)}
 
-    def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]], **kwargs: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Continuation], **kwargs: Any) -> list[tuple[float, bool]]:
         """Bounds, as ``DiffusionLM`` without ``check_greedy``; raises ``RuntimeError`` with the server's message."""
         with ThreadPoolExecutor(self._concurrent) as pool:
-            answers = [(found, False) for found in pool.map(self._log_likelihood, requests)]
-        for (text, _, _), answer in zip(requests, answers, strict=True):
-            if text is not None:
-                self.cache_hook.add_partial("loglikelihood", text, answer)
-        return answers
+            return _cached(self, requests, [(bound, False) for bound in pool.map(self._log_likelihood, requests)])
 
-    def _log_likelihood(self, request: tuple[tuple[str, str] | None, list[int], list[int]]) -> float:
+    def _log_likelihood(self, request: Continuation) -> float:
         _, prompt, continuation = request
         body = {"model": self.model, "prompt": prompt, "answers": [continuation]} | self.sampling
         url = self.base_url.replace("/v1/completions", "/v1/likelihoods")

@@ -21,7 +21,7 @@ from dllm_engine.demo.tasks import (
     needle_examples,
 )
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
-from dllm_engine.evaluation.runner import Answer, Request
+from dllm_engine.evaluation.runner import Answer
 from dllm_engine.text import did_you_mean, one_line
 
 if TYPE_CHECKING:
@@ -59,47 +59,17 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
             for example, before, item, after in hole_examples(part, count, seed)
         ]
     if name == NEEDLE:
-        return [
-            OwnTask(BatchRequest(prompt=example.prompt), example.answer, f"{length}@{depth}%")
-            for length, depth in itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
-            for example in needle_examples(length, depth, count, seed)
-        ]
-    if name not in (DEMO_TASKS, *TASKS):
+        cells = itertools.product(NEEDLE_LENGTHS, NEEDLE_DEPTHS)
+        examples = {f"{length}@{depth}%": needle_examples(length, depth, count, seed) for length, depth in cells}
+    elif name in (DEMO_TASKS, *TASKS):
+        examples = {part: make_examples(part, count, seed) for part in (TASKS if name == DEMO_TASKS else [name])}
+    else:
         known = (DEMO_TASKS, *TASKS, NEEDLE, HOLES)
         raise ValueError(
             f"unknown task {name!r}{did_you_mean(name, known)} (tasks: {', '.join(known)}, or a FILE.jsonl); tasks of "
             f"lm_eval are named by --lm-eval"
         )
-    return [
-        OwnTask(BatchRequest(prompt=example.prompt), example.answer, part)
-        for part in (TASKS if name == DEMO_TASKS else [name])
-        for example in make_examples(part, count, seed)
-    ]
-
-
-def requests_of(tasks: Sequence[OwnTask], llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
-    """``decoding`` holds arguments of ``DiffusionParams``. Raises ``ValueError`` for messages without a template."""
-    from dllm_engine.params import DiffusionParams
-
-    if not llm.has_chat_template and any(task.request.messages for task in tasks):
-        raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
-    params, tokenizer = DiffusionParams(**decoding), llm.get_tokenizer()
-    return [(task.request.prompt_tokens(tokenizer), _with_hole(params, task, llm)) for task in tasks]
-
-
-def _with_hole(params: "DiffusionParams", task: OwnTask, llm: "LLM") -> "DiffusionParams":
-    """``params`` with the given parts of the response. Behind them, the model is to end it."""
-    from dllm_engine.infill.template import response_template
-
-    if task.given is None:
-        return params
-    tokenizer = llm.get_tokenizer()
-    size = len(tokenizer.encode(task.answer, add_special_tokens=False))
-    template = response_template([task.given[0], size, task.given[1]], tokenizer, llm.model_config.max_model_len)
-    params = params.clone()
-    template += [None] * ((params.gen_length or 0) - len(template))
-    params.gen_length, params.response_template, params.return_given = template.count(None), template, False
-    return params
+    return [OwnTask(BatchRequest(prompt=e.prompt), e.answer, part) for part, made in examples.items() for e in made]
 
 
 @dataclass(frozen=True)
@@ -124,10 +94,31 @@ class OwnTasks(Task):
         return Result(self.match, sum(map(sum, parts.values())) / self.size, stderr, self.size, details)
 
     def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
-        """1 for each task that is answered right, 0 for the others."""
-        tasks, is_right = [self.tasks[index] for index in examples], MATCHES[self.match]
-        texts = answer(llm, requests_of(tasks, llm, decoding))
-        return [float(is_right(text, task.answer.strip())) for text, task in zip(texts, tasks, strict=True)]
+        """1 for each task that is answered right, 0 for the others. Raises ``ValueError`` for messages without a chat
+        template."""
+        from dllm_engine.params import DiffusionParams
+
+        tasks, tokenizer = [self.tasks[index] for index in examples], llm.get_tokenizer()
+        if not llm.has_chat_template and any(task.request.messages for task in tasks):
+            raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
+        params = DiffusionParams(**decoding)
+        texts = answer(llm, [(t.request.prompt_tokens(tokenizer), _with_hole(params, t, llm)) for t in tasks])
+        return [float(MATCHES[self.match](text, t.answer.strip())) for text, t in zip(texts, tasks, strict=True)]
+
+
+def _with_hole(params: "DiffusionParams", task: OwnTask, llm: "LLM") -> "DiffusionParams":
+    """``params`` with the given parts of the response. Behind them, the model is to end it."""
+    from dllm_engine.infill.template import response_template
+
+    if task.given is None:
+        return params
+    tokenizer = llm.get_tokenizer()
+    size = len(tokenizer.encode(task.answer, add_special_tokens=False))
+    template = response_template([task.given[0], size, task.given[1]], tokenizer, llm.model_config.max_model_len)
+    params = params.clone()
+    template += [None] * ((params.gen_length or 0) - len(template))
+    params.gen_length, params.response_template, params.return_given = template.count(None), template, False
+    return params
 
 
 class TaskLine(BaseModel):
@@ -168,15 +159,10 @@ def last_number(text: str) -> float | None:
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-def _equal_numbers(response: str, answer: str) -> bool:
-    number = last_number(response)
-    return number is not None and number == last_number(answer)
-
-
 MATCHES: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda response, answer: response.strip() == answer,
     "contains": lambda response, answer: answer in response,
-    "last-number": _equal_numbers,
+    "last-number": lambda response, answer: last_number(response) == last_number(answer) is not None,
 }
 """When a response is right: it equals the answer but for white space around it, contains it, or has the same last
 number."""

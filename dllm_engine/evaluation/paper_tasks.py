@@ -7,136 +7,86 @@ way is a turn each. Every row here unmasks one token per step.
 """
 
 import tomllib
-from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.evaluation.harness import HarnessTask
+from dllm_engine.families import ModelFamily, family_of
 from dllm_engine.text import choices
 
-_TABLES: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_PAPERS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TASK_FILES = Path(__file__).with_name("tasks")
-PAPERS: dict[str, str] = {name: table["title"] for name, table in _TABLES.items()}
+PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
 """In the order in which they are asked for a benchmark's settings where none is named."""
-
-
-@dataclass(frozen=True)
-class PaperTask:
-    """A benchmark in one paper."""
-
-    paper: str
-    benchmark: str
-    task: str
-    """A task or a group of lm_eval, or a file of ``tasks/``."""
-    gen_length: int
-    source: str
-    """Table or appendix of the paper."""
-    block_length: int | None = None
-    """None: the whole response is one block."""
-    num_fewshot: int | None = None
-    """None: the paper does not say, and lm_eval's own count holds."""
-    base_task: str | None = None
-    """The task for models that are not instructed, where it is another."""
-    metric: str | None = None
-    """The metric to report; None: lm_eval's first."""
-    max_prompt_tokens: int | None = None
-    family: str | None = None
-    """``model_type`` of the only family the row is for; None: both."""
-    base: bool | None = None
-    """True for models that are not instructed, False for the others; None: for all."""
-    chat_template: bool = True
-    """Give instructed models their chat template."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """More arguments of ``DiffusionParams``."""
-    guided: dict[str, Any] | None = None
-    """Arguments of ``DiffusionParams`` for requests with a guide, in place of the others."""
-    method_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Cache options of all models, by cache method."""
-    checkpoint_options: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """Cache options that the benchmark has, by checkpoint and cache method."""
-
-    @property
-    def decoding(self) -> dict[str, Any]:
-        """Arguments of ``DiffusionParams``."""
-        length = self.gen_length
-        return {"gen_length": length, "block_length": self.block_length or length, "steps": length} | self.options
-
-    def is_for(self, family: ModelFamily, is_base: bool) -> bool:
-        return self.family in (None, family.model_type) and self.base in (None, is_base)
-
-    def task_for(self, is_base: bool) -> str:
-        """lm_eval's task, or its file."""
-        name = self.base_task if is_base and self.base_task is not None else self.task
-        return str(_TASK_FILES / name) if name.endswith(".yaml") else name
-
-    def cache_options(self, model: str) -> dict[str, dict[str, Any]]:
-        """Cache options that the benchmark has for a model, by cache method."""
-        return self.method_options | self.checkpoint_options.get(PurePath(model).name, {})
-
-
-PAPER_TASKS: tuple[PaperTask, ...] = tuple(
-    PaperTask(
-        paper,
-        checkpoint_options=table.get("cache_options", {}).get(row["benchmark"], {}),
-        **(table["defaults"] | row),
-    )
-    for paper, table in _TABLES.items()
-    for row in table["tasks"]
+PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
+    {"paper": name, "cache_options": paper.get("cache_options", {}).get(row["benchmark"], {})} | paper["defaults"] | row
+    for name, paper in _PAPERS.items()
+    for row in paper["tasks"]
 )
+"""A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
 
 
-@dataclass(frozen=True)
-class PaperTable:
-    """A table, or figure, of a paper."""
-
-    paper: str
-    name: str
-    about: str
-    models: str = ""
-    benchmarks: str = ""
-    """Empty where it cannot be made."""
-    methods: str = "all"
-    """As ``--methods`` takes them."""
-    rules: str = "one"
-    """As ``--unmasking-rules`` takes them."""
-    without: str = ""
-    """The parts that cannot be made, or are ours, and why."""
-
-    @property
-    def key(self) -> str:
-        """As ``--paper-table`` takes it."""
-        return f"{self.paper}/{self.name}"
-
-
-def _table(paper: str, entry: dict[str, str]) -> PaperTable:
-    groups = _TABLES[paper].get("groups", {})
-    return PaperTable(paper, **entry | {"benchmarks": groups.get(entry.get("benchmarks"), entry.get("benchmarks", ""))})
-
-
-PAPER_TABLES: dict[str, PaperTable] = {
-    made.key: made for paper, table in _TABLES.items() for made in (_table(paper, entry) for entry in table["tables"])
+PAPER_TABLES: dict[str, dict[str, str]] = {
+    f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"}
+    | table
+    | ({"benchmarks": group} if (group := paper.get("groups", {}).get(table.get("benchmarks"))) else {})
+    for name, paper in _PAPERS.items()
+    for table in paper["tables"]
 }
-"""By key."""
+"""Tables and figures as ``--paper-table`` takes them, with the keys of the file; ``methods`` and ``rules`` are as
+``--methods`` and ``--unmasking-rules`` take them. No ``benchmarks`` if it cannot be made."""
 
 
-def paper_table(key: str) -> PaperTable:
+def paper_table(key: str) -> dict[str, str]:
     """Raises ``ValueError`` for a table that is unknown, or cannot be made."""
     if key not in PAPER_TABLES:
         raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
     table = PAPER_TABLES[key]
-    if not table.benchmarks:
-        raise ValueError(f"{key} is not made by this command: {table.without}")
+    if not table["benchmarks"]:
+        raise ValueError(f"{key} is not made by this command: {table['without']}")
     return table
 
 
-def paper_task(benchmark: str, family: ModelFamily, paper: str | None = None, *, is_base: bool = False) -> PaperTask:
+def paper_task(
+    benchmark: str, family: ModelFamily, paper: str | None = None, *, is_base: bool = False
+) -> dict[str, Any]:
     """The row of a benchmark, of the first paper that has it unless one is named; raises ``ValueError``."""
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper {paper!r} is unknown{choices(paper, PAPERS)}")
-    rows = [row for row in PAPER_TASKS if paper in (None, row.paper) and row.is_for(family, is_base)]
+    rows = [row for row in PAPER_TASKS if paper in (None, row["paper"]) and is_for(row, family, is_base)]
     for row in rows:
-        if row.benchmark == benchmark:
+        if row["benchmark"] == benchmark:
             return row
     where = f"paper {paper} has" if paper is not None else "the papers have"
-    known = ", ".join(dict.fromkeys(row.benchmark for row in rows))
+    known = ", ".join(dict.fromkeys(row["benchmark"] for row in rows))
     raise ValueError(f"benchmark {benchmark!r} is unknown; {where} {known}")
+
+
+def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
+    """True if a row is for models of a family, instructed or not."""
+    return row.get("family", family.model_type) == family.model_type and row.get("base", is_base) == is_base
+
+
+def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTask:
+    """The task of a row for a checkpoint."""
+    length, name = row["gen_length"], row.get("base_task", row["task"]) if is_base else row["task"]
+    lengths = {"gen_length": length, "block_length": row.get("block_length", length), "steps": length}
+    return HarnessTask(
+        str(_TASK_FILES / name) if name.endswith(".yaml") else name,
+        num_fewshot=row.get("num_fewshot"),
+        metric=row.get("metric"),
+        max_prompt_tokens=row.get("max_prompt_tokens"),
+        with_chat_template=row.get("chat_template", True) and not is_base,
+        decoding=lengths | row.get("options", {}),
+        guided=row.get("guided"),
+        cache_options=row.get("method_options", {}) | row["cache_options"].get(PurePath(model).name, {}),
+    )
+
+
+def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
+    """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
+    from dllm_engine.checkpoints import load_config
+
+    family, is_base = family_of(load_config(model)), "base" in model.lower()
+    rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
+    return [harness_task(row, model, is_base=is_base) for row in rows]

@@ -2,10 +2,10 @@
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dllm_engine.evaluation.comparison import Row
 
@@ -15,25 +15,11 @@ if TYPE_CHECKING:
 MARKS = "os^DvPX*<>"
 """Marks of the unmasking rules; cache methods have matplotlib's colours."""
 COSTS = {
-    "response tokens per second": "tokens_per_second",
-    "response tokens per forward pass": "tokens_per_pass",
-    "memory at the peak (MiB)": "memory_mib",
+    "tokens_per_second": "response tokens per second",
+    "tokens_per_pass": "response tokens per forward pass",
+    "memory_mib": "memory at the peak (MiB)",
 }
-"""Axes, and the figure of each."""
-
-
-class TradeoffPoint(NamedTuple):
-    """One combination on one task."""
-
-    task: str
-    cache_method: str
-    unmasking: str
-    costs: dict[str, float | None]
-    """By the name of an axis; None is not drawn."""
-    accuracy: float
-    """A fraction."""
-    stderr: float | None = None
-    is_chosen: bool = False
+"""Costs, and the label of each one's axis."""
 
 
 def plot_beside(output: Path) -> Path | None:
@@ -54,48 +40,41 @@ def _figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def draw_rows(rows: Sequence[Row], path: Path) -> None:
-    """The rows of a comparison that asked for responses, against each of ``COSTS``."""
-    points = []
-    for row in rows:
-        if row.result is not None and row.answers.cost.requests:
-            costs = {axis: row.answers.cost.figures[name] for axis, name in COSTS.items()}
-            task, result = f"{row.task}: {row.result.metric}", row.result
-            points.append(TradeoffPoint(task, row.method, row.unmasking, costs, result.score, result.stderr))
-    if points:
-        draw_tradeoff(points, path)
-
-
-def draw_tradeoff(points: Sequence[TradeoffPoint], path: Path) -> None:
+def draw_tradeoff(rows: Sequence[Mapping[str, Any]], path: Path, costs: Sequence[str] = tuple(COSTS)) -> None:
     """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule; a ring
-    around the chosen points."""
-    tasks, methods, rules = (
-        list(dict.fromkeys(getattr(p, name) for p in points)) for name in TradeoffPoint._fields[:3]
+    around what was chosen.
+
+    A row has the values of a comparison's; None is not drawn.
+    """
+    panels, methods, rules = (
+        list(dict.fromkeys(values)) for values in zip(*map(_panel_method_and_rule, rows), strict=True)
     )
-    names = list(points[0].costs)
-    figure = _figure(4.2 * len(names) + 2.6, 3.8 * len(tasks) + 0.4)
-    grid = figure.subplots(len(tasks), len(names), squeeze=False)
-    for task, panels in zip(tasks, grid, strict=True):
-        for axes, name in zip(panels, names, strict=True):
-            for point in points:
-                if point.task != task or (cost := point.costs[name]) is None:
-                    continue
-                error = None if point.stderr is None else 100 * point.stderr
-                look = f"C{methods.index(point.cache_method)}", MARKS[rules.index(point.unmasking) % len(MARKS)]
-                axes.errorbar(cost, 100 * point.accuracy, error, color=look[0], marker=look[1], linestyle="none")
-                if point.is_chosen:
-                    axes.plot(cost, 100 * point.accuracy, "ko", markersize=14, fillstyle="none")
-            axes.set_xlabel(name)
-            axes.set_xlim(left=0)
+    figure = _figure(4.2 * len(costs) + 2.6, 3.8 * len(panels) + 0.4)
+    grid = figure.subplots(len(panels), len(costs), squeeze=False)
+    for line, panel in zip(grid, panels, strict=True):
+        for axes, cost in zip(line, costs, strict=True):
+            axes.set(xlabel=COSTS[cost], xlim=(0, None))
             axes.grid(alpha=0.3)
-        panels[0].set_ylabel(f"{task} (%)")
-    last = figure.axes[-1]
+        line[0].set_ylabel(f"{panel} (%)")
+    for row in rows:
+        panel, method, rule = _panel_method_and_rule(row)
+        look = {"color": f"C{methods.index(method)}", "marker": MARKS[rules.index(rule) % len(MARKS)]}
+        error = None if row["stderr"] is None else 100 * row["stderr"]
+        for axes, cost in zip(grid[panels.index(panel)], costs, strict=True):
+            if row[cost] is not None:
+                axes.errorbar(row[cost], 100 * row["score"], error, linestyle="none", **look)
+                if row.get("is_chosen"):
+                    axes.plot(row[cost], 100 * row["score"], "ko", markersize=14, fillstyle="none")
     for index, method in enumerate(methods):
-        last.plot([], [], "s", color=f"C{index}", label=method)
+        axes.plot([], [], "s", color=f"C{index}", label=method)
     for index, rule in enumerate(rules if len(rules) > 1 else ()):
-        last.plot([], [], MARKS[index % len(MARKS)], color="gray", label=rule)
+        axes.plot([], [], MARKS[index % len(MARKS)], color="gray", label=rule)
     figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(path)
+
+
+def _panel_method_and_rule(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return f"{row['task']}: {row['metric']}", row["method"], row["unmasking"]
 
 
 def draw_heat_maps(rows: Sequence[Row], path: Path) -> None:

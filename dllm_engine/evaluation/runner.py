@@ -6,15 +6,17 @@
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tqdm import tqdm
+
+from dllm_engine.text import one_line
+
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
-    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
     from dllm_engine.params import DiffusionParams
-    from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
 T = TypeVar("T")
 Request = tuple[list[int], "DiffusionParams"]
@@ -23,6 +25,9 @@ Answer = Callable[["LLM", Sequence[Request]], list[str]]
 """Answers requests, in their order."""
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
+Tell = Callable[[float], object]
+"""Takes the share of the work that is done."""
+BAR = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
 MIB = 1 << 20
 NUM_WARMUP = 4
 """Requests that an engine answers before it is measured."""
@@ -91,11 +96,7 @@ class Answers:
 
 
 class Runner:
-    """Answers requests on one engine at a time: a device holds no more.
-
-    Args:
-        load: starts an engine.
-    """
+    """Answers requests on one engine at a time: a device holds no more. ``load`` starts an engine."""
 
     def __init__(self, load: LoadEngine) -> None:
         self._load = load
@@ -131,7 +132,7 @@ class Runner:
         ask: Callable[["LLM", Answer], T],
         answers: Answers,
         at_once: int | None = None,
-        tell: Callable[[float], None] = lambda share: None,
+        tell: Tell = lambda share: None,
     ) -> T:
         """Call ``ask`` with an engine and a function that answers requests, and return its result.
 
@@ -148,9 +149,13 @@ class Runner:
 
         def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
             numbered = {str(next(numbers)): request for request in requests}
-            asked = {number: request for number, request in numbered.items() if number not in answers.texts}
-            for number, text, cost in self._answer(llm, asked, at_once):
-                answers.texts[number] = text
+            asked = [number for number in numbered if number not in answers.texts]
+            missing = [numbered[number] for number in asked]
+            if missing and not self._is_warm:
+                self._warm_up(llm, missing[:NUM_WARMUP])
+            llm.reset_prefix_cache()  # each run does the same work, whatever ran before
+            for index, output, cost in answered(llm, missing, at_once):
+                answers.texts[asked[index]] = output.text
                 answers.cost.add(cost)
                 tell(1 / len(asked))
             return [answers.texts[number] for number in numbered]
@@ -161,17 +166,34 @@ class Runner:
             self.stop()
             raise
 
-    def _answer(self, llm: "LLM", asked: dict[str, Request], at_once: int | None) -> Iterator[tuple[str, str, Cost]]:
-        numbers, requests = list(asked), list(asked.values())
-        if not self._is_warm and requests:
-            if is_in_process(llm) and (pages := runner_of(llm).pages) is not None:
-                pages.memory.zero_()  # taken when first written to, it would count as that of these requests
-            for _ in answered(llm, requests[:NUM_WARMUP]):
-                pass
-            self._is_warm = True
-        llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-        for index, output, cost in answered(llm, requests, at_once):
-            yield numbers[index], output.text, cost
+    def _warm_up(self, llm: "LLM", requests: Sequence[Request]) -> None:
+        if is_in_process(llm) and (pages := runner_of(llm).pages) is not None:
+            pages.memory.zero_()  # taken when first written to, it would count as that of the requests measured
+        for _ in answered(llm, requests):
+            pass
+        self._is_warm = True
+
+    def each(
+        self, rows: Mapping[str, dict[str, Any]], measure: Callable[[str, Tell], object], errors: dict[str, str]
+    ) -> None:
+        """Call ``measure`` with the key of each row and a function that is told of its progress. ``errors`` gets the
+        reasons why rows could not be measured.
+
+        An engine starts once: rows that share its arguments, the values of ``rows``, follow each other.
+        """
+        engines = list(rows.values())
+        try:
+            with tqdm(total=len(rows), bar_format=BAR, leave=False) as bar:
+                for number, key in enumerate(sorted(rows, key=lambda key: engines.index(rows[key])), start=1):
+                    bar.set_description_str(key)
+                    try:
+                        measure(key, bar.update)
+                    except (ValueError, RuntimeError) as error:
+                        # A method and a rule may exclude each other, or memory may not suffice; the others go on.
+                        errors[key] = one_line(error)
+                    bar.update(number - bar.n)
+        finally:
+            self.stop()
 
 
 def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None) -> Iterator[tuple[int, Any, Cost]]:
@@ -185,6 +207,7 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
     """
     from vllm.sampling_params import RequestOutputKind
 
+    from dllm_engine.evaluation.hardware import MemoryMeter
     from dllm_engine.scheduler.options.resolve import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
@@ -192,7 +215,7 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
     clock, counted, num_answered = 0.0, 0.0, 0
-    meter = MemoryMeter(llm) if is_in_process(llm) else None
+    meter = MemoryMeter(runner_of(llm), scheduler_of(llm).pages) if is_in_process(llm) else None
     try:
         while num_answered < len(requests):
             begin = time.perf_counter()
@@ -216,46 +239,22 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
                     raise ValueError(f"the engine ended a request: {figures.error}")
                 num_answered += 1
                 ends = end_token_ids(requests[index][1], config)
-                cost = Cost() if meter is None else meter.read()
-                cost.requests, cost.seconds, counted = 1, clock - counted, clock
-                cost.tokens = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
-                cost.first_block_seconds = first_blocks[index] - starts[index]
-                cost.latency_seconds = clock - starts[index]
-                cost.tokens_unmasked, cost.forward_passes = figures.tokens_unmasked, figures.forward_passes
-                cost.tokens_computed = figures.tokens_computed
+                cost = Cost(
+                    requests=1,
+                    tokens=next((i for i, token in enumerate(tokens) if token in ends), len(tokens)),
+                    seconds=clock - counted,
+                    first_block_seconds=first_blocks[index] - starts[index],
+                    latency_seconds=clock - starts[index],
+                    tokens_unmasked=figures.tokens_unmasked,
+                    forward_passes=figures.forward_passes,
+                    tokens_computed=figures.tokens_computed,
+                    **({} if meter is None else meter.read()),
+                )
+                counted = clock
                 yield index, completion, cost
     finally:
         if num_answered < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
-
-
-class MemoryMeter:
-    """Measures the memory of an engine in this process from now on; ``look`` after each of its steps."""
-
-    def __init__(self, llm: "LLM") -> None:
-        from dllm_engine.evaluation.hardware import restart_peak
-        from dllm_engine.memory.capacity import models_of
-        from dllm_engine.memory.weights import weight_bytes
-
-        runner = runner_of(llm)
-        config = runner.model_config
-        models = models_of(config.hf_config, runner.options)
-        self._weight_bytes = sum(weight_bytes(model, 1, config.dtype.itemsize) for model in models)
-        self._pool = scheduler_of(llm).pages
-        self._bytes_per_page = 0 if runner.pages is None else runner.pages.memory[0].nbytes
-        self._most_pages = 0
-        self._before = restart_peak()
-
-    def look(self) -> None:
-        """Count the pages held now."""
-        self._most_pages = max(self._most_pages, self._pool.num_allocated)
-
-    def read(self) -> Cost:
-        """The peaks up to now."""
-        from dllm_engine.evaluation.hardware import peak
-
-        page_bytes, working_bytes = self._most_pages * self._bytes_per_page, max(0, peak() - self._before)
-        return Cost(weight_bytes=self._weight_bytes, page_bytes=page_bytes, working_bytes=working_bytes)
 
 
 def is_in_process(llm: "LLM") -> bool:
@@ -264,18 +263,14 @@ def is_in_process(llm: "LLM") -> bool:
     return core is not None and hasattr(core.model_executor, "driver_worker")
 
 
-def runner_of(llm: "LLM") -> "DiffusionModelRunner":
-    """The model runner of an engine in this process, on a single device."""
-    runner: DiffusionModelRunner = (
-        llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    )
-    return runner
+def runner_of(llm: "LLM") -> Any:
+    """The ``DiffusionModelRunner`` of an engine in this process, on a single device."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
-    """The scheduler of an engine in this process."""
-    scheduler: DiffusionScheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return scheduler
+def scheduler_of(llm: "LLM") -> Any:
+    """The ``DiffusionScheduler`` of an engine in this process."""
+    return llm.llm_engine.engine_core.engine_core.scheduler
 
 
 def stop_engine(llm: "LLM") -> None:

@@ -51,10 +51,10 @@ def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys)
 
 def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
     spec = spec_of(prompt_length=10, gen_length=6, block_length=4, attention="block_causal", steps=6)
-    found = [
+    seen = [
         (plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4)) for plan in plans_of(spec, "block")
     ]
-    assert found == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
+    assert seen == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])

@@ -1,11 +1,10 @@
-"""What the instruments see of an engine's dispatches, and that they leave nothing behind."""
+"""The instruments see an engine's dispatches, and leave nothing behind."""
 
 import time
 
 import pytest
 from floor import PassShape
-from inner_time import InnerTime
-from passes import observed_step
+from passes import InnerTime, observed_step
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left, runner_of

@@ -9,7 +9,7 @@ import pytest
 from dllm_engine.cli import tune
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.evaluation import trials, tuning
+from dllm_engine.evaluation import tuning
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
@@ -20,7 +20,7 @@ def short(monkeypatch):
     """Fewer settings, timed less often."""
     monkeypatch.setattr(tuning, "MIN_TIMED", 1)
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
-        monkeypatch.setattr(trials, name, ())
+        monkeypatch.setattr(tuning, name, ())
 
 
 def tuned(output, *arguments):

@@ -6,7 +6,7 @@ To write it anew: ``python -m tests.docs.test_papers``
 import re
 from pathlib import Path
 
-from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS, PaperTable
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "papers.md"
 BEGIN = "<!-- the tables, by python -m tests.docs.test_papers -->\n"
@@ -21,12 +21,15 @@ def written() -> str:
 
 def _paper(name: str, title: str) -> str:
     head = "| `--paper-table` | compares | models | missing, or not as in the paper |\n|---|---|---|---|\n"
-    return f"\n## {title}\n" + head + "".join(_row(table) for table in PAPER_TABLES.values() if table.paper == name)
+    return (
+        f"\n## {title}\n" + head + "".join(_row(key) for key, table in PAPER_TABLES.items() if table["paper"] == name)
+    )
 
 
-def _row(table: PaperTable) -> str:
-    key = f"`{table.key}`" if table.benchmarks else table.name.replace("-", " ").capitalize()
-    return f"| {key} | {table.about} | {table.models or '–'} | {table.without or '–'} |\n"
+def _row(key: str) -> str:
+    table = PAPER_TABLES[key]
+    name = f"`{key}`" if table["benchmarks"] else table["name"].replace("-", " ").capitalize()
+    return f"| {name} | {table['about']} | {table.get('models', '–')} | {table.get('without', '–')} |\n"
 
 
 def test_the_page_is_that_of_the_presets():
@@ -38,8 +41,8 @@ def test_each_table_of_each_paper_is_there_and_what_cannot_be_made_says_why():
     for paper, count in NUM_TABLES.items():
         tables = [key for key in PAPER_TABLES if re.fullmatch(rf"{paper}/table-\d+", key)]
         assert tables == [f"{paper}/table-{number}" for number in range(1, count + 1)]
-    for table in PAPER_TABLES.values():
-        assert table.models if table.benchmarks else table.without, table.key
+    for key, table in PAPER_TABLES.items():
+        assert table["models" if table["benchmarks"] else "without"], key
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from dllm_engine.evaluation.likelihood import log_likelihoods, weighted_masks
+from dllm_engine.evaluation.likelihood import log_likelihoods, num_canvases, weighted_masks
 from tests.oracles.models import PlainModel
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -24,37 +24,33 @@ def plain_bound(folder, prompt: list[int], continuation: list[int]) -> float:
                 tokens = [*tokens[: len(prompt) + position], model.mask, *tokens[len(prompt) + position + 1 :]]
             logprobs = model.logits(tokens).log_softmax(-1)
             rows = [max(len(prompt) + position - model.is_dream, 0) for position in chosen]
-            found = sum(float(logprobs[row, continuation[i]]) for row, i in zip(rows, chosen, strict=True))
-            total += length / count * found / len(choices) / length
+            logprob = sum(float(logprobs[row, continuation[i]]) for row, i in zip(rows, chosen, strict=True))
+            total += length / count * logprob / len(choices) / length
     return total
 
 
-@pytest.fixture(params=["llada", "dream"])
-def checkpoint(request, tiny_llada, tiny_dream):
-    return {"llada": tiny_llada, "dream": tiny_dream}[request.param]
-
-
+@pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize(
     ("prompt", "continuation"),
     # Without a prompt the first position predicts itself.
-    [(PROMPT, [20]), (PROMPT, [20, 30]), (PROMPT, [20, 30, 40, 20]), ([], [20, 30])],
+    [(PROMPT, [20]), (PROMPT, [20, 30, 40, 20]), ([], [20, 30])],
 )
-def test_short_continuations_are_exact(engines, checkpoint, prompt, continuation):
-    (found,) = log_likelihoods(engines(checkpoint), [(prompt, continuation)], num_samples=15)
-    assert found == pytest.approx(plain_bound(checkpoint, prompt, continuation), rel=1e-4)
+def test_short_continuations_are_exact(engines, request, family, prompt, continuation):
+    checkpoint = request.getfixturevalue(f"tiny_{family}")
+    (bound,) = log_likelihoods(engines(checkpoint), [(prompt, continuation)], num_samples=15)
+    assert bound == pytest.approx(plain_bound(checkpoint, prompt, continuation), rel=1e-4)
 
 
-def test_one_token_takes_one_pass_and_an_empty_continuation_none():
-    rng = np.random.default_rng(0)
-    assert list(weighted_masks(1, 1, rng)) == [(1.0, [0])]
-    assert list(weighted_masks(0, 1, rng)) == []
-    counts = [len(masked) for _, masked in weighted_masks(8, 16, rng)]
-    assert counts == [count for count in range(1, 9) for _ in range(2)], "spread evenly"
+@pytest.mark.parametrize(("length", "num_samples"), [(0, 1), (1, 1), (3, 7), (3, 6), (7, 127), (7, 126), (5000, 9)])
+def test_the_number_of_canvases_is_known_before(length, num_samples):
+    assert num_canvases(length, num_samples) == len([*weighted_masks(length, num_samples, np.random.default_rng(0))])
 
 
 @pytest.mark.parametrize(("length", "num_samples"), [(3, 2), (5, 7), (5, 30)])
 def test_sampled_masks_weigh_each_choice_as_the_bound_does(length, num_samples):
     """Expected weight of a choice of l of L positions: 1 / (l · C(L, l))."""
+    counts = [len(masked) for _, masked in weighted_masks(8, 16, np.random.default_rng(0))]
+    assert counts == [count for count in range(1, 9) for _ in range(2)], "spread evenly"
     draws, weights = 4000, {}
     for seed in range(draws):
         for weight, masked in weighted_masks(length, num_samples, np.random.default_rng(seed)):

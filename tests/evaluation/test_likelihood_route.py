@@ -4,9 +4,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
+from fastapi import HTTPException
 
-from dllm_engine.evaluation.likelihood import log_likelihoods, num_canvases, weighted_masks
-from dllm_engine.evaluation.likelihood_route import EngineNotReadyError, PassQueue
+from dllm_engine.evaluation.likelihood import log_likelihoods
+from dllm_engine.evaluation.likelihood_route import ForwardPasses
 from tests.support.engines import assert_nothing_left
 
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}]
@@ -19,16 +20,11 @@ def ask(client):
     return lambda **fields: client.post("/v1/likelihoods", json=fields)
 
 
-@pytest.fixture
-def ids(demo):
-    return demo.get_tokenizer().encode
-
-
-def test_they_are_the_bounds_that_python_computes(ask, demo, ids):
-    prompt, answers = ids(PROMPT), [ids(answer) for answer in ANSWERS]
-    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], num_samples=20, seed=3)
+def test_they_are_the_bounds_that_python_computes(ask, demo):
+    ids = demo.get_tokenizer().encode
+    prompt, answers, settings = ids(PROMPT), [ids(answer) for answer in ANSWERS], {"num_samples": 20, "seed": 3}
+    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], **settings)
     assert expected[0] > expected[1]
-    settings = {"num_samples": 20, "seed": 3}
     for fields in (
         {"prompt": PROMPT, "answers": ANSWERS},
         {"messages": CHAT, "answers": ANSWERS},
@@ -39,16 +35,14 @@ def test_they_are_the_bounds_that_python_computes(ask, demo, ids):
         assert [each["log_likelihood"] for each in reply.json()["data"]] == pytest.approx(expected, rel=1e-5)
         assert [each["num_tokens"] for each in reply.json()["data"]] == [len(answer) for answer in answers]
     assert reply.json()["usage"]["prompt_tokens"] == len(prompt) + sum(map(len, answers))
+    # Masks of the client's own choice.
+    answers, masks = [answers[0], [*answers[0]]], [[0, 1, 2, 3], [2], []]
+    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for answer in answers for mask in masks]
+    data = ask(prompt=prompt, answers=answers, masks=masks).json()["data"]
+    for logprobs, own in zip([*data[0]["logprobs"], *data[1]["logprobs"]], demo.masked_logprobs(canvases), strict=True):
+        assert logprobs == pytest.approx(own, rel=1e-5)
+    assert "log_likelihood" not in data[0]
     assert_nothing_left(demo)
-
-
-def test_masks_of_the_clients_own_choice(ask, demo, ids):
-    prompt, answer, masks = ids(PROMPT), ids(ANSWERS[0]), [[0, 1, 2, 3], [2], []]
-    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for mask in masks]
-    (each,) = ask(prompt=prompt, answers=[answer], masks=masks).json()["data"]
-    for found, expected in zip(each["logprobs"], demo.masked_logprobs(canvases), strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-    assert "log_likelihood" not in each
 
 
 @pytest.mark.parametrize(
@@ -109,13 +103,6 @@ def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
         list(demo.masked_logprobs([([5, 6], [1])]))
 
 
-@pytest.mark.parametrize(("length", "num_samples"), [(1, 1), (3, 7), (3, 6), (7, 127), (7, 128), (7, 126), (5000, 9)])
-def test_the_number_of_canvases_is_known_before(length, num_samples):
-    import numpy as np
-
-    assert num_canvases(length, num_samples) == len([*weighted_masks(length, num_samples, np.random.default_rng(0))])
-
-
 # Passes
 
 
@@ -124,89 +111,67 @@ class Engine:
 
     def __init__(self, *failures):
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=10))
-        self.passes, self.failures, self.num_weight_changes = [], list(failures), 0
+        self.passes, self.failures = [], list(failures)
+        self.num_weight_changes = self.changes_per_pass = 0
 
     async def collective_rpc(self, method, args):
         sequences, _ = args
         self.passes.append([sequence[0] for sequence in sequences])
         await asyncio.sleep(0)
+        self.num_weight_changes += self.changes_per_pass
         if self.failures:
             raise self.failures.pop()
         return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
 
 
-def computed(engine, *requests, during=lambda tasks, queue: None):
-    """What each request, a list of (mark, number of rows) of canvases, gets."""
+def computed(engine, *requests, during=lambda tasks, passes: None):
+    """The log-probabilities of each request, a list of (mark, number of rows) of canvases."""
 
-    async def one(queue, request):
-        found = []
-        await queue.compute(engine, iter([([mark] * size, [0]) for mark, size in request]), found.extend)
-        return found
+    async def one(passes, request):
+        canvases = [([mark] * size, [0]) for mark, size in request]
+        return [value async for (value,) in passes.logprobs(engine, canvases)]
 
     async def run():
-        queue = PassQueue()
-        tasks = [asyncio.create_task(one(queue, request)) for request in requests]
+        passes = ForwardPasses()
+        tasks = [asyncio.create_task(one(passes, request)) for request in requests]
         await asyncio.sleep(0)
-        during(tasks, queue)
+        during(tasks, passes)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
 
 
-def test_canvases_of_all_requests_share_passes_in_turn():
+def test_requests_take_turns_with_passes_of_as_many_canvases_as_fit():
     engine = Engine()
-    many, few = [(1, 4)] * 5, [(2, 4)] * 2
-    assert computed(engine, many, few, []) == [[1.0] * 5, [2.0] * 2, []]
-    assert engine.passes == [[1, 2], [1, 2], [1, 1], [1]]
-
-
-def test_a_canvas_longer_than_a_pass_takes_one_of_its_own():
-    engine = Engine()
-    assert computed(engine, [(1, 12), (2, 3), (3, 3)]) == [[1.0, 2.0, 3.0]]
-    assert engine.passes == [[1], [2, 3]]
+    first = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
+    assert computed(engine, first, [(4, 10)] * 2, []) == [[1.0] * 3 + [2.0] + [3.0] * 3, [4.0] * 2, []]
+    assert engine.passes == [[1, 1], [4], [1], [4], [2], [3, 3, 3]]
 
 
 def test_a_client_that_leaves_takes_its_canvases_along():
     engine = Engine()
-    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, queue: tasks[0].cancel())
+    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, passes: tasks[0].cancel())
     assert isinstance(left, asyncio.CancelledError)
     assert stayed == [2.0, 2.0]
-    assert sum(passed.count(1) for passed in map(list, engine.passes)) <= 2
+    assert engine.passes == [[1], [2], [2]]
 
 
 def test_a_server_that_stops_ends_all_requests_with_its_error():
     error = RuntimeError("stopping")
-    found = computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda tasks, queue: queue.end(error))
-    assert found == [error, error]
+    assert computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda _, passes: passes.end(error)) == [error, error]
 
 
-def test_a_pass_that_fails_fails_the_requests_in_it_and_no_other():
+def test_a_pass_that_fails_fails_its_request_and_no_other():
     error = RuntimeError("lost")
     assert computed(Engine(error), [(1, 10)] * 2, [(2, 10)]) == [error, [2.0]]
 
 
-def test_a_likelihood_never_comes_from_two_sets_of_weights():
+@pytest.mark.parametrize(("num_canvases", "is_refused"), [(1, False), (2, True)])
+def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refused):
     engine = Engine()
-
-    def change(tasks, queue):
-        engine.num_weight_changes += 1
-
-    first, second = [(1, 10)] * 2, [(2, 10)]
-    found = computed(engine, first, second, during=change)
-    assert found == [[1.0, 1.0], [2.0]]  # none had begun
-    engine.collective_rpc = changing(engine)
-    (found,) = computed(engine, first)
-    assert isinstance(found, EngineNotReadyError)
-
-
-def changing(engine):
-    rpc = engine.collective_rpc
-
-    async def changed(method, args):
-        engine.num_weight_changes += 1
-        return await rpc(method, args)
-
-    return changed
+    engine.changes_per_pass = 1
+    (result,) = computed(engine, [(1, 10)] * num_canvases)
+    assert isinstance(result, HTTPException) == is_refused
 
 
 # lm_eval
@@ -227,8 +192,8 @@ def test_lm_evals_model_asks_a_server_for_the_same_likelihoods(client, demo, mon
     remote = lm_eval_model.DiffusionAPI(base_url=url, mc_num=16, **settings)
     local = lm_eval_model.DiffusionLM(demo, mc_num=16, check_greedy=False)
     asked = [Instance("loglikelihood", {}, (PROMPT, answer), i) for i, answer in enumerate(ANSWERS)]
-    found, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
-    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-5)
+    bounds, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
+    assert [value for value, _ in bounds] == pytest.approx([value for value, _ in expected], rel=1e-5)
     too_long = Instance("loglikelihood", {}, (PROMPT, " a" * 300), 0)
     with pytest.raises(RuntimeError, match=r"/v1/likelihoods.*256"):
         remote.loglikelihood([too_long])

@@ -20,13 +20,9 @@ def demo(engines):
 
 @pytest.fixture(scope="module")
 def make(demo):
-    from lm_eval.api.registry import get_model, model_registry
-
     from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-    assert DiffusionLM is get_model("dllm")
-    assert "hf" in model_registry, "its own models stay known"
-    return lambda decoding=None, **settings: DiffusionLM(demo, decoding, **settings)
+    return lambda **settings: DiffusionLM(demo, **settings)
 
 
 def requests(kind, *arguments):
@@ -51,7 +47,7 @@ def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     monkeypatch.chdir(CHECKOUT)
     # A few steps only, so that some answers are wrong.
     decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
-    results = evaluate(make(decoding), "names", apply_chat_template=True)
+    results = evaluate(make(**decoding), "names", apply_chat_template=True)
     expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(demo, answer_at_once, decoding)
     assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.score)
     assert 0.1 < expected.score < 0.9
@@ -90,7 +86,7 @@ def test_whole_texts_are_cut_into_windows(make, demo, monkeypatch):
 
 
 def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
-    model = make({"block_length": 8})
+    model = make(block_length=8)
     asked = [(PROMPT, {"until": until, "max_gen_toks": 32}) for until in ([], ["="], ["", "nowhere", "07"])]
     texts = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert texts == [" Ida=07", " Ida", " Ida="]
@@ -110,12 +106,12 @@ def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
     ],
 )
 def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(make, decoding, task, expected):
-    params = make(decoding)._params(task)
+    params = make(**decoding)._params(task)
     assert {name: getattr(params, name) for name in expected} == expected
 
 
 def test_repeated_requests_get_different_seeds(make, monkeypatch):
-    model = make({"seed": 5})
+    model = make(seed=5)
     monkeypatch.setattr(model, "answer", lambda llm, requests: [str(wanted.seed) for _, wanted in requests])
     first, second = requests("generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
     assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
@@ -126,7 +122,7 @@ def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
     asked = requests("generate_until", (prompt, {"max_gen_toks": 32}))
     with pytest.raises(ValueError, match=r"exceed max_model_len 256; .* max_prompt_tokens"):
         make().generate_until(asked)
-    model = make({"block_length": 8}, max_prompt_tokens=101)
+    model = make(block_length=8, max_prompt_tokens=101)
     tokens = demo.get_tokenizer().encode(prompt)
     assert model._fit(tokens, 32) == tokens[:50] + tokens[-51:]
     assert model.generate_until(asked, disable_tqdm=True) == [" Ida=07"]
@@ -134,17 +130,15 @@ def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
 
 
 def test_chat_templates_may_leave_the_answer_open(make):
-    chat = [{"role": "user", "content": "Hi!"}]
-    assert make().apply_chat_template(chat).endswith("Bot:")
-    begun = [*chat, {"role": "assistant", "content": "Hello"}]
-    assert make().apply_chat_template(begun, add_generation_prompt=False).endswith("Bot: Hello")
+    chat = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello"}]
+    assert make().apply_chat_template(chat[:1]).endswith("Bot:")
+    assert make().apply_chat_template(chat, add_generation_prompt=False).endswith("Bot: Hello")
 
 
 @pytest.mark.parametrize(
     ("settings", "asked", "named"),
     [
-        ({"decoding": {"num_steps": 3}}, {}, "num_steps"),
-        ({"mc_num": 0}, {}, "mc_num=0"),
+        ({"num_steps": 3}, {}, "num_steps"),
         ({"max_prompt_tokens": 1}, {}, "max_prompt_tokens=1"),
         ({}, {"num_beams": 4}, "num_beams=4 is not supported"),
     ],
@@ -155,10 +149,11 @@ def test_what_is_not_supported_is_named(make, settings, asked, named):
 
 
 def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypatch):
-    from lm_eval.api.registry import get_model
+    from lm_eval.api.registry import get_model, model_registry
 
     from dllm_engine.evaluation import lm_eval_model
 
+    assert "hf" in model_registry, "lm_eval's own models stay known"
     started = {}
     monkeypatch.setattr(lm_eval_model, "LLM", lambda model, **kwargs: started.update(kwargs, model=model) or demo)
     model = get_model("dllm").create_from_arg_string(

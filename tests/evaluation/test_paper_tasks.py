@@ -1,5 +1,6 @@
 """The papers' benchmark settings and tables: servable as they are, with tasks that lm_eval has."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,20 +9,22 @@ from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
 from dllm_engine.cli.main import build_parser
 from dllm_engine.evaluation import paper_tasks
-from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, paper_table, paper_task
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, harness_task, paper_table, paper_task
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.plans import FULL_METHODS
 
+INSTRUCT = {LLADA: "LLaDA-8B-Instruct", DREAM: "Dream-v0-Instruct-7B"}
 ROWS = [
     (row, family)
     for row in PAPER_TASKS
     for family in FAMILIES.values()
-    if row.is_for(family, False) or row.is_for(family, True)
+    if any(paper_tasks.is_for(row, family, is_base) for is_base in (False, True))
 ]
-TASK_FILES = sorted({row.task for row in PAPER_TASKS if row.task.endswith(".yaml")})
+NAMES = {row[key] for row in PAPER_TASKS for key in ("task", "base_task") if key in row}
+TASK_FILES = sorted(name for name in NAMES if name.endswith(".yaml"))
 FOLDERS = ("arc", "bbh", "benchmarks", "gpqa", "gsm8k", "humaneval", "longbench", "mbpp", "minerva_math", "mmlu")
 FOLDERS += ("mmlu_pro",)
 
@@ -35,20 +38,24 @@ def harness():
     return lm_eval.tasks.TaskManager(include_defaults=False, include_path=[str(root / name) for name in FOLDERS])
 
 
-@pytest.mark.parametrize(("row", "family"), ROWS, ids=lambda value: getattr(value, "benchmark", None))
-def test_settings_are_servable_with_every_cache_method(row, family):
-    params = DiffusionParams(**row.decoding)
-    for method in FULL_METHODS:
-        options = row.cache_options(f"GSAI-ML/{next(iter(row.checkpoint_options or {''}))}").get(method, {})
-        engine = EngineOptions.parse({"cache_method": method, "cache_options": options})
-        spec = resolve_decoding(params, 100, family, engine)
-        wanted = (row.gen_length, row.gen_length, row.block_length or row.gen_length)
-        assert (spec.gen_length, spec.steps, spec.block_length) == wanted
+def spec_of(decoding, family, cache_method="none", **cache_options):
+    engine = EngineOptions.parse({"cache_method": cache_method, "cache_options": cache_options})
+    return engine.method, resolve_decoding(DiffusionParams(**decoding), 100, family, engine)
 
 
 @pytest.mark.parametrize(
-    "name", sorted({n for row in PAPER_TASKS for n in (row.task, row.base_task) if n} - {*TASK_FILES})
+    ("row", "family"), ROWS, ids=lambda value: value.get("benchmark") if isinstance(value, dict) else None
 )
+def test_a_row_is_found_by_its_name_and_servable_with_every_cache_method(row, family):
+    assert paper_task(row["benchmark"], family, row["paper"], is_base=bool(row.get("base"))) is row
+    task = harness_task(row, f"GSAI-ML/{next(iter(row['cache_options'] or {''}))}", is_base=False)
+    for method in FULL_METHODS:
+        _, spec = spec_of(task.decoding, family, method, **task.cache_options.get(method, {}))
+        length = row["gen_length"]
+        assert (spec.gen_length, spec.steps, spec.block_length) == (length, length, row.get("block_length", length))
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {*TASK_FILES}))
 def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
     from lm_eval.tasks._yaml_loader import load_yaml
 
@@ -58,68 +65,62 @@ def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
         assert load_yaml(path, resolve_func=False).get("output_type", "generate_until") == "generate_until"
 
 
-def test_each_row_is_of_a_known_paper_and_found_by_its_name():
-    assert {row.paper for row in PAPER_TASKS} == set(PAPERS)
-    for row, family in ROWS:
-        assert paper_task(row.benchmark, family, row.paper, is_base=bool(row.base)) is row
-
-
 def test_the_first_paper_that_has_a_benchmark_is_taken():
-    assert paper_task("gsm8k", LLADA).paper == "sparse-dllm"
-    assert paper_task("mbpp", DREAM).paper == "dllm-cache"
-    assert paper_task("gsm8k", DREAM, "freecache").block_length is None
-    assert paper_task("gsm8k", LLADA, "freecache").block_length == 64
+    assert {row["paper"] for row in PAPER_TASKS} == set(PAPERS)
+    assert paper_task("gsm8k", LLADA)["paper"] == "sparse-dllm"
+    assert paper_task("mbpp", DREAM)["paper"] == "dllm-cache"
+    lengths = [paper_task("gsm8k", family, "freecache").get("block_length") for family in (DREAM, LLADA)]
+    assert lengths == [None, 64]
 
 
 def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
-    assert paper_task("mmlu", LLADA, "dllm-cache").gen_length == 3
-    base = paper_task("mmlu", LLADA, "dllm-cache", is_base=True)
-    assert (base.gen_length, base.cache_options("LLaDA-8B-Base")["dllm_cache"]["response_refresh_interval"]) == (256, 6)
-    options = paper_task("gsm8k", LLADA, "dllm-cache").cache_options
-    found = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), "Dream-v0-Instruct-7B": (25, 2)}
-    for checkpoint, intervals in found.items():
-        assert tuple(options(f"models/{checkpoint}").get("dllm_cache", {}).values()) == intervals
+    assert paper_task("mmlu", LLADA, "dllm-cache")["gen_length"] == 3
+    base = harness_task(paper_task("mmlu", LLADA, "dllm-cache", is_base=True), "LLaDA-8B-Base", is_base=True)
+    assert (base.decoding["gen_length"], base.with_chat_template) == (256, False)
+    assert base.cache_options["dllm_cache"]["response_refresh_interval"] == 6
+    row = paper_task("gsm8k", LLADA, "dllm-cache")
+    expected = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), INSTRUCT[DREAM]: (25, 2)}
+    for checkpoint, intervals in expected.items():
+        options = harness_task(row, f"models/{checkpoint}", is_base=False).cache_options
+        assert tuple(options.get("dllm_cache", {}).values()) == intervals
 
 
-@pytest.mark.parametrize(("family", "model"), [(LLADA, "LLaDA-8B-Instruct"), (DREAM, "Dream-v0-Instruct-7B")])
-def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family, model):
-    row = paper_task("gsm8k", family, "freecache")
-    options = row.cache_options(model)
-    assert options == {"freecache": {"cache_block_length": 256}}
-    engine = EngineOptions.parse({"cache_method": "freecache", "cache_options": options["freecache"]})
-    for decoding in (row.decoding, {k: row.guided[k] for k in ("gen_length", "block_length")}):
-        spec = resolve_decoding(DiffusionParams(**decoding), 100, family, engine)
-        assert engine.method.refusal(spec) is None
+@pytest.mark.parametrize("family", INSTRUCT)
+def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family):
+    task = harness_task(paper_task("gsm8k", family, "freecache"), INSTRUCT[family], is_base=False)
+    assert task.cache_options == {"freecache": {"cache_block_length": 256}}
+    for decoding in (task.decoding, {k: task.guided[k] for k in ("gen_length", "block_length")}):
+        method, spec = spec_of(decoding, family, "freecache", **task.cache_options["freecache"])
+        assert method.refusal(spec) is None
 
 
-def test_unknown_names_are_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"benchmark 'gsm9k' is unknown; the papers have mmlu, .*gsm8k"):
-        paper_task("gsm9k", LLADA)
-    with pytest.raises(ValueError, match=r"'mbpp' is unknown; paper sparse-dllm has mmlu"):
-        paper_task("mbpp", LLADA, "sparse-dllm")
-    with pytest.raises(ValueError, match=r"paper 'nobody' is unknown; choose one of sparse-dllm"):
-        paper_task("gsm8k", LLADA, "nobody")
+@pytest.mark.parametrize(
+    ("benchmark", "paper", "message"),
+    [
+        ("gsm9k", None, r"benchmark 'gsm9k' is unknown; the papers have mmlu, .*gsm8k"),
+        ("mbpp", "sparse-dllm", r"'mbpp' is unknown; paper sparse-dllm has mmlu"),
+        ("gsm8k", "nobody", r"paper 'nobody' is unknown; choose one of sparse-dllm"),
+    ],
+)
+def test_unknown_names_are_answered_with_the_known_ones(benchmark, paper, message):
+    with pytest.raises(ValueError, match=message):
+        paper_task(benchmark, LLADA, paper)
 
 
-# Tables
-
-
-@pytest.mark.parametrize("table", [table for table in PAPER_TABLES.values() if table.benchmarks], ids=lambda t: t.key)
-def test_the_rows_of_a_table_can_be_asked_for(table):
-    assert paper_table(table.key) is table
-    family = DREAM if "Dream" in table.models else LLADA
-    rows = [paper_task(name, family, table.paper) for name in table.benchmarks.split(",")]
-    methods = [chosen for text in split_names(table.methods) for chosen in parse_method(text)]
+@pytest.mark.parametrize("key", [key for key, table in PAPER_TABLES.items() if table["benchmarks"]])
+def test_the_rows_of_a_table_can_be_asked_for(key):
+    table = paper_table(key)
+    family = DREAM if "Dream" in table["models"] else LLADA
+    rows = [paper_task(name, family, table["paper"]) for name in table["benchmarks"].split(",")]
+    methods = [chosen for text in split_names(table["methods"]) for chosen in parse_method(text)]
     assert len({str(chosen) for chosen in methods}) == len(methods)
     for method, options in methods:
-        for text in split_names(table.rules):
-            guide, decoding = parse_rule(text)
-            for row in rows:
-                engine = {"cache_method": method, "cache_options": options, "guide_model": None}
-                asked = (row.guided if guide else {**row.decoding, "steps": row.gen_length}) | decoding
-                DiffusionParams(**asked)
+        for guide, decoding in map(parse_rule, split_names(table["rules"])):
+            for task in (harness_task(row, "", is_base=False) for row in rows):
                 if guide is None:
-                    resolve_decoding(DiffusionParams(**asked), 100, family, EngineOptions.parse(engine))
+                    spec_of(task.decoding | decoding, family, method, **options)
+                else:
+                    DiffusionParams(**task.guided | decoding)
 
 
 def test_what_is_named_replaces_what_the_table_has(monkeypatch):
@@ -146,8 +147,6 @@ DOCUMENTS = {
 
 @pytest.mark.parametrize("name", TASK_FILES)
 def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch):
-    import json
-
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -167,9 +166,8 @@ def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch)
 
         loglikelihood = loglikelihood_rolling = None
 
-    found = lm_eval.simple_evaluate(
-        Answering(), tasks=[str(tmp_path / name)], task_manager=TaskManager(include_defaults=False), bootstrap_iters=0
-    )
-    assert found["results"][name.removesuffix(".yaml")]["exact_match,letter"] == 1.0
+    manager = TaskManager(include_defaults=False)
+    scored = lm_eval.simple_evaluate(Answering(), tasks=[str(tmp_path / name)], task_manager=manager, bootstrap_iters=0)
+    assert scored["results"][name.removesuffix(".yaml")]["exact_match,letter"] == 1.0
     assert "\nA. " in asked[0]
     assert "\nB. " in asked[0]
