@@ -157,8 +157,9 @@ def _method_row(demand: "RequestDemand", canvas: int, *, chosen: bool) -> tuple[
 
 
 def copy_command(args: argparse.Namespace) -> list[str]:
-    """The command that writes the quantized copy of the plan's model; empty if there is none to write."""
-    if args.quantization in (None, "fp8"):  # made at load time
+    """The command that writes the quantized copy of the plan's model; empty if there is none to write, or if the
+    tools of its format write it."""
+    if args.quantization in (None, "fp8", "gptq", "awq"):  # FP8 is made at load time
         return []
     group = QUANTIZATIONS[args.quantization].group_size
     scheme = ["--scheme", args.quantization, *(["--group-size", str(group)] if group else [])]
@@ -188,5 +189,5 @@ def serve_command(sizing: "Sizing", args: argparse.Namespace) -> list[str]:
         options["quantization"] = "fp8_per_channel"
     if s.page_size != EngineOptions().page_size:
         options["page_size"] = s.page_size
-    model = _copy_of(args) if copy_command(args) else s.model
+    model = s.model if args.quantization in (None, "fp8") else _copy_of(args)
     return ["dllm", "serve", model, *as_words(options | given(args, GUIDE_SETTINGS))]

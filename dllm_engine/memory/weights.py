@@ -57,7 +57,7 @@ QUANTIZATIONS = {
     "gptq": Quantization(4, 128, True),
     "awq": Quantization(4, 128, True),
 }
-"""By the name that ``dllm plan --quantization`` and ``examples/quantize.py`` have for them."""
+"""By the name that ``dllm plan --quantization`` has for them."""
 
 
 def attention_matrices(config: Any, tensor_parallel_size: int) -> list[tuple[int, int]]:
