@@ -149,7 +149,10 @@ def test_ray_serve_answers_as_one_process_and_replaces_an_engine_that_is_killed(
         engine_of(killed).kill()
         # What that engine ran ends with an error; the other replica goes on.
         with ThreadPoolExecutor(16) as clients:
-            asked = [(clients.submit(server.text, prompt), text) for prompt, text in zip(prompts * 4, expected * 4)]
+            asked = [
+                (clients.submit(server.text, prompt), text)
+                for prompt, text in zip(prompts * 4, expected * 4, strict=True)
+            ]
             failed = [answer for answer, _ in asked if answer.exception()]
             assert len(failed) < len(asked)
             assert all(answer in failed or answer.result() == text for answer, text in asked)
