@@ -4,17 +4,14 @@ python examples/ray_batch.py prompts.jsonl answers.jsonl --replicas 2 --gen-leng
 python examples/ray_batch.py prompts.jsonl answers.jsonl --model GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
 
 Input, output and options are those of `dllm generate --input`: run again, the same command answers what is missing.
-Exit status 1: some lines have errors.
-
-Install it with `pip install "dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one. A replica
-takes a GPU where there is any, else an equal share of the CPUs.
+It needs `pip install "dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one. A replica takes a
+GPU where there is any, else an equal share of the CPUs.
 """
 
 import argparse
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ray
@@ -46,10 +43,10 @@ class Replica:
         from dllm_engine import DiffusionParams
 
         records: list[Any] = []
-        part: Any = SimpleNamespace(pending=lines, append=records.extend)
+        part: Any = argparse.Namespace(pending=lines, append=records.extend)
         part.record = lambda line, request_id, **fields: (line, request_id, fields)
-        params = DiffusionParams(**decoding)
-        answer_lines(self.llm, part, params, use_chat=self.llm.has_chat_template, bar=tqdm(disable=True))
+        use_chat = self.llm.has_chat_template
+        answer_lines(self.llm, part, DiffusionParams(**decoding), use_chat=use_chat, bar=tqdm(disable=True))
         return records
 
 

@@ -5,9 +5,8 @@ python examples/ray_serve_app.py GSAI-ML/LLaDA-8B-Instruct --cache-method sparse
 
 The other options are those of `dllm serve`. A replica is an actor with vLLM's own server application around its
 `AsyncLLM`. Ray Serve listens, spreads the requests, adds replicas while more than 32 requests run per replica, and
-replaces replicas that died or whose engine did; requests that ran there end with an error.
-
-Install it with `pip install "dllm-engine[ray]"` beside vLLM. A running cluster is used where RAY_ADDRESS names one.
+replaces replicas that died or whose engine did; requests that ran there end with an error. It needs
+`pip install "dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one.
 """
 
 import argparse
