@@ -116,7 +116,8 @@ class Environment:
         print(f"Making a virtual environment in {self.directory} ...", flush=True)
         advice = "If the message speaks of ensurepip: on Debian and Ubuntu, install the package python3-venv."
         self._run_step([sys.executable, "-m", "venv", self.directory], "no virtual environment was made", advice)
-        command = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"uv=={UV}"]
+        command: list[str | Path] = [self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        command.append(f"uv=={UV}")
         # A user-wide `pip config set global.user` or `target` would install elsewhere.
         self._run_step(command, "pip cannot install uv", PIP_USER="0", PYTHONNOUSERSITE="1")
 
