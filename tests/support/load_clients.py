@@ -155,7 +155,7 @@ class Load:
             if not ask.refused:
                 self._violated(ask, f"refused: {error}")
         except (TimeoutError, openai.OpenAIError, httpx.HTTPError) as error:
-            self._violated(ask, f"{type(error).__name__}: {error}")
+            self._violated(ask, repr(error))
         else:
             if ask.refused:
                 self._violated(ask, "answered instead of refused")
@@ -172,6 +172,6 @@ class Load:
             return True
         except (openai.OpenAIError, httpx.HTTPError) as error:
             if not ask.refused or not isinstance(error, openai.BadRequestError):
-                self._violated(ask, f"{type(error).__name__}: {error}")
+                self._violated(ask, repr(error))
             return False
         return bool(is_stream)
