@@ -23,8 +23,6 @@ from dllm_engine.batch.run import answer_lines
 from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.engine import add_cache_arguments, add_decoding_arguments, decoding_options, engine_options
 
-RETRIES = 3  # of a task whose replica died: its lines may be what kills it
-
 
 class Replica:
     """An engine in a Ray actor of its own."""
@@ -67,7 +65,8 @@ def main() -> int:
         ray.init(log_to_driver=False, logging_level="ERROR", **local)
         there = ray.cluster_resources()
         share = {"num_gpus": 1} if "GPU" in there else {"num_cpus": max(1, there["CPU"] // args.replicas)}
-        start = ray.remote(Replica).options(max_restarts=-1, max_task_retries=RETRIES, **share)
+        # A task whose replica died is tried again, but not for ever: its lines may be what kills it.
+        start = ray.remote(Replica).options(max_restarts=-1, max_task_retries=3, **share)
         pool = ActorPool([start.remote(args.model, options) for _ in range(args.replicas)])
         tasks = [results.pending[first : first + args.lines] for first in range(0, len(results.pending), args.lines)]
         answers = pool.map_unordered(lambda replica, task: replica.answer.remote(task, decoding), tasks)

@@ -3,10 +3,9 @@
 python examples/ray_serve_app.py demo --min-replicas 2 --max-replicas 2
 python examples/ray_serve_app.py GSAI-ML/LLaDA-8B-Instruct --cache-method sparse --max-model-len 2048
 
-The other options are those of `dllm serve`. A replica is an actor with vLLM's own server application around its
-`AsyncLLM`. Ray Serve listens, spreads the requests, adds replicas while more than 32 requests run per replica, and
-replaces replicas that died or whose engine did; requests that ran there end with an error. It needs
-`pip install "dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one.
+The other options are those of `dllm serve`. Ray Serve listens, spreads the requests, adds replicas while more than 32
+requests run per replica, and replaces those that died or whose engine did; requests that ran there end with an error.
+It needs `pip install "dllm-engine[ray]"` beside vLLM. A cluster is used where RAY_ADDRESS names one.
 """
 
 import argparse
@@ -23,11 +22,9 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import vllm_arguments
 
-REQUESTS = 32  # per replica; above it more start
-
 
 class DiffusionServer:
-    """An ASGI application: an engine, and vLLM's application around it."""
+    """An ASGI application: an engine, and vLLM's application around it. ``args`` are those of ``vllm serve``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -64,13 +61,12 @@ def main() -> None:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(served)[1:])
     args.model = args.model_tag
     validate_parsed_serve_args(args)
-
     ray.init(logging_level="ERROR", **({} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # Ray's handler would not let replicas finish what runs
     application = serve.deployment(serve.ingress(lambda: DiffusionServer(args))()).options(
         name="DiffusionServer",
-        autoscaling_config={**vars(replicas), "target_ongoing_requests": REQUESTS},
-        max_ongoing_requests=2 * REQUESTS,
+        autoscaling_config={**vars(replicas), "target_ongoing_requests": 32},
+        max_ongoing_requests=64,
         graceful_shutdown_timeout_s=120,
         ray_actor_options={"num_gpus": args.tensor_parallel_size if "GPU" in ray.cluster_resources() else 0},
     )
