@@ -20,11 +20,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     environment = Environment(options.venv)
     try:
-        if options.command == "demo":
-            return demo(environment, options)
         if options.command == "test":
             return test(environment, options)
-        return setup(environment, options)
+        return setup(environment, options.extras, options.prompt)
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -50,11 +48,13 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     setup_command = commands.add_parser("setup", parents=[common], help="only install")
+    setup_command.set_defaults(prompt=None)
     setup_command.add_argument(
         "--extras", nargs="+", default=[], metavar="NAME", help="optional parts of the project, for example: test ray"
     )
 
     demo_command = commands.add_parser("demo", parents=[common], help="install, then answer a prompt")
+    demo_command.set_defaults(extras=[])
     demo_command.add_argument("prompt", nargs="?", default=DEMO_PROMPT, help="default: %(default)r")
 
     test_command = commands.add_parser("test", parents=[common], help="install, then run the tests")
@@ -65,30 +65,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def setup(environment: Environment, options: argparse.Namespace) -> int:
-    """Installs, and says how to go on."""
-    environment.install(options.extras)
-    print_next_steps(environment)
-    return 0
-
-
-def demo(environment: Environment, options: argparse.Namespace) -> int:
-    """Answers one prompt with the demo model, and says how to go on."""
-    environment.install()
-    status = environment.run("dllm", "generate", options.prompt)
-    if not status:
-        print_next_steps(environment)
-    return status
-
-
-def print_next_steps(environment: Environment) -> None:
-    """What a newcomer types next."""
+def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -> int:
+    """Installs, answers a prompt if there is one with the demo model, and says how to go on."""
+    environment.install(extras)
+    if prompt is not None and (status := environment.run("dllm", "generate", prompt)):
+        return status
     activate = environment.directory / "bin" / "activate"
     if activate.is_relative_to(Path.cwd()):
         activate = activate.relative_to(Path.cwd())
     print("\nTo go on in this shell:")
     print(f"    source {shlex.quote(str(activate))}")
     print('    dllm generate "Reverse: Rome Tom Oslo"')
+    return 0
 
 
 def test(environment: Environment, options: argparse.Namespace) -> int:

@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the folder that `benchmarks/gpu.sh --bundle` takes to a machine without a network.
+"""Makes the folder that `benchmarks/gpu.sh --bundle` takes to a machine without a network, of at most 60 MiB.
 
-    python3 scripts/gpu_bundle.py FOLDER                at most 60 MiB, for an image that has PyTorch
-    python3 scripts/gpu_bundle.py FOLDER --complete     some GB, for a machine that has nothing but a driver and Python
+    python3 scripts/gpu_bundle.py FOLDER
 
-The small one holds vLLM's Python files, without what is compiled, and what they import beside an image with Python
-3.12, PyTorch 2.11, Triton 3.6 and transformers 5.17 (requirements/gpu-bundle.txt). With it the kernels run and the
-engine does: its model takes PyTorch's operators where vLLM's are missing. The complete one holds vLLM as it is, and all
-it requires.
+It holds vLLM's Python files, without what is compiled, and what they import beside an image with Python 3.12, PyTorch
+2.11, Triton 3.6 and transformers 5.17 (requirements/gpu-bundle.txt). With it the kernels run and the engine does: its
+model takes PyTorch's operators where vLLM's are missing.
 
 Needs a package index and nothing but Python.
 """
@@ -15,23 +13,17 @@ Needs a package index and nothing but Python.
 from __future__ import annotations
 
 import argparse
-import base64
-import csv
-import hashlib
-import io
 import subprocess
 import sys
 import tempfile
-import tomllib
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from environment import CHECKOUT, PYPROJECT, VLLM, SetupError, last_lines
+from environment import REQUIREMENTS, VLLM, SetupError
 
-NEEDS = CHECKOUT / "requirements" / "gpu-bundle.txt"
+NEEDS = REQUIREMENTS / "gpu-bundle.txt"
 PYTHON = "3.12"
-LIMIT_MIB = 60
 # pip takes each tag literally: a wheel for glibc 2.17 is another than one for 2.28. Newest first.
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)] + [
     f"manylinux{year}_x86_64" for year in (2014, 2010, 1)
@@ -59,116 +51,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="is made; must not hold anything yet")
-    parser.add_argument("--complete", action="store_true", help="vLLM as it is, with all it requires")
-    parser.add_argument("--python", default=PYTHON, metavar="3.N", help="of that machine (default: %(default)s)")
-    options = parser.parse_args(arguments)
+    folder: Path = parser.parse_args(arguments).folder
     try:
-        if options.complete and options.python != running_python():
-            raise SetupError(
-                f"--complete for Python {options.python} must be run with that Python, and this is {running_python()}: "
-                "pip decides by its own what packages require."
-            )
-        make_folder(options.folder)
-        if options.complete:
-            download(options.folder, options.python, [f"vllm=={VLLM}", *project_needs()])
-        else:
-            make_small(options.folder, options.python)
-            check_size(options.folder, LIMIT_MIB)
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):  # two versions of a package could not be installed
+            raise SetupError(f"{folder} is not empty. Choose another folder, or delete it.")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            download(Path(temporary), f"vllm=={VLLM}")
+            (wheel,) = Path(temporary).iterdir()
+            without_compiled(wheel, folder)
+        download(folder, "--requirement", str(NEEDS))
     except (SetupError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{options.folder}: {len(list(options.folder.iterdir()))} wheels, {size_mib(options.folder):.1f} MiB")
+    wheels = list(folder.iterdir())
+    print(f"{folder}: {len(wheels)} wheels, {sum(wheel.stat().st_size for wheel in wheels) / 2**20:.1f} MiB")
     return 0
 
 
-def running_python() -> str:
-    """Major and minor release."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def make_folder(folder: Path) -> None:
-    """Raises `SetupError` unless the folder is new or empty: two versions of a package could not be installed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise SetupError(f"{folder} is not empty. Choose another folder, or delete it.")
-
-
-def make_small(folder: Path, python: str) -> None:
-    """Downloads what the small bundle holds, and leaves out what is compiled of vLLM."""
-    with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
-        download(Path(temporary), python, ["--no-deps", f"vllm=={VLLM}"])
-        (wheel,) = Path(temporary).iterdir()
-        without_compiled(wheel, folder)
-    download(folder, python, ["--no-deps", "--requirement", str(NEEDS)])
-
-
-def download(folder: Path, python: str, what: Iterable[str]) -> None:
-    """Runs `pip download` for a machine with Linux on x86-64; raises `SetupError` with the end of its output."""
-    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--progress-bar=off"]
-    command += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
-    command += [f"--platform={platform}" for platform in PLATFORMS]
-    done = subprocess.run(
-        [*command, f"--dest={folder}", *what],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        raise SetupError(f"pip cannot download {' '.join(what)}:\n\n{last_lines(done.stdout)}")
-
-
-def project_needs() -> list[str]:
-    """What this project requires beside vLLM, to be installed and tested."""
-    settings = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))
-    project = settings["project"]
-    needs: list[str] = settings["build-system"]["requires"] + project["dependencies"]
-    return needs + project["optional-dependencies"]["test"]
+def download(folder: Path, *what: str) -> None:
+    """Runs `pip download` for the image; raises `SetupError`."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
+    command += ["--only-binary=:all:", "--no-deps", "--implementation=cp", f"--python-version={PYTHON}"]
+    command += [*(f"--platform={platform}" for platform in PLATFORMS), f"--dest={folder}", *what]
+    if subprocess.run(command, stdin=subprocess.DEVNULL).returncode:
+        raise SetupError(f"pip cannot download {' '.join(what)}; see above")
 
 
 def without_compiled(wheel: Path, folder: Path) -> Path:
     """Writes a wheel for any machine into `folder`, with the Python files and data of `wheel`; returns its path."""
     name, version = wheel.name.split("-")[:2]
-    target = folder / f"{name}-{version}-py3-none-any.whl"
-    metadata = f"{name}-{version}.dist-info"
+    target, metadata = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(wheel) as source:
-        files = {
-            file: source.read(file)
-            for file in source.namelist()
-            if file.endswith(KEPT) or file == f"{metadata}/METADATA"
-        }
-    if BEFORE.encode() not in files[EDITED]:
+        kept = [file for file in source.namelist() if file.endswith((*KEPT, "METADATA"))]
+        files = {file: source.read(file).decode() for file in kept}
+    if BEFORE not in files[EDITED]:
         raise SetupError(f"{EDITED} of {wheel.name} has no line {BEFORE!r}: this program was made for vLLM {VLLM}.")
-    files[EDITED] = files[EDITED].replace(BEFORE.encode(), AFTER.encode())
-    files[STAND_IN] = STAND_IN_SOURCE.encode()
-    files[f"{metadata}/WHEEL"] = b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record = io.StringIO()
-    rows = [(file, f"sha256={digest(content)}", len(content)) for file, content in files.items()]
-    csv.writer(record, lineterminator="\n").writerows([*rows, (f"{metadata}/RECORD", "", "")])
-    files[f"{metadata}/RECORD"] = record.getvalue().encode()
+    files[EDITED] = files[EDITED].replace(BEFORE, AFTER)
+    files[STAND_IN] = STAND_IN_SOURCE
+    files[f"{metadata}/WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files[f"{metadata}/RECORD"] = ""  # pip lists what it installs
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as made:
         for file, content in files.items():
             made.writestr(file, content)
     return target
-
-
-def digest(content: bytes) -> str:
-    """As a wheel's record spells it."""
-    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
-
-
-def size_mib(folder: Path) -> float:
-    """Of the files in a folder."""
-    return sum(file.stat().st_size for file in folder.iterdir()) / 2**20
-
-
-def check_size(folder: Path, limit_mib: float) -> None:
-    """Raises `SetupError` naming the largest files if the folder is larger than `limit_mib`."""
-    size = size_mib(folder)
-    if size > limit_mib:
-        largest = sorted(folder.iterdir(), key=lambda file: -file.stat().st_size)[:5]
-        listed = ", ".join(f"{file.name} ({file.stat().st_size / 2**20:.1f} MiB)" for file in largest)
-        raise SetupError(f"{folder} takes {size:.1f} MiB, more than {limit_mib:.0f}. The largest are {listed}.")
 
 
 if __name__ == "__main__":

@@ -86,21 +86,25 @@ def _method_row(demand: RequestDemand, canvas: int, *, chosen: bool) -> tuple[st
 
 
 def copy_command(s: Sizing) -> list[str]:
-    """The command that writes the quantized copy of the plan's model; empty if there is none to write."""
-    if s.quantization in (None, "fp8"):  # made at load time
+    """The command that writes the quantized copy of the plan's model; empty if there is none to write, or if the tools
+    of its format write it."""
+    if s.quantization in (None, "fp8", "gptq", "awq"):  # FP8 is made at load time
         return []
     group = QUANTIZATIONS[s.quantization].group_size
     scheme = ["--scheme", s.quantization, *(["--group-size", str(group)] if group else [])]
-    return ["python", "examples/quantize.py", s.model, f"{Path(s.model).name}-{s.quantization}", *scheme]
+    return ["python", "examples/quantize.py", s.model, _copy_of(s), *scheme]
 
 
 def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
-    copy = copy_command(s)
     options: dict[str, Any] = {} if s.options.cache_method == "none" else {"cache_method": s.options.cache_method}
     settled = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     options |= {"cache_options": dict(args.cache_option), **{name: getattr(s, name) for name in settled}}
     options |= given(args, ("tensor_parallel_size", "dtype", "page_size", *GUIDE_SETTINGS))
     if s.quantization == "fp8":
         options["quantization"] = "fp8_per_channel"
-    return ["dllm", "serve", copy[3] if copy else s.model, *as_words(options)]
+    return ["dllm", "serve", s.model if s.quantization in (None, "fp8") else _copy_of(s), *as_words(options)]
+
+
+def _copy_of(s: Sizing) -> str:
+    return f"{Path(s.model).name}-{s.quantization}"

@@ -53,7 +53,7 @@ QUANTIZATIONS = {
     **dict.fromkeys(("fp8", "int8"), Quantization(8)),
     **dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True)),
 }
-"""By the name that ``dllm plan --quantization`` and ``examples/quantize.py`` have for them."""
+"""By the name that ``dllm plan --quantization`` has for them."""
 
 
 def weight_bytes(

@@ -16,8 +16,8 @@ _AT_LOAD_TIME = ("online", "fp8", "fp8_per_tensor", "fp8_per_channel", "fp8_per_
 _EXPERTS_AT_LOAD_TIME = ("int8_per_channel_weight_only", "nvfp4_per_token")
 """vLLM quantizes nothing else with these."""
 _INSTEAD = (
-    "quantization='fp8_per_channel', or a checkpoint of compressed-tensors (INT8, FP8 or INT4), GPTQ or AWQ, which "
-    "examples/quantize.py makes"
+    "quantization='fp8_per_channel', or a checkpoint in GPTQ's, AWQ's or compressed-tensors' INT8, FP8 or INT4; "
+    "examples/quantize.py makes the latter"
 )
 
 

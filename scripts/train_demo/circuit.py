@@ -10,13 +10,13 @@ embedding that reads the output slot. Training changes all of it; without this s
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .network import Block, DemoModel, ModelSettings, rope_frequencies
+from .network import DemoModel, ModelSettings, rope_frequencies
 from .samples import MASK, VOCAB_SIZE
 
 CONTEXT = 4
@@ -62,7 +62,7 @@ class Circuit:
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(std=0.01)
-        blocks = cast(list[Block], list(model.blocks))
+        blocks: list[Any] = list(model.blocks)
         for block in blocks:
             block.ff_proj.weight.normal_(std=settings.d_model**-0.5)
             block.up_proj.weight.normal_(std=settings.d_model**-0.5)
@@ -88,7 +88,7 @@ class Circuit:
     def _slot(self, index: int) -> slice:
         return slice(index * self.slot_width, (index + 1) * self.slot_width)
 
-    def _look_back(self, block: Block, head: int, distance: int, settings: ModelSettings) -> None:
+    def _look_back(self, block: Any, head: int, distance: int, settings: ModelSettings) -> None:
         """Make a head attend ``distance`` positions back, with the six RoPE pairs that turn fastest."""
         strength = 0.9
         start, half = head * settings.head_dim, settings.head_dim // 2
@@ -98,7 +98,7 @@ class Circuit:
             block.k_proj.weight[start + half + pair, self.constant_dim] = strength * math.sin(distance * frequency)
 
     def _match_slots(
-        self, block: Block, head: int, compare: tuple[tuple[int, int], ...], gain: float, settings: ModelSettings
+        self, block: Any, head: int, compare: tuple[tuple[int, int], ...], gain: float, settings: ModelSettings
     ) -> None:
         """Make a head attend where the given slots of query and key hold the same tokens, and not to masks."""
         start, half = head * settings.head_dim, settings.head_dim // 2
@@ -113,11 +113,45 @@ class Circuit:
             block.q_proj.weight[slow, self._slot(query_slot)] = gain / len(compare) ** 0.5 * projection
             block.k_proj.weight[slow, self._slot(key_slot)] = gain / len(compare) ** 0.5 * projection
 
-    def _copy_slot(
-        self, block: Block, head: int, source: int, target: int, gain: float, settings: ModelSettings
-    ) -> None:
+    def _copy_slot(self, block: Any, head: int, source: int, target: int, gain: float, settings: ModelSettings) -> None:
         """Make a head write slot ``source`` of the attended position into slot ``target``."""
         start = head * settings.head_dim
         rows = slice(start, start + self.slot_width)
         block.v_proj.weight[rows, self._slot(source)] = gain * torch.eye(self.slot_width)
         block.attn_out.weight[self._slot(target), rows] = EMBEDDING_NORM * gain * torch.eye(self.slot_width)
+
+
+def same_context(*slots: int) -> CopyHead:
+    """Find the place with the same tokens before it at these distances, and copy what stands there."""
+    return CopyHead(tuple((slot, slot) for slot in slots))
+
+
+PREDECESSOR = CopyHead(compare=((1, 0),), copied=1)
+"""Find the token that stands before the query, and copy the one before it: one step of reversing a list."""
+DEMO_CIRCUIT = Circuit(
+    slot_width=24,
+    output_slot=0,
+    later_heads=(
+        (PREDECESSOR, same_context(2), same_context(3), same_context(1, 2)),
+        (PREDECESSOR, same_context(2, 3), same_context(3, 4), same_context(1, 2, 3, 4)),
+        (same_context(1), same_context(2), same_context(2, 3), same_context(3, 4)),
+    ),
+    marks_masks=True,
+)
+FOLLOWING = tuple(CopyHead(tuple((back, back + 1) for back in range(length))) for length in range(1, 5))
+"""Find where the last one to four tokens stood before, and copy what came next."""
+PRECEDING = CopyHead(((0, 1),), copied=2)
+"""Find where the last token stood before, and copy what came before it there: one step of reversing a list."""
+NEXT_ASKED = CopyHead(((0, 1), (4, 2)))
+"""After "Ida=07,": find "Ida," and copy what comes next."""
+SEPARATOR = CopyHead(((3, 1),))
+"""After "Ida=07": find "Ida" and copy what comes next, a comma or the end of the question."""
+GUIDE_CIRCUIT = Circuit(
+    slot_width=21,
+    output_slot=CONTEXT + 1,  # a slot of its own: slot 0 is never empty here
+    later_heads=(
+        (FOLLOWING[0], FOLLOWING[1], PRECEDING, NEXT_ASKED),
+        (FOLLOWING[2], FOLLOWING[3], PRECEDING, SEPARATOR),
+    ),
+    marks_masks=False,
+)

@@ -25,16 +25,6 @@ class ModelSettings:
     rms_norm_eps: float = 1e-5
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Block(nn.Module):
     """One layer: attention with RoPE, then a gated MLP, both pre-normalised."""
 
@@ -44,14 +34,14 @@ class Block(nn.Module):
         self.head_dim = settings.head_dim
         self.group = settings.n_heads // settings.n_kv_heads
         query_width, kv_width = settings.n_heads * settings.head_dim, settings.n_kv_heads * settings.head_dim
-        self.attn_norm = RMSNorm(d, eps)
+        self.attn_norm = nn.RMSNorm(d, eps)
         self.q_proj = nn.Linear(d, query_width, bias=False)
         self.k_proj = nn.Linear(d, kv_width, bias=False)
         self.v_proj = nn.Linear(d, kv_width, bias=False)
         self.attn_out = nn.Linear(query_width, d, bias=False)
-        self.q_norm = RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
-        self.ff_norm = RMSNorm(d, eps)
+        self.q_norm = nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        self.ff_norm = nn.RMSNorm(d, eps)
         self.ff_proj = nn.Linear(d, hidden, bias=False)
         self.up_proj = nn.Linear(d, hidden, bias=False)
         self.ff_out = nn.Linear(hidden, d, bias=False)
@@ -83,6 +73,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+def rope_frequencies(settings: ModelSettings) -> Tensor:
+    """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
+    half = settings.head_dim // 2
+    return settings.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)
+
+
 class DemoModel(nn.Module):
     """LLaDA's architecture. Attribute names give the published tensor names after ``model.transformer.``."""
 
@@ -91,7 +87,7 @@ class DemoModel(nn.Module):
         self.settings = settings
         self.wte = nn.Embedding(VOCAB_SIZE, settings.d_model)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.n_layers))
-        self.ln_f = RMSNorm(settings.d_model, settings.rms_norm_eps)
+        self.ln_f = nn.RMSNorm(settings.d_model, settings.rms_norm_eps)
         self.ff_out = nn.Linear(settings.d_model, VOCAB_SIZE, bias=False)
 
     def forward(self, canvas: Tensor, first_row: int = 0) -> Tensor:
@@ -115,14 +111,6 @@ class DemoModel(nn.Module):
         """Which keys each row of a canvas sees, bool [length, length]; None: all."""
         return None
 
-    def first_block(self, prompt_length: int) -> int:
-        """Where the first block of the response starts."""
-        return prompt_length
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters())
-
 
 class Guide(DemoModel):
     """The same with causal layers: Llama under LLaDA's attribute names."""
@@ -145,9 +133,6 @@ class BlockModel(DemoModel):
     def visible(self, positions: Tensor) -> Tensor:
         return positions[:, None] // BLOCK_LENGTH >= positions // BLOCK_LENGTH
 
-    def first_block(self, prompt_length: int) -> int:
-        return prompt_length // BLOCK_LENGTH * BLOCK_LENGTH
-
     def denoise(self, clean: Tensor, noisy: Tensor, first_row: int) -> Tensor:
         """Hidden states [batch, length - first_row, d_model] of the rows of ``noisy`` [batch, length] from
         ``first_row`` on, which starts a block.
@@ -162,9 +147,3 @@ class BlockModel(DemoModel):
         same, before = block[:, None] == block, block[:, None] > block
         visible = (same & (is_noisy[:, None] == is_noisy)) | (before & ~is_noisy)
         return self.compute(torch.cat([clean, noisy[:, first_row:]], dim=1), positions, visible, length)
-
-
-def rope_frequencies(settings: ModelSettings) -> Tensor:
-    """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
-    half = settings.head_dim // 2
-    return settings.rope_theta ** (-torch.arange(half, dtype=torch.float32) / half)

@@ -3,35 +3,24 @@
 import random
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from dllm_engine.demo.tasks import MAX_PAIRS, RECALL_TASKS, TRAINING_SEED_START, Example, make_examples
+from dllm_engine.demo.tasks import MAX_PAIRS, RECALL_TASKS, TRAINING_SEED_START, make_examples
 
-PAD, EOS, MASK, BOS = range(4)
+EOS, MASK = 1, 2
 SPECIAL_TOKENS = ["<|pad|>", "<|endoftext|>", "<|mdm_mask|>", "<|startoftext|>"]
 VOCAB_SIZE = 512
 SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}User: {{ message['content'] }}\n"
-    "{% elif message['role'] == 'assistant' %}Bot: {{ message['content'] }}\n"
-    "{% else %}{{ message['content'] }}\n"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Bot:{% endif %}"
-)
 GEN_LENGTH = 32
 BLOCK_LENGTH = 8
 BATCH_TOKENS = 2048
 CANVAS_ROUNDING = 16
 """Canvas lengths are multiples of this, so that batches need no padding and no attention mask."""
 MAX_CANVAS = 320
-LONG_RESPONSE_SHARE = 0.15
-"""Share of samples with a response of 64 or 128 tokens in place of 32, all but the answer being end-of-text."""
 TASK_WEIGHTS = {"names": 0.18, "keys": 0.24, "facts": 0.21, "reverse": 0.18, "copy": 0.15, "chat": 0.04}
 
 
@@ -48,12 +37,9 @@ def train_tokenizer(seed: int) -> Tokenizer:
         for example in make_examples(task, 4000, TRAINING_SEED_START + seed, **settings):
             texts.append(render_prompt(example.prompt) + " " + example.answer)
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    split = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -65,8 +51,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
     return tokenizer
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A tokenized example: the clean canvas, ends with EOS up to its length."""
 
     tokens: list[int]
@@ -76,8 +61,7 @@ class Sample:
     is_recall: bool
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Samples of one canvas length: ``tokens`` [batch, length], the rest [batch]."""
 
     tokens: Tensor
@@ -85,22 +69,11 @@ class Batch:
     answer_ends: Tensor
     is_recall: Tensor
 
-    @classmethod
-    def of_samples(cls, samples: list[Sample]) -> "Batch":
-        return cls(
-            tokens=torch.tensor([sample.tokens for sample in samples]),
-            prompt_lengths=torch.tensor([sample.prompt_length for sample in samples]),
-            answer_ends=torch.tensor([sample.answer_end for sample in samples]),
-            is_recall=torch.tensor([sample.is_recall for sample in samples]),
-        )
-
 
 class SampleStream:
     """Endless training batches of equal canvas length, in an order fixed by the seed."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, seed: int, max_pairs: int, long_response_share: float = LONG_RESPONSE_SHARE
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, seed: int, max_pairs: int, long_response_share: float) -> None:
         self.tokenizer = tokenizer
         self.long_response_share = long_response_share
         self.max_pairs = max_pairs  # raised by the training loop
@@ -116,23 +89,21 @@ class SampleStream:
                 continue
             waiting[length].append(sample)
             if len(waiting[length]) * length > BATCH_TOKENS - length:
-                yield Batch.of_samples(waiting.pop(length))
+                yield Batch(*map(torch.tensor, zip(*waiting.pop(length), strict=True)))
 
     def _draw(self) -> Sample:
-        task = self._rng.choices(list(TASK_WEIGHTS), weights=list(TASK_WEIGHTS.values()))[0]
+        rng = self._rng
+        task = rng.choices(list(TASK_WEIGHTS), weights=list(TASK_WEIGHTS.values()))[0]
         limits: dict[str, Any] = {}
         if task != "chat":
-            filler = self._rng.uniform(0.1, 0.7) if self._rng.random() < 0.4 else 0.0
+            filler = rng.uniform(0.1, 0.7) if rng.random() < 0.4 else 0.0
             limits = {"min_pairs": 1, "max_pairs": min(self.max_pairs, MAX_PAIRS[task]), "filler": filler}
         self._next_seed += 1
         (example,) = make_examples(task, 1, self._next_seed, **limits)
-        return self._tokenize(example)
-
-    def _tokenize(self, example: Example) -> Sample:
         prompt = self.tokenizer.encode(render_prompt(example.prompt)).ids
         answer = self.tokenizer.encode(" " + example.answer).ids
-        is_long = self._rng.random() < self.long_response_share
-        response_length = self._rng.choice((2, 4)) * GEN_LENGTH if is_long else GEN_LENGTH
+        is_long = rng.random() < self.long_response_share
+        response_length = rng.choice((2, 4)) * GEN_LENGTH if is_long else GEN_LENGTH
         length = -(-(len(prompt) + response_length) // CANVAS_ROUNDING) * CANVAS_ROUNDING
         tail = [EOS] * (length - len(prompt) - len(answer))
-        return Sample(prompt + answer + tail, len(prompt), len(prompt) + len(answer) + 1, example.task in RECALL_TASKS)
+        return Sample(prompt + answer + tail, len(prompt), len(prompt) + len(answer) + 1, task in RECALL_TASKS)

@@ -1,10 +1,8 @@
 """The training loop and its optimizer, the same for all models."""
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,55 +16,30 @@ Loss = tuple[Tensor, tuple[float, int]]
 """The loss, and sum and count of the cross-entropy over the answers of recall samples, for the curriculum."""
 
 
-@dataclass(frozen=True)
-class TrainingSettings:
-    """What decides how the weights come out, apart from the network, the samples and the loss."""
-
-    steps: int
-    seed: int
-    eos_tail_weight: float
-    """Weight in the loss of end-of-text tokens after the first."""
-    curriculum: tuple[int, ...] = (6, 16, 40)
-    """Largest number of pairs per stage; the next stage starts once the recall loss is low enough."""
-    curriculum_loss: float = 0.0
-    """Recall loss below which the next stage starts."""
-    muon_lr: float = 0.005
-    adam_lr: float = 3e-3
-    progress_every: int = 1000
-    """Steps between evaluations."""
-    card_examples: int = 200
-    """Held-out examples per row of the model card."""
-
-    def quick(self) -> "TrainingSettings":
-        """A few steps only, to see that everything runs."""
-        return replace(self, steps=40, progress_every=20, card_examples=2)
-
-
 def train(
     model: DemoModel,
     stream: SampleStream,
-    settings: TrainingSettings,
     loss_of: Callable[[Batch], Loss],
-    show_progress: Callable[[], None],
-) -> float:
-    """Train ``model`` in place; returns the minutes it took.
-
-    Prints the loss every 100 steps and calls ``show_progress`` every ``progress_every``.
-    """
-    steps = settings.steps
+    *,
+    steps: int,
+    muon_lr: float,
+    adam_lr: float,
+    stages: Sequence[int],
+    stage_loss: float,
+) -> None:
+    """Train ``model`` in place. The stream's prompts grow to the next of ``stages`` once the recall loss is below
+    ``stage_loss``."""
     matrices = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     optimizers = [
-        Muon(matrices, lr=settings.muon_lr),
-        torch.optim.AdamW(others, lr=settings.adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
+        Muon(matrices, lr=muon_lr),
+        torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     schedules = [
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP_STEPS, 1 - step / steps))
         for optimizer in optimizers
     ]
-    loss_mean, recall_mean = FadingMean(), FadingMean()
-    stages = iter(settings.curriculum[1:])
-    started = time.perf_counter()
+    loss_mean, recall_mean, left = FadingMean(), FadingMean(), iter(stages)
     for step, batch in zip(range(1, steps + 1), stream, strict=False):
         loss, recall = loss_of(batch)
         loss.backward()
@@ -77,18 +50,12 @@ def train(
 
         loss_mean.add(float(loss.detach()), 1)
         recall_mean.add(*recall)
-        if recall_mean.steps >= 100 and recall_mean.value < settings.curriculum_loss:
-            stream.max_pairs = next(stages, stream.max_pairs)
+        if recall_mean.steps >= 100 and recall_mean.value < stage_loss:
+            stream.max_pairs = next(left, stream.max_pairs)
             recall_mean = FadingMean()
         if step % 100 == 0:
-            print(
-                f"step {step:5d}  {(time.perf_counter() - started) / 60:5.1f} min  loss {loss_mean.value:.3f}  "
-                f"recall loss {recall_mean.value:.3f}  pairs up to {stream.max_pairs}",
-                flush=True,
-            )
-        if step % settings.progress_every == 0:
-            show_progress()
-    return (time.perf_counter() - started) / 60
+            means = f"loss {loss_mean.value:.3f}  recall loss {recall_mean.value:.3f}"
+            print(f"step {step:5d}  {means}  pairs up to {stream.max_pairs}", flush=True)
 
 
 class FadingMean:
@@ -142,10 +109,3 @@ def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x
-
-
-@torch.no_grad()
-def round_to_bfloat16(model: DemoModel) -> None:
-    """Round the weights to what the checkpoint stores, so that the figures are those of the shipped weights."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.bfloat16())

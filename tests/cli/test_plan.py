@@ -61,6 +61,9 @@ def test_the_copy_to_serve_is_written_first(capsys, quantization):
         assert before == ""
         assert last.startswith("To serve it so: dllm serve demo --")
         assert last.endswith("--quantization fp8_per_channel")
+    elif quantization in ("gptq", "awq"):  # by their own tools
+        assert before == ""
+        assert last.startswith(f"To serve it so: dllm serve demo-{quantization} --")
     else:
         groups = " --group-size 128" if quantization != "int8" else ""
         script = f"python examples/quantize.py demo demo-{quantization} --scheme {quantization}{groups}"

@@ -62,12 +62,12 @@ def engine_of(replica):
 def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_killed(
     environment, tmp_path, examples, alone
 ):
-    good = [{"id": i, "prompt": example.prompt, **PARAMS} for i, example in enumerate(examples * 10)]
-    bad = ["not JSON", json.dumps({"prompt": "x", "stepz": 3}), json.dumps({"id": "b", "prompt": "x", "steps": "many"})]
+    good = [{"id": i, "prompt": example.prompt} for i, example in enumerate(examples * 10)]
+    bad = ["not JSON", json.dumps({"prompts": "x"})]
     (tmp_path / "in.jsonl").write_text("\n".join([*bad, *map(json.dumps, good)]) + "\n")
     output, log = tmp_path / "out.jsonl", tmp_path / "log"
     command = [EXAMPLES / "ray_batch.py", "in.jsonl", "out.jsonl", "--replicas", "2"]
-    command += ["--batch-size", "16", "--max-model-len", "512"]
+    command += ["--lines", "8", "--gen-length", "32", "--block-length", "8"]
     with log.open("wb") as stderr:
         process = Program(command, cwd=tmp_path, env=environment, stderr=stderr)
     try:
@@ -80,11 +80,10 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
     finally:
         process.kill()
 
-    assert "errors: 3" in log.read_text()
+    assert "errors: 2" in log.read_text()
     records = sorted(map(json.loads, output.read_text().splitlines()), key=lambda record: record["index"])
     assert [record["index"] for record in records] == list(range(len(bad) + len(good)))
     assert [sorted(record.keys() & {"error", "text"}) for record in records[: len(bad)]] == [["error"]] * len(bad)
-    assert "'stepz'" in records[1]["error"]
     for i, (record, expected) in enumerate(zip(records[len(bad) :], alone * 10, strict=True)):
         assert record["id"] == i
         assert (record["token_ids"], record["text"]) == (list(expected.token_ids), expected.text)
@@ -95,7 +94,7 @@ class RayServer:
 
     def __init__(self, environment, log):
         self.url = f"http://127.0.0.1:{free_port()}"
-        command = [EXAMPLES / "ray_serve_app.py", "--port", self.url.split(":")[-1]]
+        command = [EXAMPLES / "ray_serve_app.py", "demo", "--port", self.url.split(":")[-1]]
         command += ["--min-replicas", "2", "--max-replicas", "2", "--max-model-len", "512"]
         self.log = log
         with log.open("wb") as output:
@@ -130,14 +129,11 @@ class RayServer:
                     process.kill()
 
 
-def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_killed(
-    environment, tmp_path, examples, alone
-):
+def test_ray_serve_answers_as_one_process_and_replaces_an_engine_that_is_killed(environment, tmp_path, examples, alone):
     """The replica of that engine ends as one that is killed itself, which the test above does."""
     server = RayServer(environment, tmp_path / "log")
     try:
-        server.wait_until(lambda: "serving demo on" in server.log.read_text(errors="replace"))
-        assert is_healthy(server.url)
+        server.wait_until(lambda: is_healthy(server.url))
         server.wait_until(lambda: len(server.replicas()) == 2)
         killed, _ = server.replicas()
         prompts = [example.prompt for example in examples]
@@ -149,14 +145,18 @@ def test_ray_serve_answers_as_one_process_and_every_request_though_an_engine_is_
         with pytest.raises(httpx.HTTPStatusError, match="400"):
             server.chat("x", presence_penalty=0.5)
 
-        # No client tries again: the ingress does.
         processes = killed.children(recursive=True)
-        engine = engine_of(killed)
+        engine_of(killed).kill()
+        # What that engine ran ends with an error; the other replica goes on.
         with ThreadPoolExecutor(16) as clients:
-            answers = [clients.submit(server.text, prompt) for prompt in prompts * 8]
-            answers[16].result()
-            engine.kill()
-            assert [answer.result() for answer in answers] == expected * 8
+            asked = [
+                (clients.submit(server.text, prompt), text)
+                for prompt, text in zip(prompts * 4, expected * 4, strict=True)
+            ]
+            failed = [answer for answer, _ in asked if answer.exception()]
+            assert len(failed) < len(asked)
+            assert all(answer in failed or answer.result() == text for answer, text in asked)
+            assert all(isinstance(answer.exception(), httpx.HTTPError) for answer in failed)
         server.wait_until(lambda: len([replica for replica in server.replicas() if replica != killed]) == 2)
         assert not psutil.wait_procs(processes, timeout=30)[1], "what belonged to the killed engine lives on"
         with ThreadPoolExecutor(4) as clients:

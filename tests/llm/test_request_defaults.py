@@ -2,14 +2,12 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 from dllm_engine.admission import open_gen_length
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
-from dllm_engine.demo import DEMO_MODELS, demo_model_path
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -17,7 +15,6 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking_policies import SlowFast
-from scripts.train_demo.model import SHAPE, DemoModel, save
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 
@@ -243,11 +240,3 @@ def test_a_demo_model_is_asked_as_it_was_trained_wherever_it_is_asked(engines, m
     parser = argparse.ArgumentParser()
     add_decoding_arguments(parser)
     assert given(parser.parse_args([]), DECODING) == {}
-
-
-def test_the_training_of_the_demo_model_writes_the_same_files(tmp_path):
-    shipped = Path(demo_model_path())
-    tokenizer = Tokenizer.from_file(str(shipped / "tokenizer.json"))
-    save(DemoModel(SHAPE), tokenizer, tmp_path)
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_text() == (shipped / name).read_text()

@@ -6,7 +6,6 @@ import zipfile
 
 import gpu_bundle
 import pytest
-from environment import SetupError
 
 
 @pytest.fixture
@@ -43,36 +42,22 @@ def test_a_wheel_without_its_compiled_part_installs_and_imports(wheel, tmp_path)
     assert ran.stdout.split() == [str(site / "vllm" / "__init__.py"), "0.32.0"]
 
 
-def test_a_folder_that_is_too_large_names_its_largest_files(tmp_path):
-    for name, size in {"small.whl": 1, "large.whl": 3 << 20, "larger.whl": 4 << 20}.items():
-        (tmp_path / name).write_bytes(bytes(size))
-    gpu_bundle.check_size(tmp_path, 8)
-    with pytest.raises(SetupError, match=r"7\.0 MiB, more than 6.* larger\.whl \(4\.0 MiB\), large\.whl \(3\.0 MiB\)"):
-        gpu_bundle.check_size(tmp_path, 6)
-
-
 def test_a_folder_that_holds_something_is_refused(tmp_path, capsys):
     (tmp_path / "vllm-0.31.0-py3-none-any.whl").touch()
     assert gpu_bundle.main([str(tmp_path)]) == 1
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_the_complete_one_is_made_by_the_python_that_it_is_for(tmp_path, capsys):
-    assert gpu_bundle.main([str(tmp_path / "bundle"), "--complete", "--python", "3.99"]) == 1
-    assert "must be run with that Python" in capsys.readouterr().err
-    assert not (tmp_path / "bundle").exists()
-
-
-def test_what_pip_says_is_shown(tmp_path, monkeypatch, capsys):
+def test_a_download_that_fails_ends_the_program(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", "")
     assert gpu_bundle.main([str(tmp_path / "bundle")]) == 1
-    error = capsys.readouterr().err
-    assert "pip cannot download" in error
+    error = capfd.readouterr().err
     assert "No matching distribution found for vllm" in error
+    assert "error: pip cannot download" in error
 
 
-def test_every_version_of_the_small_one_is_stated():
+def test_every_version_is_stated():
     lines = [line for line in gpu_bundle.NEEDS.read_text(encoding="utf-8").splitlines() if line[:1] not in ("", "#")]
     assert lines
     assert all("==" in line for line in lines), lines

@@ -9,11 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.memory.weights import weight_bytes
-from examples import quantize
+from examples.quantize import IN_LAYERS
 from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of
+from tests.support.quantized_checkpoints import CONFIGS, SCHEMES, quantize
 
 # CPU kernels for four bits take multiples of 32.
 FAMILIES = {
@@ -28,7 +29,7 @@ FAMILIES = {
 }
 """Experts have no kernels on a CPU without AMX: all layers are dense ones here."""
 IDS = [11, 12, 13, 14, tiny_checkpoints.MASK, 15, tiny_checkpoints.MASK, tiny_checkpoints.MASK]
-EACH_SCHEME = [(family, scheme) for family in ("llada", "dream") for scheme in quantize.SCHEMES]
+EACH_SCHEME = [(family, scheme) for family in ("llada", "dream") for scheme in SCHEMES]
 EACH_SCHEME += [(family, scheme) for family in ("llada_moe", "sdar", "llada2") for scheme in ("int8", "gptq")]
 
 
@@ -71,7 +72,7 @@ def write_dequantized(quantized: Path, folder: Path, scheme: str) -> Path:
     tensors, layers = {}, {}
     for name, tensor in load_file(quantized / "model.safetensors").items():
         module, _, kind = name.rpartition(".")
-        if quantize.IN_LAYERS.fullmatch(f"{module}.weight") and "norm" not in module and kind != "bias":
+        if IN_LAYERS.fullmatch(f"{module}.weight") and "norm" not in module and kind != "bias":
             layers.setdefault(module, {})[kind] = tensor
         else:
             tensors[name] = tensor
@@ -90,7 +91,7 @@ def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("family", "scheme"), EACH_SCHEME)
 def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, family, scheme):
-    quantized = quantize.quantize(str(plain[family]), tmp_path / "quantized", scheme)
+    quantized = quantize(plain[family], tmp_path / "quantized", scheme)
     rounded = write_dequantized(quantized, tmp_path / "rounded", scheme)
     (actual,) = dense_logits(engines(quantized, dtype="bfloat16"), IDS)
     (expected,) = dense_logits(engines(rounded), IDS)
@@ -99,9 +100,9 @@ def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, famil
     assert distance(actual, expected) < (0.2 if scheme in ("int8", "fp8") else 0.1)
 
 
-@pytest.mark.parametrize("scheme", quantize.SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_plan_of_a_quantized_checkpoint_counts_the_bytes_of_its_tensors(plain, tmp_path, scheme):
-    quantized = quantize.quantize(str(plain["dream"]), tmp_path / "quantized", scheme)
+    quantized = quantize(plain["dream"], tmp_path / "quantized", scheme)
     tensors = load_file(quantized / "model.safetensors").items()
     padding = 2 * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
     kept = sum(tensor.nbytes for name, tensor in tensors if not name.endswith(("weight_shape", "g_idx")))
@@ -123,7 +124,7 @@ LEFT_PLAIN = {
 def test_modules_to_leave_as_they_are_go_by_the_released_names(engines, plain, tmp_path, family):
     """Two of them by their names, which are one layer of ours, and one by a regular expression."""
     names = LEFT_PLAIN[family]
-    quantized = quantize.quantize(str(plain[family]), tmp_path / "quantized", "int4", ignore=names)
+    quantized = quantize(plain[family], tmp_path / "quantized", "int4", ignore=names)
     llm = engines(quantized, dtype="bfloat16")
     model = runner_of(llm).model
     assert type(model).packed_modules_mapping == FUSED[family]
@@ -140,23 +141,6 @@ def test_weights_become_fp8_while_they_load(engines, plain):
     (expected,) = dense_logits(engines(plain["llada"]), IDS)
     assert runner_of(llm).model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
-
-
-def test_four_bits_lose_less_when_they_are_calibrated(engines, plain):
-    """On inputs like those of the prompts, which is what calibration is for."""
-    llm = engines(plain["llada"])
-    seen = quantize.seen_inputs(llm, [{"prompt_token_ids": IDS[:4]}, {"prompt_token_ids": IDS[2:4]}])
-    linears = ("qkv_proj", "out_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    assert set(seen) == {f"layers.{number}.{name}" for number in range(2) for name in linears}
-    inputs = seen["layers.0.mlp.down_proj"]
-    weight = load_file(plain["llada"] / "model.safetensors")["model.transformer.blocks.0.ff_out.weight"]
-
-    def loss(calibration: torch.Tensor) -> float:
-        values, scale, zero = quantize.four_bits(weight, 32, calibration, symmetric=True)
-        error = (values - per_column(zero)) * per_column(scale) - weight
-        return torch.trace(error @ inputs @ error.T).item()
-
-    assert loss(inputs) < 0.7 * loss(torch.eye(weight.shape[1]))
 
 
 # Refused
@@ -196,25 +180,27 @@ def test_experts_are_not_quantized_at_load_time_on_a_cpu(tiny_llada_moe):
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "auto", ("'bitsandbytes'", "has removed it")),
         ({"bits": 4}, "auto", ("quant_method",)),
         ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "bfloat16", ("'fp8' does not run on a CPU", "INT4")),
-        (quantize.quantization_config("int4", 32), "float32", ("4 bits do not run in float32", "dtype='bfloat16'")),
-        (quantize.quantization_config("gptq", 32), "float32", ("4 bits do not run in float32",)),
-        (quantize.quantization_config("awq", 32), "float32", ("4 bits do not run in float32",)),
-        (
-            quantize.quantization_config("int8", 32) | {"format": "nvfp4-pack-quantized"},
-            "bfloat16",
-            ("'nvfp4-pack-quantized' does not run on a CPU",),
-        ),
+        ({"quant_method": "gptq", **CONFIGS["gptq"]}, "float32", ("4 bits do not run in float32", "dtype='bfloat16'")),
     ],
 )
 def test_quantized_checkpoints_that_a_cpu_cannot_run_are_named(plain, tmp_path, stated, dtype, fragments):
     refuse(with_config(plain["llada"], tmp_path / "model", stated), *fragments, dtype=dtype)
 
 
+def test_formats_of_compressed_tensors_that_a_cpu_cannot_run_are_named(plain, tmp_path):
+    quantized = quantize(plain["llada"], tmp_path / "quantized", "int4")
+    refuse(quantized, "4 bits do not run in float32", "dtype='bfloat16'", dtype="float32")
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["format"] = "nvfp4-pack-quantized"
+    (quantized / "config.json").write_text(json.dumps(config))
+    refuse(quantized, "'nvfp4-pack-quantized' does not run on a CPU", dtype="bfloat16")
+
+
 @pytest.mark.parametrize(
     ("scheme", "kind"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
 )
 def test_missing_scales_are_named(plain, tmp_path, scheme, kind):
-    quantized = quantize.quantize(str(plain["llada"]), tmp_path / "quantized", scheme)
+    quantized = quantize(plain["llada"], tmp_path / "quantized", scheme)
     file = quantized / "model.safetensors"
     tensors = load_file(file)
     del tensors[f"model.transformer.blocks.1.k_proj.{kind}"]
@@ -224,7 +210,7 @@ def test_missing_scales_are_named(plain, tmp_path, scheme, kind):
 
 def test_groups_out_of_order_are_named(plain, tmp_path):
     """GPTQ's ``desc_act``, which the config does not tell of."""
-    quantized = quantize.quantize(str(plain["llada"]), tmp_path / "quantized", "gptq")
+    quantized = quantize(plain["llada"], tmp_path / "quantized", "gptq")
     tensors = load_file(quantized / "model.safetensors")
     name = "model.transformer.blocks.1.k_proj.g_idx"
     tensors[name] = tensors[name].flip(0).contiguous()
@@ -243,9 +229,7 @@ def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_
     if at_load_time:
         settings = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}
     else:
-        model = quantize.quantize(
-            str(model), tmp_path / "quantized", "int8", ignore=["re:.*mlp.experts", "re:.*shared_expert"]
-        )
+        model = quantize(model, tmp_path / "quantized", "int8", ignore=["re:.*mlp.experts", "re:.*shared_expert"])
     llm = engines(model, dtype="bfloat16", **settings)
     (expected,) = dense_logits(engines(plain_model), IDS)
     layer = runner_of(llm).model.layers[1]
@@ -253,7 +237,7 @@ def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
 
 
-@pytest.mark.parametrize("scheme", quantize.SCHEMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", EXPERTS)
 def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_path, family, scheme):
     """Their widths are multiples of 32, as they are in released models."""
@@ -263,5 +247,5 @@ def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_pat
         "sdar_moe": (tiny_checkpoints.write_sdar_moe, {"moe_intermediate_size": 64}),
         "llada2": (tiny_checkpoints.write_llada2, {"moe_intermediate_size": 64, "intermediate_size": 128}),
     }[family]
-    quantized = quantize.quantize(str(write(tmp_path / "plain", **widths)), tmp_path / "quantized", scheme)
+    quantized = quantize(write(tmp_path / "plain", **widths), tmp_path / "quantized", scheme)
     refuse(quantized, "quantization=", "needs AMX", "leaves the experts as they are", dtype="bfloat16")
