@@ -1,9 +1,9 @@
 """Releases of vLLM that this package works with; others are refused."""
 
+import sys
 from typing import Any
 
 from dllm_engine.version import __version__
-from dllm_engine.vllm_hooks.companions import explain_uncaught
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -57,4 +57,5 @@ def refuse_models(reason: IncompatibleVLLMError) -> None:
         refused = type("RefusedConfig", (PretrainedConfig,), {"model_type": model_type, "__init__": refuse})
         AutoConfig.register(model_type, refused, exist_ok=True)
 
-    explain_uncaught(lambda error: str(error) if error is reason else None)
+    show = sys.excepthook
+    sys.excepthook = lambda *raised: print(reason, file=sys.stderr) if raised[1] is reason else show(*raised)

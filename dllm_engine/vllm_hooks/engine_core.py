@@ -1,8 +1,7 @@
-"""Weights that change while an engine lives, and an engine that sleeps.
+"""An engine's process: its end, weights that change while it lives, and sleep. Engines of other models are untouched.
 
 vLLM calls workers between two steps, whatever runs. A response would then come from two sets of weights, or from pages
-that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete. Engines of
-other models are untouched.
+that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete.
 """
 
 from collections.abc import Callable
@@ -12,11 +11,19 @@ from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
 """Calls of workers after which the weights are complete."""
 _CHANGES = (*_COMPLETE, "start_weight_update", "start_draft_weight_update", "update_weights", "reset_weights")
+
+
+def end_with_front_end(post_init: Original, self: Any) -> None:
+    """An engine ends with its front end. Where it has no workers in other processes, its own worker sees to that."""
+    post_init(self)
+    if is_ours(self):
+        end_vllm_process_with_parent()
 
 
 def guard_weights(
@@ -53,6 +60,7 @@ def guard_weights(
 
 
 def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "abort") -> Any:
+    """Refuse what a CPU cannot do, and what would lose the pages of running requests."""
     if is_ours(self) and level > 0:
         if current_platform.is_cpu():
             raise NotImplementedError(
@@ -65,6 +73,7 @@ def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "a
 
 
 def release_if_unused(release: Original, self: Any) -> None:
+    """Keep the pages of running requests."""
     if is_ours(self):
         _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
         self.scheduler.reset_prefix_cache()
