@@ -3,6 +3,7 @@
 That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
 """
 
+import math
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -242,8 +243,7 @@ def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: A
     return beam_search(self, *args, **kwargs)
 
 
-_serves_diffusion = False
-_response_limit: int | None = None
+_response_limit: float | None = None
 
 
 def limit_responses(response_limit: int | None) -> None:
@@ -252,23 +252,18 @@ def limit_responses(response_limit: int | None) -> None:
     Args:
         response_limit: most response tokens, if the server was started with a limit.
     """
-    global _serves_diffusion, _response_limit
-    _serves_diffusion, _response_limit = True, response_limit
+    global _response_limit
+    _response_limit = math.inf if response_limit is None else response_limit
 
 
 def refuse_clipping(
     clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
 ) -> int:
-    """Refuse a ``max_tokens`` that vLLM's server would silently shorten, to the rest of the context or to the
-    ``max_new_tokens`` of its generation config."""
-    if not _serves_diffusion or max_tokens is None:
+    """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
+    config. It would shorten one to the rest of the context too, which the request's check refuses."""
+    if _response_limit is None or max_tokens is None:
         return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
-    if input_length + max_tokens > max_model_len:
-        raise InvalidRequestError(
-            f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
-            f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
-        )
-    if _response_limit is not None and max_tokens > _response_limit:
+    if max_tokens > _response_limit:
         raise InvalidRequestError(
             f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
             f"generation config)"

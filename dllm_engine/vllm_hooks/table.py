@@ -70,6 +70,9 @@ SERVING = {
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
         "server.responses:complete_chat_with_fields"
     ),
+    f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_stream_generator": (
+        "server.responses:end_responses_stream"
+    ),
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.shutdown:serve_gracefully",
 }

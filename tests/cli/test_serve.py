@@ -4,13 +4,9 @@ import json
 import socket
 import subprocess
 import sys
-from importlib import import_module
 
 import pytest
-from vllm.entrypoints.cli.serve import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine import plugin
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import check_flags, check_listening, stated_arguments, vllm_arguments, with_config_file
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
@@ -187,10 +183,10 @@ def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
         [*imports_nothing, "--host=127.0.0.1", "--port", str(taken_port)], capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 2
-    lines = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
-    (line,) = lines
-    assert line.startswith(
-        f"dllm: error: port {taken_port} is in use on 127.0.0.1; stop the program that listens there"
+    (line,) = [line for line in process.stderr.splitlines() if not line.startswith("import time:")]
+    assert line == (
+        f"dllm: error: the server cannot listen on --host 127.0.0.1 --port {taken_port}: Address already in use; "
+        "choose another"
     )
     assert "| vllm" not in process.stderr
 
@@ -198,31 +194,19 @@ def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid is not an address of this machine"),
-        (["--host", "203.0.113.7"], "--host 203.0.113.7 is not an address of this machine"),
-        (["--host", "::5"], "--host ::5 is not an address of this machine"),
-        (["--port", "70000"], "--port 70000 is not from 0 to 65535"),
+        (["--host", "nowhere.invalid"], "cannot listen on --host nowhere.invalid"),
+        (["--host", "203.0.113.7"], "cannot listen on --host 203.0.113.7"),
+        (["--host", "::5"], "cannot listen on --host ::5"),
+        (["--port", "70000"], "cannot listen on --port 70000: bind.*0-65535"),
         (["--port=x"], "--port x is not a whole number"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_named(flags, message):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         check_listening(stated_arguments(flags))
-    assert str(error.value).startswith(message)
 
 
 def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
     busy = ["--host", "127.0.0.1", "--port", str(taken_port)]
     for flags in (["--headless"], ["--uds", "socket"]):
         check_listening(stated_arguments([*busy, *flags]))
-
-
-# vLLM leaves the socket open that it could not bind.
-@pytest.mark.filterwarnings("ignore:Exception ignored in. <socket:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("module", ["vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.cli.serve"])
-def test_vllm_serve_names_a_port_in_use(module, taken_port):
-    entry = import_module(module)
-    plugin.register()
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--host", "127.0.0.1", "--port", str(taken_port)])
-    with pytest.raises(SystemExit, match=f"port {taken_port} is in use on"):
-        entry.setup_server(args, reuse_port=False)

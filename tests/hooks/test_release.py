@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import vllm
+from transformers import LlamaConfig
+from vllm.transformers_utils.config import get_config
 
 from dllm_engine import plugin
 from dllm_engine.cli.main import main
@@ -46,9 +48,13 @@ def test_commands_and_the_python_api(other_release, capsys):
     )
 
 
-def test_vllm_itself_with_a_model_of_ours(other_release, tiny_llada, tiny_dream, monkeypatch, capsys):
+def test_vllm_itself_with_a_model_of_ours_and_another(
+    other_release, tiny_llada, tiny_dream, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
     plugin.register()  # as vLLM does
+    LlamaConfig(hidden_size=32).save_pretrained(tmp_path)
+    assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
     for model in (tiny_llada, tiny_dream):
         with pytest.raises(IncompatibleVLLMError, match=f"^vLLM {re.escape(other_release)} is installed") as raised:
             vllm.LLM(str(model))
@@ -57,15 +63,6 @@ def test_vllm_itself_with_a_model_of_ours(other_release, tiny_llada, tiny_dream,
     assert capsys.readouterr().err == f"{raised.value}\n"
     sys.excepthook(ValueError, ValueError("another"), None)
     assert capsys.readouterr().err.endswith("ValueError: another\n")  # PyTorch adds the rank
-
-
-def test_vllm_itself_with_another_model(other_release, tmp_path):
-    from transformers import LlamaConfig
-    from vllm.transformers_utils.config import get_config
-
-    LlamaConfig(hidden_size=32).save_pretrained(tmp_path)
-    plugin.register()
-    assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
 
 
 @pytest.mark.parametrize("imported", ["before the models", "with the models"])

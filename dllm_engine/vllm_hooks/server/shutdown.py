@@ -45,8 +45,7 @@ class ServerStopping(GracefulHTTPError, GenerationError):
 
 class RefuseWhileShuttingDown:
     """ASGI middleware: once the application's ``state.refusal`` says why no request can be served any more, every route
-    but /metrics answers 503 with that text. Every 503 says when to try again. ``state.unanswered`` has the requests
-    that were sent no status yet: some of them are not in the engine yet."""
+    but /metrics answers 503 with that text. Every 503 says when to try again."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -56,25 +55,18 @@ class RefuseWhileShuttingDown:
             await self.app(scope, receive, send)
             return
         state = getattr(scope["app"], "state", None)  # vLLM deletes it in the end
-        unanswered: set[object] = getattr(state, "unanswered", set())
-        unanswered.add(request := object())
 
         async def send_with_hint(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                unanswered.discard(request)
-                if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
-                    hint = [(b"retry-after", str(RETRY_AFTER_S).encode())]
-                    hint += [(b"connection", b"close")] if getattr(state, "refusal", None) else []
-                    message["headers"] = [*message.get("headers", ()), *hint]
+            if message["type"] == "http.response.start" and message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
+                hint = [(b"retry-after", str(RETRY_AFTER_S).encode())]
+                hint += [(b"connection", b"close")] if getattr(state, "refusal", None) else []
+                message["headers"] = [*message.get("headers", ()), *hint]
             await send(message)
 
         app = self.app
         if (reason := getattr(state, "refusal", None)) and scope["path"] != "/metrics":
             app = error_response(reason, HTTPStatus.SERVICE_UNAVAILABLE)
-        try:
-            await app(scope, receive, send_with_hint)
-        finally:
-            unanswered.discard(request)
+        await app(scope, receive, send_with_hint)
 
 
 async def serve_gracefully(serve_http: Original, app: Any, *args: Any, **kwargs: Any) -> Awaitable[Any]:
@@ -100,7 +92,6 @@ class GracefulShutdown:
     def __init__(self, state: Any, engine: Any) -> None:
         self.was_asked_for = False
         self._state, self._engine = state, engine  # vLLM deletes the application's reference to the state in the end
-        self._unanswered = state.unanswered = set[object]()
         self._loop = asyncio.get_running_loop()
         self._outputs = engine.output_processor
         self._stop, engine.shutdown = engine.shutdown, self.stop
@@ -112,15 +103,12 @@ class GracefulShutdown:
         and only when the server is asked to stop."""
         self.was_asked_for, self._state.refusal = True, STOPPING
         self._on_loop(self._end_at_next_signal)
-        # The engine knows no request that waits for its automaton. And where the engines belong to the main process, it
-        # stops them after its API servers, of which this is one.
-        is_owner = self._engine.engine_core.resources.engine_manager is not None
-        deadline = time.monotonic() + (timeout or 0)
-        while self._unanswered or (not is_owner and self._outputs.request_states):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(0.1)
-        self._stop(timeout=timeout and max(0, deadline - time.monotonic()))
+        if self._engine.engine_core.resources.engine_manager is None:
+            # The engines belong to the main process, which stops them after its API servers, of which this is one.
+            deadline = time.monotonic() + (timeout or 0)
+            while self._outputs.request_states and time.monotonic() < deadline:
+                time.sleep(0.1)
+        self._stop(timeout=timeout)
         self._on_loop(self.propagate_error, ServerStopping())
 
     def process_outputs(self, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
