@@ -192,23 +192,6 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     assert_nothing_left(demo)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "responses"),
-    [
-        ("/v1/completions", {"prompt": ["a"] * 513, "n": 2}, 1026),
-        ("/v1/completions", {"prompt": [[5, 6]] * 513, "n": 2}, 1026),
-        ("/v1/completions", {"prompt": [5, 6], "n": 1025}, 1025),
-        ("/v1/chat/completions", {"messages": CHAT[1]["messages"] * 2, "n": 1025}, 1025),
-        ("/v1/chat/completions/batch", {"messages": [CHAT[1]["messages"]] * 1025}, 1025),
-    ],
-)
-def test_a_request_has_a_bounded_number_of_responses(client, path, fields, responses):
-    answer = client.post(path, json={"model": "demo", "temperature": 1.0, "max_tokens": 2} | fields)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert f"are {responses} responses, more than the 1024" in message, message
-
-
 def test_a_request_without_a_prompt_is_refused(client):
     for path, fields in (
         ("/v1/completions", {"prompt": []}),

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import vllm
-from transformers import LlamaConfig
-from vllm.transformers_utils.config import get_config
 
 from dllm_engine import plugin
 from dllm_engine.cli.main import main
@@ -21,10 +19,8 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.fixture(params=["0.31.2", "0.34.0"])
 def other_release(request, monkeypatch):
     """vLLM says that it is another release."""
-    with monkeypatch.context() as patched:
-        patched.setattr(vllm, "__version__", request.param)
-        yield request.param
-    plugin.register()
+    monkeypatch.setattr(vllm, "__version__", request.param)
+    return request.param
 
 
 @pytest.mark.parametrize("version", [f"{release}.0" for release in RELEASES] + ["0.33.1rc2+cpu"])
@@ -48,37 +44,27 @@ def test_commands_and_the_python_api(other_release, capsys):
     )
 
 
-def test_vllm_itself_with_a_model_of_ours_and_another(
-    other_release, tiny_llada, tiny_dream, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+def test_plugins_of_other_releases_register_nothing_and_say_why(other_release, monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "_register_models", lambda: pytest.fail("another release"))
+    monkeypatch.setattr(plugin.logger, "handlers", [caplog.handler])
     plugin.register()  # as vLLM does
-    LlamaConfig(hidden_size=32).save_pretrained(tmp_path)
-    assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
-    for model in (tiny_llada, tiny_dream):
-        with pytest.raises(IncompatibleVLLMError, match=f"^vLLM {re.escape(other_release)} is installed") as raised:
-            vllm.LLM(str(model))
-    capsys.readouterr()
-    sys.excepthook(raised.type, raised.value, raised.tb)
-    assert capsys.readouterr().err == f"{raised.value}\n"
-    sys.excepthook(ValueError, ValueError("another"), None)
-    assert capsys.readouterr().err.endswith("ValueError: another\n")  # PyTorch adds the rank
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert f"vLLM {other_release} is installed" in said
 
 
 @pytest.mark.parametrize("imported", ["before the models", "with the models"])
-def test_a_release_that_lacks_something_is_refused_as_well(imported, monkeypatch, tiny_llada):
+def test_a_release_that_lacks_something_is_told_as_well(imported, monkeypatch, caplog):
     def register_models():
         from vllm.config import Gone  # noqa: F401
 
-    with monkeypatch.context() as patched:
-        if imported == "with the models":
-            patched.setattr(plugin, "_register_models", register_models)
-        else:
-            patched.setattr(patch, "apply", lambda patches: register_models())
-        plugin.register()
-        with pytest.raises(IncompatibleVLLMError, match=r"cannot import name 'Gone' from 'vllm\.config'.*; install"):
-            vllm.LLM(str(tiny_llada))
+    if imported == "with the models":
+        monkeypatch.setattr(plugin, "_register_models", register_models)
+    else:
+        monkeypatch.setattr(patch, "apply", lambda patches: register_models())
+    monkeypatch.setattr(plugin.logger, "handlers", [caplog.handler])
     plugin.register()
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert re.search(r"cannot import name 'Gone' from 'vllm\.config'.*; install", said)
 
 
 def test_without_vllm(tmp_path):
