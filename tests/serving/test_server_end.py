@@ -3,6 +3,7 @@
 import asyncio
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -66,6 +67,14 @@ async def stop(engine):
     """As vLLM does when the server is asked to stop."""
     await asyncio.get_running_loop().run_in_executor(None, lambda: engine.shutdown(timeout=7))
     await asyncio.sleep(0)
+
+
+def test_a_worker_that_ends_while_vllm_asks_who_has_the_port_cuts_off_no_client():
+    async def stop_and_ask(engine):
+        await stop(engine)
+        raise psutil.ZombieProcess(1)
+
+    serve(Engine(), until=stop_and_ask)
 
 
 def test_an_api_server_beside_others_lets_its_requests_finish_before_it_stops():

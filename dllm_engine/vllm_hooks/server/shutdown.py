@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Any
 
+import psutil
 from vllm.entrypoints.launchers.launcher import terminate_if_errored
 from vllm.exceptions import GenerationError, GracefulHTTPError
 from vllm.logger import init_logger
@@ -75,7 +76,11 @@ async def serve_gracefully(serve_http: Original, app: Any, *args: Any, **kwargs:
     if engine is None:  # a server that only renders prompts
         return await serve_http(app, *args, **kwargs)
     shutdown = GracefulShutdown(app.state, engine)
-    closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
+    try:
+        closing = await serve_http(app, *args, timeout_graceful_shutdown=LAST_BYTES_S, **kwargs)
+    except psutil.Error:
+        # vLLM asks for the command of a process that has the port. That may be a worker that ends at this moment.
+        closing = app.state.server.shutdown()
     return closing if shutdown.was_asked_for or not engine.errored else _fail_after(closing)
 
 
