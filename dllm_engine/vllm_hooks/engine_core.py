@@ -4,7 +4,6 @@ vLLM calls workers between two steps, whatever runs. A response would then come 
 that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -27,12 +26,7 @@ def end_with_front_end(post_init: Original, self: Any) -> None:
 
 
 def guard_weights(
-    collective_rpc: Original,
-    self: Any,
-    method: str | Callable[..., Any],
-    timeout: float | None = None,
-    args: tuple = (),
-    kwargs: dict[str, Any] | None = None,
+    collective_rpc: Original, self: Any, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None
 ) -> Any:
     """For the calls that change weights, and for ``masked_logprobs``, which returns one rank's answer (None while no
     request may begin) and how often weights have changed."""
@@ -41,7 +35,6 @@ def guard_weights(
     if method == "masked_logprobs":
         answers = collective_rpc(self, method, timeout, args, kwargs) if self.scheduler.admits else [None]
         return [answers[0], self.scheduler.num_weight_changes]
-    assert isinstance(method, str)
     _refuse_while_running(self, method, "a response must not come from two sets of weights")
     if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
         raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")

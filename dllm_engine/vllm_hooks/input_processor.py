@@ -35,17 +35,11 @@ class CheckedPrompt(dict[str, Any]):
 
 
 def process_checked_inputs(
-    process_inputs: Original,
-    self: Any,
-    request_id: str,
-    prompt: Any,
-    params: Any,
-    supported_tasks: Any,
-    *args: Any,
-    **kwargs: Any,
+    process_inputs: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
-        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+        return process_inputs(self, request_id, prompt, params, *args, **kwargs)
     if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
         # vLLM modifies a request, so this one is used once only.
         request, prompt.request = prompt.request, None
@@ -63,7 +57,7 @@ def process_checked_inputs(
     if is_constrained:
         check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
     check_integer("priority", kwargs.get("priority"))
-    request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+    request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
     if is_constrained:
         count_request()
@@ -183,13 +177,7 @@ def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_id
 
 
 def respond_if_valid(
-    respond: Original,
-    self: Any,
-    request_id: str,
-    engine_input: Any,
-    sampling_params: SamplingParams,
-    *args: Any,
-    **kwargs: Any,
+    respond: Original, self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
     sampling_params = with_arguments(sampling_params, kwargs)

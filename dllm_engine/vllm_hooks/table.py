@@ -1,8 +1,8 @@
 """Everything in vLLM that this package replaces, and by what. The docstring of each replacement says why.
 
-All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. One
-change is not in the table, because it is no function: the default of ``max_tokens`` in ``CompletionRequest``
-(``server/bodies.py``).
+All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. Two
+changes are not in the table, because they are no functions: the default of ``max_tokens`` in ``CompletionRequest``
+(``server/bodies.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
 _OPENAI = "vllm.entrypoints.openai"
