@@ -59,10 +59,10 @@ SERVING = {
     ),
     f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "server.bodies:create_if_known",
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
-        "server.responses:stream_completion_with_fields"
+        "server.responses:stream_response"
     ),
     f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
-        "server.responses:stream_chat_with_fields"
+        "server.responses:stream_response"
     ),
     f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": (
         "server.responses:complete_with_fields"

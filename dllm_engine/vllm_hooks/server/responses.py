@@ -8,6 +8,7 @@ running block. They bring no text and no tokens, so they have no choices, and cl
 """
 
 import asyncio
+import inspect
 import json
 import time
 from collections import defaultdict
@@ -121,59 +122,30 @@ def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
 
 
-def stream_completion_with_fields(
-    stream_completion: Original,
-    self: Any,
-    request: Any,
-    engine_inputs: Any,
-    result_generator: Any,
-    request_id: str,
-    created_time: int,
-    model_name: str,
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncGenerator[str, None]:
-    """Add figures and provisional blocks to the chunks of a completion."""
+def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
+    if not is_ours(self):
+        return stream(self, request, *args, **kwargs)
+    given = inspect.signature(stream).bind(self, request, *args, **kwargs).arguments
+    is_chat = "created_time" not in given  # else the chunks say when the stream begins
+    head = {
+        "id": given["request_id"],
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": int(time.time()) if is_chat else given["created_time"],
+        "model": given["model_name"],
+    }
+    if not is_chat:
+        _settle_length(request)
 
     def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream_completion(
-            self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
-        )
-
-    if not is_ours(self):
-        return events(result_generator)
-    _settle_length(request)
+        return stream(**{**given, "result_generator": results})
 
     def choices_of(result: Any) -> list[tuple[int, Any]]:
-        return [(c.index + result[0] * (request.n or 1), c) for c in result[1].outputs]
+        prompt, output = (0, result) if is_chat else result
+        return [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
 
-    head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
-    return stream_with_fields(events, result_generator, choices_of, head, with_trace=_asks_for_trace(request))
-
-
-def stream_chat_with_fields(
-    stream_chat: Original,
-    self: Any,
-    request: Any,
-    result_generator: Any,
-    request_id: str,
-    model_name: str,
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncGenerator[str, None]:
-    """Add figures and provisional blocks to the chunks of a chat completion."""
-
-    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
-
-    if not is_ours(self):
-        return events(result_generator)
-    created = int(time.time())  # as vLLM's own chunks, which say when the stream began
-    head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
     with_trace = _asks_for_trace(request)
-    return stream_with_fields(
-        events, result_generator, lambda r: [(c.index, c) for c in r.outputs], head, with_trace=with_trace
-    )
+    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=with_trace)
 
 
 def _settle_length(request: Any) -> None:
