@@ -136,8 +136,8 @@ def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
     model, additional = self.model_config, self.additional_config
     is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
     if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
-        found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
-        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+        reason = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {reason}")
     original(self)
 
 

@@ -163,8 +163,8 @@ def _reasoning_before(
 ) -> set[Grammar]:
     """The grammars of reasoning that responses to rendered prompts begin with."""
     token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
-    found = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
-    return {grammar for grammar in found if grammar is not None}
+    grammars = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
+    return {grammar for grammar in grammars if grammar is not None}
 
 
 def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]) -> bool | None:

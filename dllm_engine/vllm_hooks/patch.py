@@ -34,10 +34,10 @@ def apply(replacements: Mapping[str, str]) -> None:
     Raises:
         IncompatibleVLLMError: a function is missing or takes other parameters; names it.
     """
-    found = [(target, *_original(target)) for target in replacements]
+    originals = [(target, *_original(target)) for target in replacements]
     new = [
         (owner, name, original, _replacement(target, replacements[target], original))
-        for target, owner, name, original in found
+        for target, owner, name, original in originals
         if not hasattr(original, _MARK)
     ]
     for owner, name, original, replacement in new:
@@ -65,9 +65,9 @@ def _replacement(target: str, path: str, original: Any) -> Any:
     ours: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
     named = list(inspect.signature(ours).parameters.values())[1:]
     expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    found = list(inspect.signature(original).parameters)
-    if found[: len(expected)] != expected:
-        raise unfit(f"It replaces {target}, which takes ({', '.join(found)}), not ({', '.join(expected)}, …)")
+    names = list(inspect.signature(original).parameters)
+    if names[: len(expected)] != expected:
+        raise unfit(f"It replaces {target}, which takes ({', '.join(names)}), not ({', '.join(expected)}, …)")
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

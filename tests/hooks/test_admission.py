@@ -1,4 +1,4 @@
-"""How requests are checked in vLLM's front ends, without a server."""
+"""The check of requests in vLLM's front ends, without a server."""
 
 import asyncio
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def test_every_option_is_read_in_vllm_xargs_or_a_field_of_vllms(endpoint):
 
 @pytest.fixture
 def engine(engines, tiny_llada, monkeypatch):
-    """What ``AsyncLLM`` shows to the hooks, and the requests that were checked."""
+    """The part of ``AsyncLLM`` that the hooks see, and the requests that were checked."""
     llm = engines(tiny_llada)
     checked = []
     check_request = input_processor.check_request

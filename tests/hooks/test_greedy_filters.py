@@ -26,8 +26,8 @@ BODIES = {
 
 @pytest.fixture
 def specs(demo, monkeypatch):
-    """What the scheduler makes of the requests that reach it. A trip to another process takes vLLM's own fields."""
-    found, scheduler = [], scheduler_of(demo)
+    """Requests as the scheduler resolves them. A trip to another process takes vLLM's own fields."""
+    specs, scheduler = [], scheduler_of(demo)
     new_state = scheduler._new_state
 
     def noted(request):
@@ -35,11 +35,11 @@ def specs(demo, monkeypatch):
         if params.temperature == 0:
             params.top_p, params.top_k = 1.0, 0
         state = new_state(request)
-        found.append(state.spec)
+        specs.append(state.spec)
         return state
 
     monkeypatch.setattr(scheduler, "_new_state", noted)
-    return found
+    return specs
 
 
 def assert_filtered(specs) -> None:

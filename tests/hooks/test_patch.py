@@ -1,4 +1,4 @@
-"""What we replace in vLLM is checked first: another vLLM gets a sentence."""
+"""Functions that we replace in vLLM are checked first: another vLLM gets a sentence."""
 
 from importlib import import_module
 from operator import attrgetter

@@ -75,10 +75,10 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_run():
 @pytest.fixture(scope="module")
 def tags():
     """Names and attributes."""
-    parser, found = HTMLParser(), []
-    parser.handle_starttag = lambda tag, attributes: found.append((tag, dict(attributes)))
+    parser, tags = HTMLParser(), []
+    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
     parser.feed(playground.page())
-    return found
+    return tags
 
 
 def test_nothing_is_loaded_from_elsewhere(tags):

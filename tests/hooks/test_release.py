@@ -25,7 +25,7 @@ def other_release(request, monkeypatch):
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """What the plugin warns of."""
+    """The plugin's warnings."""
     given = []
     monkeypatch.setattr(plugin.logger, "warning", lambda text, error: given.append(text % error))
     return given
@@ -76,8 +76,8 @@ def test_without_vllm(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
     program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
     environ = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
-    found = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
-    assert "vLLM is not installed; install it with this package's extra" in found.stdout
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert "vLLM is not installed; install it with this package's extra" in done.stdout
 
 
 def test_what_is_installed_and_documented_are_the_same_releases():

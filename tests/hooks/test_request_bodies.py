@@ -77,7 +77,7 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
 
 def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_application():
     def through_the_check(*messages):
-        """What the application behind the check receives of these messages."""
+        """The messages that the application behind the check receives."""
         received, pending = [], iter(messages)
 
         async def application(scope, receive, send):
@@ -112,12 +112,12 @@ def every_route():
 def routes_with_bodies():
     """(path, names of the fields of its body) of each route that answers a POST."""
     routes = every_route().app.routes
-    found = {}
+    fields = {}
     for route in (route for route in routes if "POST" in (getattr(route, "methods", None) or ())):
         annotations = [p.annotation for p in inspect.signature(route.endpoint).parameters.values()]
         classes = [each for annotation in annotations for each in get_args(annotation) or [annotation]]
-        found[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
-    return found
+        fields[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
+    return fields
 
 
 def test_no_route_has_a_field_of_its_own_of_that_name():

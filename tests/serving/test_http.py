@@ -60,7 +60,7 @@ def figures_of(choice) -> dict:
 
 @pytest.fixture(params=["chat", "completions"])
 def endpoint(request, client, model, examples):
-    """What asks an endpoint a question, and what the text of a choice is."""
+    """Functions that ask an endpoint a question, and that read the text of a choice."""
     prompt = examples[0].prompt
     if request.param == "chat":
         return partial(

@@ -1,4 +1,4 @@
-"""What becomes of clients and of the exit status when a server ends, with vLLM's parts played by small ones."""
+"""Clients and exit status of a server that ends, with vLLM's parts played by small ones."""
 
 import asyncio
 from types import SimpleNamespace
