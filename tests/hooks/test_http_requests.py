@@ -149,7 +149,7 @@ def test_a_batch_of_chats_is_checked_too(client):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_tokens": 257}, "gen_length=257 (max_tokens)"),
+        ({"max_tokens": 257}, "max_tokens=257"),
         ({"prompt_logprobs": 1}, "prompt_logprobs=1"),
         ({"use_beam_search": True, "n": 2, "temperature": 1.0}, "beam search"),
         ({"vllm_xargs": {"stream_granularity": "step"}}, "stream_granularity='step'"),
