@@ -10,19 +10,15 @@ import vllm
 from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
-from dllm_engine.admission import settled_params
 from dllm_engine.checkpoints import check_start
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
-from dllm_engine.families import family_of
 from dllm_engine.infill.answers import fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import progress_line, quiet_arguments
-from dllm_engine.scheduler.options.resolve import resolve_decoding
-from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.text import did_you_mean
 from dllm_engine.vllm_hooks import patch, table
 
@@ -120,12 +116,6 @@ class LLM(vllm.LLM):
     def has_chat_template(self) -> bool:
         """True if the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
-
-    def _resolve(self, params: vllm.SamplingParams, prompt_length: int) -> DecodingSpec:
-        engine = self.llm_engine
-        params = settled_params(params, [0] * prompt_length, engine.input_processor.tokenizer, engine.vllm_config)
-        options = EngineOptions.from_vllm_config(engine.vllm_config)
-        return resolve_decoding(params, prompt_length, family_of(self.model_config.hf_config), options)
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
         """Log-probabilities of masked tokens given all others, from forward passes without a cache.

@@ -1,8 +1,9 @@
 """``DiffusionParams``: vLLM's sampling parameters with the fields of diffusion decoding."""
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
@@ -15,7 +16,19 @@ _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"to
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
 
 
-class DiffusionParams(SamplingParams):
+if TYPE_CHECKING:
+
+    class _Fields(RequestOptions, SamplingParams):
+        """``SamplingParams`` with a field for each request option."""
+else:
+    _Fields = msgspec.defstruct(
+        "_Fields",
+        [(name, field.annotation, None) for name, field in RequestOptions.model_fields.items()],
+        bases=(SamplingParams,),
+    )
+
+
+class DiffusionParams(_Fields):
     """vLLM's sampling parameters with the fields of diffusion decoding.
 
     A value of None means the model family's default. Lengths and steps count tokens and denoising steps of the whole
@@ -32,38 +45,6 @@ class DiffusionParams(SamplingParams):
     gen_length: int | None = None
     """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
     is less."""
-    block_length: int | None = None
-    steps: int | None = None
-    steps_per_block: int | None = None
-    tokens_per_step: int | None = None
-    unmasking: str | None = None
-    certainty_sigma: float | None = None
-    threshold: float | None = None
-    factor: float | None = None
-    entropy_bound: float | None = None
-    entropy_budget: float | None = None
-    margin: float | None = None
-    entropy_threshold: float | None = None
-    slow_fast: dict[str, Any] | None = None
-    block_add_threshold: float | None = None
-    suffix_blocks: int | None = None
-    early_stop: bool | None = None
-    retention_ratio: float | None = None
-    delay_eos: bool | None = None
-    confidence_eos_eot_inf: bool | None = None
-    logits_eos_inf: bool | None = None
-    alg_temp: float | None = None
-    guided: bool | None = None
-    speculation_length: int | None = None
-    guide_top_k: int | None = None
-    guide_threshold: float | None = None
-    guide_fallback: str | None = None
-    guide_correction: bool | None = None
-    stream_granularity: Literal["block", "step"] | None = None
-    response_template: list[int | None] | None = None
-    return_given: bool | None = None
-    return_order: bool | None = None
-    trace: bool | None = None
 
     def __post_init__(self) -> None:
         if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):

@@ -1,24 +1,28 @@
 """Entry point ``vllm.general_plugins``: runs in every vLLM process (API server, engine core, workers)."""
 
+import logging
+
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, refuse_models, unfit
+from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, unfit
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
     """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
 
-    An incompatible vLLM serves other models as if this package were not installed, and refuses ours.
+    An incompatible vLLM serves other models as if this package were not installed, and does not know ours.
     """
     try:
         check_release()
         patch.apply(table.EVERY_PROCESS)
         _register_models()
     except IncompatibleVLLMError as error:
-        refuse_models(error)
+        logger.warning("%s. The models of dllm-engine are not registered", error)
     except ImportError as error:
         if not (error.name or "").startswith("vllm."):
             raise
-        refuse_models(unfit(str(error)))
+        logger.warning("%s. The models of dllm-engine are not registered", unfit(str(error)))
 
 
 def _register_models() -> None:

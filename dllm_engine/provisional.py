@@ -75,7 +75,7 @@ class BlockReader:
         self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
         self._decoded: dict[tuple[int, ...], str] = {}
         self._tokens: list[int | None] = []
-        """Of each position of the response; None where masked."""
+        """By position of the response; None where masked."""
         self._confidences: list[float | None] = []
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:

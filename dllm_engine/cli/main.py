@@ -10,7 +10,6 @@ from dllm_engine.cli import bench, chat, check, demo_path, evaluate, generate, l
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.text import one_line
 from dllm_engine.version import __version__
-from dllm_engine.vllm_hooks.companions import broken_companion
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 ERROR, INTERRUPTED = 2, 130
@@ -33,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if args.traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
             raise
-        print(f"dllm: error: {broken_companion(error) or one_line(error)}", file=sys.stderr)
+        print(f"dllm: error: {one_line(error)}", file=sys.stderr)
         return ERROR
 
 

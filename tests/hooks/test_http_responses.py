@@ -13,14 +13,7 @@ from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.server.responses import StreamFields, stream_with_fields
-
-
-def completion(*, finish_reason=None, shown=None, tokens=(5,)):
-    figures = DiffusionFigures(1, 1, 2, 9)
-    return SimpleNamespace(
-        index=0, finish_reason=finish_reason, token_ids=list(tokens), diffusion=figures, provisional=shown
-    )
+from dllm_engine.vllm_hooks.server.responses import stream_with_fields
 
 
 def block(*, masked) -> ProvisionalBlock:
@@ -33,46 +26,19 @@ def block(*, masked) -> ProvisionalBlock:
     )  # fmt: skip
 
 
-def event(**chunk) -> str:
-    return f"data: {json.dumps(chunk)}\n\n"
-
-
-def choices_of(result):
-    return [(c.index, c) for c in result]
-
-
-END = {"finish_reason": "stop"}
+def engine_output(*, index=0, tokens=(), shown=None, finish_reason=None):
+    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
+    made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
+    return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
 
 
 def with_fields(make_events, results):
-    return stream_with_fields(make_events, results, choices_of, StreamFields({"id": "chat-1", "created": 7}))
+    return stream_with_fields(make_events, results, lambda result: [(c.index, c) for c in result.outputs], {})
 
 
-def stream(results, make_events) -> list:
-    """The chunks that a client would receive."""
-
-    async def received():
-        async def source():
-            for result in results:
-                yield result
-
-        return [e async for e in with_fields(make_events, source())]
-
-    events = asyncio.run(received())
-    return [e if e == "data: [DONE]\n\n" else json.loads(e.removeprefix("data: ")) for e in events]
-
-
-async def chat_chunks(results):
-    """As vLLM: the role with the first result, then a chunk per completion that brings something."""
-    opened = False
+async def chunks(results):
     async for result in results:
-        if not opened:
-            yield event(id="chat-1", created=7, choices=[{"index": 0, "delta": {"role": "assistant"}}])
-        opened = True
-        for c in result:
-            if c.token_ids:
-                yield event(id="chat-1", created=7, choices=[{"index": c.index, "delta": {"content": "x"}}])
-    yield "data: [DONE]\n\n"
+        yield f'data: {{"choices":[{{"index":0,"text":"{result.outputs[0].text}"}}]}}\n\n'
 
 
 def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
@@ -80,36 +46,38 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
         more = asyncio.Event()
 
         async def source():
-            yield [completion(shown=block(masked=True), tokens=())]
+            yield engine_output(shown=block(masked=True))
             await more.wait()
-            yield [completion(**END)]
+            yield engine_output(tokens=[5], finish_reason="stop")
 
-        events = with_fields(chat_chunks, source())
+        events = with_fields(chunks, source())
         first = await anext(events)
         more.set()
         return [first, *[e async for e in events]]
 
-    first, _, text, _ = asyncio.run(asyncio.wait_for(received(), timeout=10))
+    first, text = asyncio.run(asyncio.wait_for(received(), timeout=10))
     assert '"provisional"' in first
-    assert '"content":"x"' in text
+    assert '"text":"x"' in text
+    assert '"diffusion"' in text
 
 
-def test_errors_and_other_models_pass_unchanged():
-    async def broken(results):
-        async for _ in results:
-            raise RuntimeError("broken")
-        yield ""
-
-    with pytest.raises(RuntimeError, match="broken"):
-        stream([[completion(**END)]], broken)
+def test_errors_and_chunks_without_choices_pass_unchanged():
+    async def source():
+        yield engine_output(tokens=[5], finish_reason="stop")
 
     async def failing(results):
         async for _ in results:
-            yield event(choices=[{"index": 0, "text": "a"}])
-            yield event(error={"message": "no"})
+            yield 'data: {"error": "no"}\n\n'
+            raise RuntimeError("broken")
 
-    other_model = SimpleNamespace(index=0, finish_reason="stop", token_ids=[5])
-    assert stream([[other_model]], failing) == [{"choices": [{"index": 0, "text": "a"}]}, {"error": {"message": "no"}}]
+    async def received(events):
+        async for event in events:
+            seen.append(event)
+
+    seen: list[str] = []
+    with pytest.raises(RuntimeError, match="broken"):
+        asyncio.run(received(with_fields(failing, source())))
+    assert seen == ['data: {"error": "no"}\n\n']
 
 
 def test_a_client_that_hangs_up_closes_the_engines_results():
@@ -118,12 +86,12 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
     async def endless():
         try:
             while True:
-                yield [completion()]
+                yield engine_output(tokens=[5])
         finally:
             closed.append(True)
 
     async def hang_up():
-        events = with_fields(chat_chunks, endless())
+        events = with_fields(chunks, endless())
         await anext(events)
         await events.aclose()
         await asyncio.sleep(0)
@@ -194,12 +162,6 @@ def vllm_stream(endpoint, results, n=1) -> list[str]:
         return [e async for e in events]
 
     return asyncio.run(received())
-
-
-def engine_output(*, index=0, tokens=(), shown=None, finish_reason=None):
-    made = CompletionOutput(index, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
-    made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
-    return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

@@ -6,56 +6,44 @@ from vllm.config import KVEventsConfig
 from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 from tests.support.engines import runner_of, scheduler_of, start_engine
 
+REFUSED = {
+    "leave it unset": {
+        "enable_batch_sharded_sampling": True, "enable_dbo": True, "ubatch_size": 2, "enable_hc_sp": True,
+        "scheduler_reserve_full_isl": False, "prefill_schedule_interval": 2, "kv_cache_dtype_skip_layers": ["0"],
+        "kv_sharing_fast_prefill": True, "kv_offloading_size": 1.0, "logits_processors": ["a:B"],
+        "use_fp64_gumbel": True, "enable_prompt_embeds": True,
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True),
+        "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler",
+    },
+    "tensor_parallel_size": {
+        "pipeline_parallel_size": 2, "prefill_context_parallel_size": 2, "decode_context_parallel_size": 2,
+        "cpu_offload_gb": 1, "offload_group_size": 2,
+    },
+    "refresh_ratio": {"long_prefill_token_threshold": 64, "long_prefill_token_threshold_adaptive": True},
+    "page_size": {"block_size": 64, "prefix_match_unit": 16},
+    "models with experts, on GPUs": {"enable_expert_parallel": True},
+    "steps_per_dispatch": {"async_scheduling": True},
+    "reserves all pages of a request at admission": {"watermark": 0.1},
+    "the model's dtype": {"kv_cache_dtype": "fp8"},
+    "dense_attention": {"attention_backend": "FLASH_ATTN"},
+    "unmasking step": {"logprobs_mode": "raw_logits"},
+    "name its folder as lora_path": {"enable_lora": True},
+}  # fmt: skip
+OTHERS = {"decode_context_parallel_size": {"tensor_parallel_size": 2}}
+"""Without it, vLLM itself refuses the setting."""
+
 
 @pytest.mark.parametrize(
-    ("settings", "named", "instead"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2", "tensor_parallel_size"),
-        (
-            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
-            "decode_context_parallel_size=2",
-            "tensor_par",
-        ),
-        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2", "tensor_parallel_size"),
-        ({"enable_expert_parallel": True}, "enable_expert_parallel=True", "models with experts, on GPUs"),
-        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling=True", "leave it unset"),
-        ({"enable_dbo": True}, "enable_dbo=True", "leave it unset"),
-        ({"ubatch_size": 2}, "ubatch_size=2", "leave it unset"),
-        ({"enable_hc_sp": True}, "enable_hc_sp=True", "leave it unset"),
-        ({"cpu_offload_gb": 1}, "cpu_offload_gb=1", "tensor_parallel_size"),
-        ({"offload_group_size": 2}, "offload_group_size=2", "tensor_parallel_size"),
-        ({"long_prefill_token_threshold": 64}, "long_prefill_token_threshold=64", "refresh_ratio"),
-        (
-            {"long_prefill_token_threshold_adaptive": True},
-            "long_prefill_token_threshold_adaptive=True",
-            "refresh_ratio",
-        ),
-        ({"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls='vllm", "leave it unset"),
-        ({"async_scheduling": True}, "async_scheduling=True", "steps_per_dispatch"),
-        ({"scheduler_reserve_full_isl": False}, "scheduler_reserve_full_isl=False", "leave it unset"),
-        ({"prefill_schedule_interval": 2}, "prefill_schedule_interval=2", "leave it unset"),
-        ({"watermark": 0.1}, "watermark=0.1", "reserves all pages of a request at admission"),
-        ({"block_size": 64}, "block_size=64", "page_size"),
-        ({"prefix_match_unit": 16}, "prefix_match_unit=16", "page_size"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'", "the model's dtype"),
-        ({"kv_cache_dtype_skip_layers": ["0"]}, "kv_cache_dtype_skip_layers=['0']", "leave it unset"),
-        ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True", "leave it unset"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0", "leave it unset"),
-        ({"attention_backend": "FLASH_ATTN"}, "attention_backend=<Att", "dense_attention"),
-        ({"logits_processors": ["a:B"]}, "logits_processors=['a:B']", "leave it unset"),
-        ({"logprobs_mode": "raw_logits"}, "logprobs_mode='raw_logits'", "unmasking step"),
-        ({"use_fp64_gumbel": True}, "use_fp64_gumbel=True", "leave it unset"),
-        ({"enable_lora": True}, "enable_lora=LoRA", "name its folder as lora_path"),
-        ({"enable_prompt_embeds": True}, "enable_prompt_embeds=True", "leave it unset"),
-        ({"kv_events_config": KVEventsConfig(enable_kv_cache_events=True)}, "kv_events_config=KV", "leave it unset"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ("instead", "name", "value"),
+    [(instead, *setting) for instead, settings in REFUSED.items() for setting in settings.items()],
+    ids=str,
 )
-def test_a_setting_that_is_not_honoured_is_refused(tiny_llada, settings, named, instead):
+def test_a_setting_that_is_not_honoured_is_refused(tiny_llada, instead, name, value):
     with pytest.raises(ValueError) as error:
-        start_engine(tiny_llada, **settings)
+        start_engine(tiny_llada, **{name: value}, **OTHERS.get(name, {}))
     (message,) = [line for line in str(error.value).splitlines() if "not supported for diffusion models" in line]
-    assert named in message
+    shown = "" if name in ("enable_lora", "attention_backend", "kv_events_config") else repr(value)[:9]
+    assert f"{name}={shown}" in message
     assert instead in message
 
 

@@ -27,11 +27,11 @@ def measured(engines, tiny_llada):
     )
     params = DiffusionParams(gen_length=32, block_length=8, steps=16, ignore_eos=True)
     figures = [output.outputs[0].diffusion for output in generate(llm, PROMPTS, params)]
-    found: dict = {}
+    metrics: dict = {}
     for metric in llm.get_metrics():
         state = metric.labels.get("refresh_state")
-        found[(metric.name, state) if state else metric.name] = metric
-    return figures, found, generate_latest().decode()
+        metrics[(metric.name, state) if state else metric.name] = metric
+    return figures, metrics, generate_latest().decode()
 
 
 def test_counters_are_the_sums_of_the_figures(measured):
@@ -72,9 +72,9 @@ def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_c
     assert metrics["vllm:dllm_eviction_retained"].value == 4 * sum(f.tokens_retained for f in figures)
     pages = [f.pages_held for f in figures]
     assert pages == [2 * -(-f.tokens_retained // 8) for f in figures], "in two layers"
-    held = metrics["vllm:dllm_request_pages_held"]
-    assert (held.count, held.sum) == (3, sum(pages))
-    assert held.buckets["+Inf"] == 3
+    pages_held = metrics["vllm:dllm_request_pages_held"]
+    assert (pages_held.count, pages_held.sum) == (3, sum(pages))
+    assert pages_held.buckets["+Inf"] == 3
     assert metrics["vllm:dllm_request_tokens_per_forward"].sum == 3 * 2.0
 
 

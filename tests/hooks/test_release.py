@@ -19,10 +19,16 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.fixture(params=["0.31.2", "0.34.0"])
 def other_release(request, monkeypatch):
     """vLLM says that it is another release."""
-    with monkeypatch.context() as patched:
-        patched.setattr(vllm, "__version__", request.param)
-        yield request.param
-    plugin.register()
+    monkeypatch.setattr(vllm, "__version__", request.param)
+    return request.param
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The plugin's warnings."""
+    given = []
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, error: given.append(text % error))
+    return given
 
 
 @pytest.mark.parametrize("version", [f"{release}.0" for release in RELEASES] + ["0.33.1rc2+cpu"])
@@ -46,42 +52,23 @@ def test_commands_and_the_python_api(other_release, capsys):
     )
 
 
-def test_vllm_itself_with_a_model_of_ours(other_release, tiny_llada, tiny_dream, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+def test_plugins_of_other_releases_register_nothing_and_say_why(other_release, monkeypatch, warnings):
+    monkeypatch.setattr(plugin, "_register_models", lambda: pytest.fail("another release"))
     plugin.register()  # as vLLM does
-    for model in (tiny_llada, tiny_dream):
-        with pytest.raises(IncompatibleVLLMError, match=f"^vLLM {re.escape(other_release)} is installed") as raised:
-            vllm.LLM(str(model))
-    capsys.readouterr()
-    sys.excepthook(raised.type, raised.value, raised.tb)
-    assert capsys.readouterr().err == f"{raised.value}\n"
-    sys.excepthook(ValueError, ValueError("another"), None)
-    assert capsys.readouterr().err.endswith("ValueError: another\n")  # PyTorch adds the rank
-
-
-def test_vllm_itself_with_another_model(other_release, tmp_path):
-    from transformers import LlamaConfig
-    from vllm.transformers_utils.config import get_config
-
-    LlamaConfig(hidden_size=32).save_pretrained(tmp_path)
-    plugin.register()
-    assert get_config(tmp_path, trust_remote_code=False).hidden_size == 32
+    assert f"vLLM {other_release} is installed" in warnings.pop()
 
 
 @pytest.mark.parametrize("imported", ["before the models", "with the models"])
-def test_a_release_that_lacks_something_is_refused_as_well(imported, monkeypatch, tiny_llada):
+def test_a_release_that_lacks_something_is_told_as_well(imported, monkeypatch, warnings):
     def register_models():
         from vllm.config import Gone  # noqa: F401
 
-    with monkeypatch.context() as patched:
-        if imported == "with the models":
-            patched.setattr(plugin, "_register_models", register_models)
-        else:
-            patched.setattr(patch, "apply", lambda patches: register_models())
-        plugin.register()
-        with pytest.raises(IncompatibleVLLMError, match=r"cannot import name 'Gone' from 'vllm\.config'.*; install"):
-            vllm.LLM(str(tiny_llada))
+    if imported == "with the models":
+        monkeypatch.setattr(plugin, "_register_models", register_models)
+    else:
+        monkeypatch.setattr(patch, "apply", lambda patches: register_models())
     plugin.register()
+    assert re.search(r"cannot import name 'Gone' from 'vllm\.config'.*; install", warnings.pop())
 
 
 def test_without_vllm(tmp_path):
@@ -89,8 +76,8 @@ def test_without_vllm(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
     program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
     environ = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
-    found = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
-    assert "vLLM is not installed; install it with this package's extra" in found.stdout
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert "vLLM is not installed; install it with this package's extra" in done.stdout
 
 
 def test_what_is_installed_and_documented_are_the_same_releases():

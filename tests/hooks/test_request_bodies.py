@@ -13,22 +13,15 @@ from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 from tests.support.http_app import app_client
 
 PATH = "/v1/completions"
-ODD = ["text", 7, 0.5, True, ["json"], []]
 
 
-@pytest.mark.parametrize("odd", ODD, ids=str)
+@pytest.mark.parametrize("odd", ["text", 7, 0.5, True, ["json"], []], ids=str)
 def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
     answer = app_client().post(PATH, json={"model": "demo", "prompt": "x", "structured_outputs": odd})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
-    assert type(odd).__name__ in error["message"]
-    assert "not an object" in error["message"]
-
-
-def test_its_name_may_be_written_with_escapes():
-    body = b'{"structured\\u005foutputs": "text"}'
-    assert app_client().post(PATH, content=body).status_code == 400
+    assert f"is a {type(odd).__name__}, not an object" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -52,14 +45,11 @@ def test_everything_else_is_left_to_vllm(body):
     assert app_client().post(PATH, content=body).status_code == 404
 
 
-@pytest.mark.parametrize("path", [PATH, "/invocations", "/tokenize", "/"])
 @pytest.mark.parametrize(
-    "body",
-    [b"[" * 100_000, b'{"a":' * 50_000, b'{"structured_outputs":' + b"[" * 100_000, b"[" * 201 + b"]" * 201],
-    ids=["lists", "objects", "in a field", "just too deep"],
+    "body", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 201 + b"]" * 201], ids=["lists", "objects", "just too deep"]
 )
-def test_what_is_nested_too_deeply_to_be_parsed_is_refused(path, body):
-    answer = app_client().post(path, content=body, headers={"Content-Type": "application/json"})
+def test_what_is_nested_too_deeply_to_be_parsed_is_refused(body):
+    answer = app_client().post(PATH, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     assert "more than 200 lists and objects" in answer.json()["error"]["message"]
 
@@ -85,34 +75,25 @@ def test_the_key_may_come_from_the_environment(monkeypatch):
     assert app_client().post("/invocations", content=b"{}").status_code == 401
 
 
-def through_the_check(*messages):
-    """What the application behind the check receives of these messages."""
-    received = []
+def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_application():
+    def through_the_check(*messages):
+        """The messages that the application behind the check receives."""
+        received, pending = [], iter(messages)
 
-    async def application(scope, receive, send):
-        for _ in range(2):
-            received.append(await receive())
+        async def application(scope, receive, send):
+            received.extend([await receive(), await receive()])
 
-    pending = iter(messages)
+        async def receive():
+            return next(pending)
 
-    async def receive():
-        return next(pending)
+        asyncio.run(BodyCheck(application)({"type": "http", "method": "POST", "path": PATH}, receive, None))
+        return received
 
-    asyncio.run(BodyCheck(application)({"type": "http", "method": "POST", "path": PATH}, receive, None))
-    return received
-
-
-def test_bodies_arrive_whole_and_what_follows_them_as_it_comes():
     body = json.dumps({"prompt": "x" * 100}).encode()
     parts = [{"type": "http.request", "body": body[i : i + 30], "more_body": True} for i in range(0, len(body), 30)]
-    gone = {"type": "http.disconnect"}
-    whole = {"type": "http.request", "body": body, "more_body": False}
+    gone, whole = {"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}
     assert through_the_check(*parts, {"type": "http.request"}, gone) == [whole, gone]
-
-
-def test_clients_that_leave_midway_do_not_reach_the_application():
-    gone = {"type": "http.disconnect"}
-    assert through_the_check({"type": "http.request", "body": b"{", "more_body": True}, gone) == []
+    assert through_the_check(*parts, gone) == []
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -131,12 +112,12 @@ def every_route():
 def routes_with_bodies():
     """(path, names of the fields of its body) of each route that answers a POST."""
     routes = every_route().app.routes
-    found = {}
+    fields = {}
     for route in (route for route in routes if "POST" in (getattr(route, "methods", None) or ())):
         annotations = [p.annotation for p in inspect.signature(route.endpoint).parameters.values()]
         classes = [each for annotation in annotations for each in get_args(annotation) or [annotation]]
-        found[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
-    return found
+        fields[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
+    return fields
 
 
 def test_no_route_has_a_field_of_its_own_of_that_name():

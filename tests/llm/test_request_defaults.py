@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from dllm_engine.admission import open_gen_length
+from dllm_engine.admission import open_gen_length, settled_params
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.families import DREAM, LLADA
+from dllm_engine.families import DREAM, LLADA, family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -167,7 +167,10 @@ def decoded(llm, params=None):
     whole_block = [3, 1, 4, 1, 5, 9, 4, 6]
     params = params or DiffusionParams()
     (output,) = llm.generate({"prompt_token_ids": whole_block}, params, use_tqdm=False)
-    spec = llm._resolve(params, len(whole_block))
+    config = llm.llm_engine.vllm_config
+    params = settled_params(params, whole_block, None, config)
+    family = family_of(config.model_config.hf_config)
+    spec = resolve_decoding(params, len(whole_block), family, EngineOptions.from_vllm_config(config))
     return spec.gen_length, spec.block_length, output.outputs[0].diffusion.forward_passes
 
 

@@ -76,7 +76,7 @@ def test_streams_by_step_and_by_block_are_the_offline_response(expected, monkeyp
 
 
 async def updates() -> tuple[list[str], list]:
-    """What changing weights beside a running request is answered with, and the request's outputs."""
+    """Refusals of changing weights beside a running request, and the request's outputs."""
     refusals, outputs = [], []
     with started() as engine:
         async for output in engine.generate(PROMPT, parameters(), "first"):

@@ -17,7 +17,6 @@ TEXT = "Tom lives in Paris. Ida lives in Oslo. Where does Ida live?"
 MESSAGES = [{"role": "user", "content": TEXT}]
 LENGTH = 14
 ALL = {"ignore_eos": True}
-STEPS = ALL | {"vllm_xargs": {"stream_granularity": "step"}}
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +53,6 @@ def test_the_second_request_finds_the_pages_of_the_first(client, server, offline
     counted = scrape(server.url)
     assert counted["vllm:prefix_cache_hits_total"] >= whole
     assert counted["vllm:prefix_cache_queries_total"] > counted["vllm:prefix_cache_hits_total"]
-
-
-def test_streams_by_block_and_by_step_are_the_answer(client, offline):
-    usual, chunks = (list(chat(client, body, stream=True)) for body in (ALL, STEPS))
-    for stream in (usual, chunks):
-        assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == offline.outputs[0].text
-    steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
-    first = 4 - len(offline.prompt_token_ids) % 4
-    begun = [step for step in steps if "start" in step]
-    assert {(step["block_length"], step["first_block_length"], step["gen_length"]) for step in begun} == {
-        (4, first, 14)
-    }
-    assert all(step["start"] == (step["block"] and first + 4 * (step["block"] - 1)) for step in begun)
-    pieces = {}
-    for step in steps:
-        pieces |= zip(step["positions"], step["pieces"], strict=True)
-    assert "".join(pieces[p] for p in sorted(pieces)) == offline.outputs[0].text
 
 
 def test_what_else_a_request_asks_for(client, offline):

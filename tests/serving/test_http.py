@@ -60,7 +60,7 @@ def figures_of(choice) -> dict:
 
 @pytest.fixture(params=["chat", "completions"])
 def endpoint(request, client, model, examples):
-    """What asks an endpoint a question, and what the text of a choice is."""
+    """Functions that ask an endpoint a question, and that read the text of a choice."""
     prompt = examples[0].prompt
     if request.param == "chat":
         return partial(
@@ -97,20 +97,6 @@ def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
     assert figures_of(answer.choices[0])["tokens_per_forward"] > 1.5
 
 
-def test_streaming_sends_blocks_with_the_figures_so_far(endpoint):
-    create, text_of = endpoint
-    stream, answer = (create(stream=s, extra_body=BLOCK | {"ignore_eos": True}) for s in (True, False))
-    (whole,) = answer.choices
-    chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
-    assert "".join(text_of(chunk) or "" for chunk in chunks) == text_of(whole)
-    assert chunks[-1].finish_reason == "length"
-    figures = [figures_of(chunk) for chunk in chunks if "diffusion" in chunk.model_extra]
-    # A chunk per block; vLLM joins those that its server had no time to send one by one.
-    passes = [f["forward_passes"] for f in figures]
-    assert passes == [n for n in (8, 16, 24, 32) if n in passes]
-    assert figures[-1] == figures_of(whole)
-
-
 def test_streaming_by_step_shows_the_running_block(endpoint):
     create, text_of = endpoint
     (whole,) = create(extra_body=BLOCK).choices
@@ -143,7 +129,7 @@ def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
     assert {choice.index: figures_of(choice)["tokens_computed"] for choice in choices} == dict(enumerate(computed))
 
 
-def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
+def test_log_probabilities(client, model, examples, offline):
     answer = ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2)
     content = answer.choices[0].logprobs.content
     assert len(content) == len(offline[0].token_ids)
@@ -157,16 +143,11 @@ def test_log_probabilities_of_a_chat_answer(client, model, examples, offline):
     assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in content], abs=1e-4)
     alone = ask(client, model, examples[0].prompt, logprobs=True)
     assert all(token.top_logprobs == [] for token in alone.choices[0].logprobs.content)
-
-
-@pytest.mark.parametrize("logprobs", [0, 1, 3])
-def test_log_probabilities_of_a_completion(client, model, logprobs):
     asked = {"prompt": "Tom=48. Give: Tom", "max_tokens": 16, "extra_body": BLOCK | {"ignore_eos": True}}
-    answer = client.completions.create(model=model, logprobs=logprobs, **asked)
-    got = answer.choices[0].logprobs
-    assert len(got.tokens) == len(got.token_logprobs) == len(got.top_logprobs) == 16
-    assert all(value <= 0 for value in got.token_logprobs)
-    assert all(len(top) in (max(logprobs, 1), logprobs + 1) for top in got.top_logprobs)
+    for number in (0, 3):
+        got = client.completions.create(model=model, logprobs=number, **asked).choices[0].logprobs
+        assert len(got.tokens) == len(got.token_logprobs) == 16
+        assert all(len(top) in (max(number, 1), number + 1) for top in got.top_logprobs)
 
 
 def test_the_responses_api_streams(client, model):

@@ -131,7 +131,7 @@ class Page:
         return float(self.all(f"[data-figure={name}]")[0].text.replace(",", ""))
 
     def errors(self) -> list[str]:
-        """What the console complained of, but for answers that are meant to be errors, and the absent icon."""
+        """Complaints of the console, but for answers that are meant to be errors, and the absent icon."""
         entries = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
         return [e for e in entries if "status of 400" not in e and "status of 401" not in e and "favicon" not in e]
 

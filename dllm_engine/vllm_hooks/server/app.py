@@ -5,13 +5,9 @@ shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only pl
 users would have to list every other plugin there too. So ours are added together with vLLM's routes.
 """
 
-from collections.abc import Awaitable
 from typing import Any
 
-from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from vllm import envs
-from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+from vllm.entrypoints.serve.middleware import authenticate
 
 from dllm_engine import playground
 from dllm_engine.families import family_of
@@ -27,35 +23,18 @@ UNGUARDED_ROUTES = ("/invocations", "/generative_scoring")
 """Routes that answer prompts and that vLLM leaves open even when an API key is set."""
 
 
-class KeyCheck(AuthenticationMiddleware):
-    """vLLM's own check of the API key, for the routes that it leaves open."""
-
-    def __call__(self, scope: Any, receive: Any, send: Any) -> Awaitable[None]:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS":
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
-            if path.startswith(UNGUARDED_ROUTES) and not self.verify_token(Headers(scope=scope)):
-                return JSONResponse({"error": "Unauthorized"}, status_code=401)(scope, receive, send)
-        return self.app(scope, receive, send)
-
-
 def extend_app(
-    register_api_routers: Original,
-    args: Any,
-    app: Any,
-    supported_tasks: Any,
-    model_config: Any = None,
-    *rest: Any,
-    **kwargs: Any,
+    register: Original, args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
 ) -> None:
-    register_api_routers(args, app, supported_tasks, model_config, *rest, **kwargs)
+    """Add what this module is about to vLLM's application."""
+    register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES]
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
-    if keys := [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]:
-        app.add_middleware(KeyCheck, tokens=keys)
+    authenticate.GUARDED_PREFIX = (*dict.fromkeys((*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES)),)
     app.add_middleware(RefuseWhileShuttingDown)
     from dllm_engine.evaluation import likelihood_route
 

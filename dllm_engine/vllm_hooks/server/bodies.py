@@ -8,13 +8,13 @@ import json
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
+from itertools import accumulate
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
-from vllm import envs
 
 from dllm_engine.infill.http import settle_template
-from dllm_engine.params import OWN_NAMES, VLLM_OPTIONS, check_place
+from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
@@ -22,17 +22,15 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_FIELD = "structured_outputs"
 _FIELDS_OF_VLLM = {"top_p", "top_k"}
 """Request options that the body of a request has fields for."""
-_CHECKED = (OWN_NAMES | VLLM_OPTIONS) - _FIELDS_OF_VLLM
-_LOOKED_INTO = re.compile(f'"(?:{_FIELD}|vllm_xargs|{"|".join(sorted(_CHECKED))})"'.encode())
 _MESSAGES_ROUTE = "/v1/messages"
 """The route that ignores fields it does not know. Others have ``VLLM_OPTIONS``, or their models keep such fields."""
 _TOKENS_ROUTE = "/inference/v1/generate"
 _DEEPEST = 200
 """Most nested objects and lists; Python's parser fails somewhat below a thousand, depending on its caller."""
-_BRACKETS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[{]|[\]}]', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 
 
 class BodyCheck:
@@ -65,11 +63,9 @@ class BodyCheck:
 
 def _refusal(body: bytes, path: str) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
-    if _nesting(body) > _DEEPEST:
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    if max(accumulate((1 if bracket in b"[{" else -1 for bracket in brackets), initial=0)) > _DEEPEST:
         return error_response(f"the body has more than {_DEEPEST} lists and objects within each other")
-    # A field's name may be written with escapes.
-    if not _LOOKED_INTO.search(body) and b"\\u" not in body:
-        return None
     try:
         fields = json.loads(body)
     except ValueError:  # vLLM says what is wrong with it
@@ -80,11 +76,12 @@ def _refusal(body: bytes, path: str) -> Any:
         _check_places(fields, path)
     except InvalidRequestError as error:
         return error_response(str(error))
-    given = fields.get(_FIELD)
+    given = fields.get(field := "structured_outputs")
     if given is None or isinstance(given, dict):
         return None
-    message = f'{_FIELD} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}'
-    return error_response(message, field=_FIELD)
+    return error_response(
+        f'{field} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}', field=field
+    )
 
 
 def _check_places(fields: dict[str, Any], path: str) -> None:
@@ -101,21 +98,6 @@ def _check_places(fields: dict[str, Any], path: str) -> None:
     check_place(params.keys() - _FIELDS_OF_VLLM - VLLM_OPTIONS if isinstance(params, dict) else (), *places)
     if "vllm_xargs" in fields:
         raise InvalidRequestError(f"vllm_xargs: {path} takes options in {'.'.join(places)}; move them there")
-
-
-def _nesting(body: bytes) -> int:
-    """Depth of nested lists and objects in a JSON text; an upper bound if there are few of them."""
-    if (count := body.count(b"[") + body.count(b"{")) <= _DEEPEST:
-        return count
-    depth = deepest = 0
-    for match in _BRACKETS.finditer(body):
-        first = match[0][:1]
-        if first in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif first in b"]}":
-            depth -= 1
-    return deepest
 
 
 def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, field: str | None = None) -> Any:
@@ -136,21 +118,8 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
         for name in ("stream", "tools"):
             if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
                 raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
-        _check_num_responses(request)
         await settle_template(request, self)
     return await create(self, request, *args, **kwargs)
-
-
-def _check_num_responses(request: Any) -> None:
-    """vLLM limits prompts and ``n``, but not what both are together; and it makes all of these requests at once."""
-    prompts: Any = getattr(request, "prompt", None) or getattr(request, "messages", None)
-    is_several = isinstance(prompts, list) and isinstance(next(iter(prompts), None), str | list)
-    num_prompts, n = len(prompts) if is_several else 1, getattr(request, "n", None) or 1
-    if num_prompts * n > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
-        raise InvalidRequestError(
-            f"prompts ({num_prompts}) × n={n} are {num_prompts * n} responses, more than the {most} that a request may "
-            "have; send several requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
-        )
 
 
 def leave_completion_length_open() -> None:

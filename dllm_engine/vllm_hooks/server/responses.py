@@ -8,8 +8,10 @@ running block. They bring no text and no tokens, so they have no choices, and cl
 """
 
 import asyncio
+import inspect
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -37,48 +39,9 @@ def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
-    fields = figures.to_json()
-    if completion.finish_reason is None:
-        left_out: tuple[str, ...] = ("trace", *PER_TOKEN)
-    else:
-        left_out = () if with_trace else ("trace",)
-    return {DIFFUSION: {name: value for name, value in fields.items() if name not in left_out}}
-
-
-class StreamFields:
-    """Adds our fields to the chunks that vLLM makes of one response, and makes those that show running blocks."""
-
-    def __init__(self, head: dict[str, Any], *, with_trace: bool = False) -> None:
-        """``head``: the fields that all chunks share."""
-        self._head = head
-        self._with_trace = with_trace
-        self._of_choice: dict[int, dict[str, Any]] = {}
-        self._changes: dict[int, BlockChanges] = {}
-
-    def note(self, choices: list[tuple[int, Any]]) -> None:
-        """Remember the completions that vLLM is going to make chunks of."""
-        self._of_choice = {index: fields_of(completion, with_trace=self._with_trace) for index, completion in choices}
-
-    def add_to(self, event: str) -> str:
-        """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
-        data = event.removeprefix(_EVENT).rstrip()
-        if not event.startswith(_EVENT) or data == _DONE:
-            return event
-        chunk = json.loads(data)
-        added = False
-        for choice in chunk.get("choices", ()):
-            # Chat begins with a chunk that only names the role.
-            fields = self._of_choice.get(choice["index"]) if "role" not in choice.get("delta", ()) else None
-            if fields:
-                choice |= fields
-                added = True
-        return _event_of(chunk) if added else event
-
-    def show(self, index: int, completion: Any) -> str:
-        """An event of our own: what changed in a choice's running block since the last one."""
-        changes = self._changes.setdefault(index, BlockChanges()).to(completion.provisional)
-        figures = fields_of(completion, with_trace=False)
-        return _event_of({**self._head, "choices": [], PROVISIONAL_KEY: {"index": index, **changes, **figures}})
+    left_out = set() if completion.finish_reason is not None else {"trace", *PER_TOKEN}
+    left_out |= set() if with_trace else {"trace"}
+    return {DIFFUSION: {name: value for name, value in figures.to_json().items() if name not in left_out}}
 
 
 def _event_of(chunk: dict[str, Any]) -> str:
@@ -89,9 +52,11 @@ async def stream_with_fields(
     make_events: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
     results: AsyncIterator[Any],
     choices_of: Callable[[Any], list[tuple[int, Any]]],
-    fields: StreamFields,
+    head: dict[str, Any],
+    *,
+    with_trace: bool = False,
 ) -> AsyncGenerator[str, None]:
-    """vLLM's stream of a response with our fields and chunks.
+    """vLLM's stream of a response with our fields, and with chunks that show running blocks.
 
     vLLM's generator pulls a result and yields its chunks, or none if nothing is new. It runs in a task of its own, so
     that our chunks can be sent while it waits for the next result. It turns an error of the results into an event.
@@ -100,9 +65,12 @@ async def stream_with_fields(
         make_events: vLLM's generator of server-sent events from the engine's results.
         results: the engine's results.
         choices_of: the (choice, completion) pairs of a result.
-        fields: what to add.
+        head: the fields that all chunks share.
     """
     send, receive = anyio.create_memory_object_stream[str](0)
+    changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
+    fields: dict[int, dict[str, Any]] = {}
+    """By choice, of the completions that vLLM is going to make chunks of."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
         complete: dict[int, bool] = {}
@@ -112,11 +80,12 @@ async def stream_with_fields(
             if any(c.finish_reason == "abort" for _, c in choices):
                 break
             shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
-            for index, completion in shown:
-                await send.send(fields.show(index, completion))
-            settled = [(index, c) for index, c in choices if c.token_ids or c.finish_reason is not None]
-            if settled or not shown:
-                fields.note(choices)
+            for index, c in shown:
+                step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
+                await send.send(_event_of({**head, "choices": [], PROVISIONAL_KEY: step}))
+            if not shown or any(c.token_ids or c.finish_reason is not None for _, c in choices):
+                fields.clear()
+                fields.update((index, fields_of(c, with_trace=with_trace)) for index, c in choices)
                 yield result
         else:
             if complete and all(complete.values()):
@@ -127,7 +96,7 @@ async def stream_with_fields(
     async def run() -> None:
         async with send, aclosing(make_events(passed_on())) as events:
             async for event in events:
-                await send.send(fields.add_to(event))
+                await send.send(_with_fields(event, fields))
 
     task = asyncio.create_task(run())
     try:
@@ -140,53 +109,43 @@ async def stream_with_fields(
         await asyncio.gather(task, return_exceptions=True)
 
 
-def stream_completion_with_fields(
-    stream_completion: Original,
-    self: Any,
-    request: Any,
-    engine_inputs: Any,
-    result_generator: Any,
-    request_id: str,
-    created_time: int,
-    model_name: str,
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncGenerator[str, None]:
-    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream_completion(
-            self, request, engine_inputs, results, request_id, created_time, model_name, *args, **kwargs
-        )
+def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
+    """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
+    data = event.removeprefix(_EVENT).rstrip()
+    if not event.startswith(_EVENT) or data == _DONE:
+        return event
+    chunk = json.loads(data)
+    # Chat begins with a chunk that only names the role.
+    choices = [choice for choice in chunk.get("choices", ()) if "role" not in choice.get("delta", ())]
+    for choice in choices:
+        choice |= fields.get(choice["index"], {})
+    return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
 
+
+def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
     if not is_ours(self):
-        return events(result_generator)
-    _settle_length(request)
-    num_choices = request.n or 1
-    head = {"id": request_id, "object": "text_completion", "created": created_time, "model": model_name}
-    fields = StreamFields(head, with_trace=_asks_for_trace(request))
-    return stream_with_fields(
-        events, result_generator, lambda r: [(c.index + r[0] * num_choices, c) for c in r[1].outputs], fields
-    )
+        return stream(self, request, *args, **kwargs)
+    given = inspect.signature(stream).bind(self, request, *args, **kwargs).arguments
+    is_chat = "created_time" not in given  # else the chunks say when the stream begins
+    head = {
+        "id": given["request_id"],
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": int(time.time()) if is_chat else given["created_time"],
+        "model": given["model_name"],
+    }
+    if not is_chat:
+        _settle_length(request)
 
-
-def stream_chat_with_fields(
-    stream_chat: Original,
-    self: Any,
-    request: Any,
-    result_generator: Any,
-    request_id: str,
-    model_name: str,
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncGenerator[str, None]:
     def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream_chat(self, request, results, request_id, model_name, *args, **kwargs)
+        return stream(**{**given, "result_generator": results})
 
-    if not is_ours(self):
-        return events(result_generator)
-    created = int(time.time())  # as vLLM's own chunks, which say when the stream began
-    head = {"id": request_id, "object": "chat.completion.chunk", "created": created, "model": model_name}
-    fields = StreamFields(head, with_trace=_asks_for_trace(request))
-    return stream_with_fields(events, result_generator, lambda r: [(c.index, c) for c in r.outputs], fields)
+    def choices_of(result: Any) -> list[tuple[int, Any]]:
+        prompt, output = (0, result) if is_chat else result
+        return [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
+
+    with_trace = _asks_for_trace(request)
+    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=with_trace)
 
 
 def _settle_length(request: Any) -> None:
@@ -198,6 +157,7 @@ def _settle_length(request: Any) -> None:
 def complete_with_fields(
     to_response: Original, self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Add figures to a completion."""
     _settle_length(request)
     response = to_response(self, final_res_batch, request, *args, **kwargs)
     completions = [completion for result in final_res_batch for completion in result.outputs]
@@ -209,6 +169,7 @@ def complete_with_fields(
 async def complete_chat_with_fields(
     to_response: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """Add figures to a chat completion."""
     completions: dict[int, Any] = {}
 
     async def noted() -> AsyncGenerator[Any, None]:
@@ -229,39 +190,21 @@ def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | 
     raise_if_error(self, finish_reason, request_id)
 
 
-async def end_responses_stream(
-    stream: Original,
-    self: Any,
-    request: Any,
-    sampling_params: Any,
-    result_generator: AsyncIterator[Any],
-    *args: Any,
-    **kwargs: Any,
-) -> AsyncGenerator[Any, None]:
-    """vLLM's stream of ``/v1/responses`` has no event for an error: an error would break the stream off."""
-    failure, last = None, -1
-
-    async def noted() -> AsyncGenerator[Any, None]:
-        nonlocal failure
-        try:
-            async for context in result_generator:
-                outputs = getattr(getattr(context, "last_output", None), "outputs", None) or ()
-                reasons = (output.finish_reason for output in outputs)
-                failure = next((r.explanation for r in reasons if isinstance(r, ErrorReason)), None)
-                yield context
-        except (GenerationError, EngineDeadError) as error:
-            failure = str(error)
-            raise
-
+async def end_responses_stream(stream: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+    """End a failed stream of ``/v1/responses`` with an event that says why. vLLM validates its own error as an event of
+    this route, which it is not."""
+    last = -1
     try:
-        async for event in stream(self, request, sampling_params, noted(), *args, **kwargs):
+        async for event in stream(self, *args, **kwargs):
             last = event.sequence_number
             yield event
-    except (ValidationError, EngineDeadError):
-        if failure is None or not is_ours(self):
+    except (ValidationError, EngineDeadError) as error:
+        refused = error.errors()[0]["input"] if isinstance(error, ValidationError) else {"error": {"message": error}}
+        if not isinstance(refused, dict) or "error" not in refused:
             raise
+        message = str(refused["error"]["message"])
         yield ResponseErrorEvent(
-            type="error", code="server_error", message=failure, param=None, sequence_number=last + 1
+            type="error", code="server_error", message=message, param=None, sequence_number=last + 1
         )
 
 

@@ -1,17 +1,16 @@
-"""Weights that change while an engine lives, and an engine that sleeps.
+"""An engine's process: its end, weights that change while it lives, and sleep. Engines of other models are untouched.
 
 vLLM calls workers between two steps, whatever runs. A response would then come from two sets of weights, or from pages
-that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete. Engines of
-other models are untouched.
+that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
@@ -19,13 +18,15 @@ _COMPLETE = ("reload_weights", "finish_weight_update")
 _CHANGES = (*_COMPLETE, "start_weight_update", "start_draft_weight_update", "update_weights", "reset_weights")
 
 
+def end_with_front_end(post_init: Original, self: Any) -> None:
+    """An engine ends with its front end. Where it has no workers in other processes, its own worker sees to that."""
+    post_init(self)
+    if is_ours(self):
+        end_vllm_process_with_parent()
+
+
 def guard_weights(
-    collective_rpc: Original,
-    self: Any,
-    method: str | Callable[..., Any],
-    timeout: float | None = None,
-    args: tuple = (),
-    kwargs: dict[str, Any] | None = None,
+    collective_rpc: Original, self: Any, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None
 ) -> Any:
     """For the calls that change weights, and for ``masked_logprobs``, which returns one rank's answer (None while no
     request may begin) and how often weights have changed."""
@@ -34,7 +35,6 @@ def guard_weights(
     if method == "masked_logprobs":
         answers = collective_rpc(self, method, timeout, args, kwargs) if self.scheduler.admits else [None]
         return [answers[0], self.scheduler.num_weight_changes]
-    assert isinstance(method, str)
     _refuse_while_running(self, method, "a response must not come from two sets of weights")
     if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
         raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")
@@ -53,6 +53,7 @@ def guard_weights(
 
 
 def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "abort") -> Any:
+    """Refuse what a CPU cannot do, and what would lose the pages of running requests."""
     if is_ours(self) and level > 0:
         if current_platform.is_cpu():
             raise NotImplementedError(
@@ -65,6 +66,7 @@ def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "a
 
 
 def release_if_unused(release: Original, self: Any) -> None:
+    """Keep the pages of running requests."""
     if is_ours(self):
         _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
         self.scheduler.reset_prefix_cache()

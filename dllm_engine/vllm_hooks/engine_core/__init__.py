@@ -1,1 +1,0 @@
-"""Changes in the processes of an engine: its core, and its workers."""
