@@ -26,9 +26,9 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dllm_engine.model_executor.loading.checkpoint import MODEL_CLASSES
     from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
     from dllm_engine.model_executor.models import configs
+    from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
     from dllm_engine.model_executor.page_memory import register_pool_spec
     from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig

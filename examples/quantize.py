@@ -32,7 +32,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.families import family_of
-from dllm_engine.model_executor.loading.checkpoint import MODEL_CLASSES
+from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
 
 Tensors = dict[str, torch.Tensor]
 IN_LAYERS = re.compile(r"model\.(transformer\.blocks|layers)\.\d+\.(?!mlp\.gate\.)(.+)\.weight")

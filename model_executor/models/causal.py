@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.config import VllmConfig
 
-from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
@@ -21,7 +21,7 @@ _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
 GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
-class CausalModel(DreamModel):
+class CausalModel(DiffusionDecoder):
     """A checkpoint of ``GUIDE_MODEL_TYPES``."""
 
     def __init__(self, *, vllm_config: VllmConfig, hf_config: Any, max_positions: int) -> None:
