@@ -10,7 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.demo import model_path
-from dllm_engine.families import DREAM, LLADA, LLADA2, LLADA_MOE, SDAR, SDAR_MOE, ModelFamily
+from dllm_engine.families import (
+    DREAM,
+    DREAM_REASONER,
+    ILLADA,
+    LLADA,
+    LLADA2,
+    LLADA_MOE,
+    SDAR,
+    SDAR_MOE,
+    STABLE_DIFFCODER,
+    ModelFamily,
+)
 from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, SCHEMAS
 from dllm_engine.text import one_line
@@ -22,10 +33,13 @@ _Shape = tuple[ModelFamily, dict[str, Any], tuple[str, ...]]
 _SHAPES: dict[str, _Shape] = {
     "llada-8b": (LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, LLADA.checkpoints),
     "llada-moe-7b": (LLADA_MOE, {"qk_layernorm": True}, LLADA_MOE.checkpoints),
+    "illada-8b": (ILLADA, {}, ILLADA.checkpoints),
     "dream-7b": (DREAM, {"num_key_value_heads": 4}, DREAM.checkpoints[:2]),
     "sdar-8b": (SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
     "sdar-8b-b32": (SDAR, {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)),
     "sdar-30b": (SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
+    "dreamreasoner-8b": (DREAM_REASONER, {}, DREAM_REASONER.checkpoints),
+    "stable-diffcoder-8b": (STABLE_DIFFCODER, {}, STABLE_DIFFCODER.checkpoints),
     "llada2-mini": (LLADA2, {"num_key_value_heads": 4}, ("inclusionAI/LLaDA2.0-mini",)),
 }
 """By name: the family, what differs from its defaults, and the released checkpoints of this shape."""

@@ -106,6 +106,9 @@ class ModelFamily:
     default_block_length: int | None = 32
     """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     attention: Attention = "full"
+    whole_blocks: bool = True
+    """Where attention goes by blocks: True if the last one is decoded whole, steps of a block are counted as of a whole
+    one, and a confidence of ``threshold`` itself is not enough (SDAR's loop, not Stable-DiffCoder's)."""
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
     for Dream."""
@@ -183,6 +186,7 @@ LLADA = ModelFamily(
         "attention_layer_norm": _OFF,
         "input_emb_norm": _OFF,
         "scale_logits": _OFF,
+        "clip_qkv": (None,),
     },
     without_effect=(
         *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "precision", "tie_word_embeddings"),
@@ -209,6 +213,7 @@ LLADA_MOE = ModelFamily(
         "moe_router_score_function": (None, "softmax"),
         "norm_topk_prob": _OFF,
         "attention_bias": _OFF,
+        "clip_qkv": (None,),
     },
     without_effect=("router_num_group", "router_topk_group"),
 )
@@ -250,7 +255,10 @@ SDAR = ModelFamily(
     name="SDAR",
     model_type="sdar",
     architecture="SDARForCausalLM",
-    checkpoints=("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
+    checkpoints=(
+        *("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
+        *("Gen-Verse/TraDo-4B-Instruct", "Gen-Verse/TraDo-8B-Instruct", "Gen-Verse/TraDo-8B-Thinking"),
+    ),
     default_block_length=4,
     attention="block_causal",
     qk_norm=True,
@@ -321,8 +329,52 @@ LLADA2 = ModelFamily(
         "also replaces tokens that it has decided, which is not supported; take a LLaDA2.0 checkpoint",
     ),
 )
+ILLADA = ModelFamily(
+    name="iLLaDA",
+    model_type="illada",
+    architecture="ILLaDAForCausalLM",
+    checkpoints=("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"),
+    defaults={
+        "vocab_size": 155_136,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    special_ids={"mask_token_id": 5, "eos_token_id": 2},
+    fixed={"attention_bias": _OFF, "mlp_bias": _OFF, "layer_norm_eps": (None,)},
+    without_effect=("resid_pdrop",),
+)
+STABLE_DIFFCODER = replace(
+    ILLADA,
+    name="Stable-DiffCoder",
+    model_type="llama",
+    architecture="StableDiffcoderForCausalLM",
+    checkpoints=("ByteDance-Seed/Stable-DiffCoder-8B-Base", "ByteDance-Seed/Stable-DiffCoder-8B-Instruct"),
+    default_block_length=4,
+    attention="block_causal",
+    whole_blocks=False,
+    defaults={**ILLADA.defaults, "tie_word_embeddings": False},
+    fixed={"attention_bias": _OFF, "mlp_bias": _OFF},
+    without_effect=("pretraining_tp",),
+)
+DREAM_REASONER = replace(
+    SDAR,
+    name="DreamReasoner",
+    model_type="Dream",
+    architecture="DreamForCausalLM",
+    checkpoints=("Dream-org/DreamReasoner-8B",),
+    default_block_length=32,
+    defaults={**SDAR.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    without_effect=_WINDOW,
+)
 FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, SDAR_MOE, LLADA2)
+    family.architecture: family
+    for family in (LLADA, LLADA_MOE, ILLADA, DREAM, SDAR, SDAR_MOE, DREAM_REASONER, STABLE_DIFFCODER, LLADA2)
 }
 
 NOT_SUPPORTED = {
@@ -334,12 +386,11 @@ NOT_SUPPORTED = {
 
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
     """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
-    first; None where there is none of the type."""
+    first; None where there is none of the type. Llama's type is others' as well, so its family must be listed."""
     candidates = [family for family in FAMILIES.values() if family.model_type == model_type]
     listed = architectures if isinstance(architectures, list) else []
-    return next(
-        (family for family in candidates if family.architecture in listed), candidates[0] if candidates else None
-    )
+    first = candidates[0] if candidates and model_type != "llama" else None
+    return next((family for family in candidates if family.architecture in listed), first)
 
 
 def family_of(hf_config: object) -> ModelFamily:

@@ -244,6 +244,7 @@ def _request(d: Deployment, config: Any, options: EngineOptions) -> DecodingSpec
         unmasking=family.default_unmasking,
         shifts_logits=family.shifts_logits,
         attention=family.attention,
+        whole_blocks=family.whole_blocks,
         guidance=None if options.guide_model is None else Guidance(),
         cache=options.cache,
     )

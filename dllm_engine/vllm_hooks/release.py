@@ -49,7 +49,8 @@ def refuse_models(reason: IncompatibleVLLMError) -> None:
 
     from dllm_engine.families import FAMILIES
 
-    for model_type in {family.model_type for family in FAMILIES.values()}:
+    # Llama's type is also that of models that vLLM serves itself.
+    for model_type in {family.model_type for family in FAMILIES.values()} - {"llama"}:
 
         def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
             raise reason

@@ -296,7 +296,6 @@ class LLaDAKeys(CheckpointKeys):
     rms_norm_eps: Epsilon = 1e-5
     weight_tying: bool = False
     include_qkv_bias: bool = False
-    clip_qkv: None = None
 
     @model_validator(mode="after")
     def _with_sizes(self) -> Self:
@@ -348,7 +347,6 @@ class LLaDAMoEKeys(TransformersKeys):
     moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
     moe_router_enable_expert_bias: bool | None = None
     routed_scaling_factor: One | None = None
-    clip_qkv: None = None
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape:
@@ -458,7 +456,8 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
     types = get_type_hints(base, include_extras=True)
     fields: dict[str, Any] = {name: (types[name], value) for name, value in family.defaults.items()}
     for name, values in family.fixed.items():
-        allowed: Any = Literal[tuple(value for value in values if value is not None)]
+        known = tuple(value for value in values if value is not None)
+        allowed: Any = Literal[known] if known else type(None)
         fields[name] = (allowed | None if None in values else allowed, values[0])
     if family.attention == "block_causal":
         fields["block_size"] = (Positions, family.default_block_length)

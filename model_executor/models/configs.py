@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from dllm_engine.families import FAMILIES, NOT_SUPPORTED, ModelFamily, find_family
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys, ExpertShape
@@ -132,6 +132,24 @@ CONFIG_CLASSES = {architecture: _config_class(family) for architecture, family i
 globals().update({config.__name__: config for config in CONFIG_CLASSES.values()})  # where pickle looks them up
 
 
+class LlamaOrStableDiffcoderConfig(LlamaConfig):
+    """What transformers makes of a config.json with Llama's ``model_type``: Llama's own, unless the architecture is one
+    of ours."""
+
+    def __new__(cls, **values: Any) -> LlamaConfig:
+        return LlamaConfig(**values)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        return (config_class_of(config_dict) or LlamaConfig).from_dict(config_dict, **kwargs)
+
+
+def registered_classes() -> dict[str, type[PretrainedConfig]]:
+    """A class for each ``model_type``, from which ``from_dict`` finds the others of the type."""
+    first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
+    return first | {"llama": LlamaOrStableDiffcoderConfig}
+
+
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     """The class for the content of a config.json; None for a model of another kind."""
     family = find_family(values.get("model_type"), values.get("architectures"))
@@ -161,13 +179,16 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """Message about a model of another kind."""
-    found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
+    """Message about a model of another kind, with the type that its architecture goes with where that is known."""
+    listed = architectures if isinstance(architectures, list) else []
+    found = f" of architecture {', '.join(map(str, listed))}" if listed else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""
+    nearest = next((family for name, family in FAMILIES.items() if name in listed), None)
+    goes_with = f"; {nearest.architecture} goes with model_type={nearest.model_type!r}" if nearest else ""
     return (
-        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}; "
-        f"supported: {supported}"
+        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}"
+        f"{goes_with}; supported: {supported}"
     )
 
 
