@@ -26,23 +26,25 @@ class TensorNames:
     in_layer: NamedModules
 
 
+_COMMON: NamedModules = {
+    "input_layernorm": ("attn_norm", None),
+    "post_attention_layernorm": ("mlp_norm", None),
+    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+    "mlp.up_proj": ("mlp.gate_up_proj", 1),
+}
 TRANSFORMERS_NAMES = TensorNames(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     head="lm_head",
     layers="model.layers",
     in_layer={
-        "input_layernorm": ("attn_norm", None),
-        "post_attention_layernorm": ("mlp_norm", None),
+        **_COMMON,
         "self_attn.q_proj": ("qkv_proj", "q"),
         "self_attn.k_proj": ("qkv_proj", "k"),
         "self_attn.v_proj": ("qkv_proj", "v"),
         "self_attn.q_norm": ("q_norm", None),
         "self_attn.k_norm": ("k_norm", None),
         "self_attn.o_proj": ("out_proj", None),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0),
-        "mlp.up_proj": ("mlp.gate_up_proj", 1),
-        "mlp.down_proj": ("mlp.down_proj", None),
         "shared_expert.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
         "shared_expert.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
         "shared_expert.down_proj": ("mlp.shared_expert.down_proj", None),
@@ -70,14 +72,11 @@ LLADA2_NAMES = replace(
     TRANSFORMERS_NAMES,
     embedding="model.word_embeddings",
     in_layer={
-        "input_layernorm": ("attn_norm", None),
-        "post_attention_layernorm": ("mlp_norm", None),
+        **_COMMON,
         "attention.query_key_value": ("qkv_proj", None),
         "attention.query_layernorm": ("q_norm", None),
         "attention.key_layernorm": ("k_norm", None),
         "attention.dense": ("out_proj", None),
-        "mlp.gate_proj": ("mlp.gate_up_proj", 0),
-        "mlp.up_proj": ("mlp.gate_up_proj", 1),
         "mlp.shared_experts.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
         "mlp.shared_experts.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
         "mlp.shared_experts.down_proj": ("mlp.shared_expert.down_proj", None),
@@ -152,7 +151,15 @@ class ModelFamily:
         return max_model_len + -max_model_len % (self.attention_block or 1)
 
 
-_OFF = (None, False)
+def _sizes(*sizes: float, **others: Any) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*names, "max_position_embeddings", "rope_theta"), sizes, strict=True)) | others
+
+
+def _off(*keys: str) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(keys, (None, False))
+
+
 _WINDOW = ("sliding_window", "max_window_layers")
 """Keys that count only where ``use_sliding_window`` is true."""
 LLADA = ModelFamily(
@@ -179,14 +186,9 @@ LLADA = ModelFamily(
         "rope": (True,),
         "rope_full_precision": (True,),
         "layer_norm_with_affine": (True,),
-        "bias_for_layer_norm": _OFF,
-        "alibi": _OFF,
-        "include_bias": _OFF,
-        "multi_query_attention": _OFF,
-        "attention_layer_norm": _OFF,
-        "input_emb_norm": _OFF,
-        "scale_logits": _OFF,
         "clip_qkv": (None,),
+        **_off("bias_for_layer_norm", "alibi", "include_bias", "multi_query_attention", "attention_layer_norm"),
+        **_off("input_emb_norm", "scale_logits"),
     },
     without_effect=(
         *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "precision", "tie_word_embeddings"),
@@ -211,9 +213,8 @@ LLADA_MOE = ModelFamily(
     special_ids={"mask_token_id": 156_895, "eos_token_id": 156_892},
     fixed={
         "moe_router_score_function": (None, "softmax"),
-        "norm_topk_prob": _OFF,
-        "attention_bias": _OFF,
         "clip_qkv": (None,),
+        **_off("norm_topk_prob", "attention_bias"),
     },
     without_effect=("router_num_group", "router_topk_group"),
 )
@@ -234,15 +235,7 @@ DREAM = ModelFamily(
     strict_entropy_threshold=True,
     slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
     qkv_bias=True,
-    defaults={
-        "vocab_size": 152_064,
-        "hidden_size": 3584,
-        "intermediate_size": 18_944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-    },
+    defaults=_sizes(152_064, 3584, 18_944, 28, 28, 131_072, 1_000_000.0),
     special_ids={"end_of_turn_token_id": 151_645},
     fixed={"attention_bias": (None, True)},
     without_effect=_WINDOW,
@@ -262,17 +255,9 @@ SDAR = ModelFamily(
     default_block_length=4,
     attention="block_causal",
     qk_norm=True,
-    defaults={
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1_000_000.0,
-    },
+    defaults=_sizes(151_936, 4096, 12_288, 36, 32, 32_768, 1_000_000.0),
     special_ids={"mask_token_id": 151_669, "eos_token_id": 151_643, "end_of_turn_token_id": 151_645},
-    fixed={"attention_bias": _OFF},
+    fixed=_off("attention_bias"),
     without_effect=(*_WINDOW, "debug", "ep_size", "micro_forward", "skip_checkpoint", "use_deepep"),
 )
 SDAR_MOE = replace(
@@ -281,13 +266,7 @@ SDAR_MOE = replace(
     model_type="sdar_moe",
     architecture="SDARMoeForCausalLM",
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
-    defaults={
-        **SDAR.defaults,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-    },
+    defaults=_sizes(151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4),
 )
 LLADA2 = ModelFamily(
     name="LLaDA2",
@@ -297,25 +276,12 @@ LLADA2 = ModelFamily(
     attention="block_causal",
     names=LLADA2_NAMES,
     key_names={"qk_layernorm": "use_qk_norm"},
-    defaults={
-        "vocab_size": 157_184,
-        "hidden_size": 2048,
-        "intermediate_size": 5120,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 32_768,
-        "rope_theta": 600_000.0,
-        "partial_rotary_factor": 0.5,
-    },
+    defaults=_sizes(157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5),
     special_ids=LLADA_MOE.special_ids,
     fixed={
-        "use_qkv_bias": _OFF,
-        "use_bias": _OFF,
-        "using_split_qkv_in_self_attention": _OFF,
-        "use_linear_attention": _OFF,
+        **_off("use_qkv_bias", "use_bias", "using_split_qkv_in_self_attention", "use_linear_attention"),
+        **_off("norm_head", "norm_softmax"),
         "use_rmsnorm": (None, True),
-        "norm_head": _OFF,
-        "norm_softmax": _OFF,
         "norm_topk_prob": (None, True),
         "score_function": (None, "sigmoid"),
         "router_dtype": (None, "fp32"),
@@ -334,19 +300,9 @@ ILLADA = ModelFamily(
     model_type="illada",
     architecture="ILLaDAForCausalLM",
     checkpoints=("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"),
-    defaults={
-        "vocab_size": 155_136,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-    },
+    defaults=_sizes(155_136, 4096, 14_336, 32, 32, 8192, 500_000.0, num_key_value_heads=8, tie_word_embeddings=True),
     special_ids={"mask_token_id": 5, "eos_token_id": 2},
-    fixed={"attention_bias": _OFF, "mlp_bias": _OFF, "layer_norm_eps": (None,)},
+    fixed=_off("attention_bias", "mlp_bias") | {"layer_norm_eps": (None,)},
     without_effect=("resid_pdrop",),
 )
 STABLE_DIFFCODER = replace(
@@ -359,7 +315,7 @@ STABLE_DIFFCODER = replace(
     attention="block_causal",
     whole_blocks=False,
     defaults={**ILLADA.defaults, "tie_word_embeddings": False},
-    fixed={"attention_bias": _OFF, "mlp_bias": _OFF},
+    fixed=_off("attention_bias", "mlp_bias"),
     without_effect=("pretraining_tp",),
 )
 DREAM_REASONER = replace(

@@ -6,9 +6,6 @@ causal, which is the layer pass's business (``model_executor/guide/model.py``).
 
 from typing import Any
 
-from vllm.config import VllmConfig
-
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
@@ -19,13 +16,6 @@ _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
     "use_sliding_window": (False, None),
 }
 GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
-
-
-class CausalModel(DiffusionDecoder):
-    """A checkpoint of ``GUIDE_MODEL_TYPES``."""
-
-    def __init__(self, *, vllm_config: VllmConfig, hf_config: Any, max_positions: int) -> None:
-        super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config, max_positions=max_positions)
 
 
 def check_guide(config: Any) -> None:

@@ -27,13 +27,8 @@ NO_BITSANDBYTES = (
     "examples/quantize.py"
 )
 
-# No model comes near these bounds; they keep a damaged file from asking for all memory.
-LayerCount = Annotated[int, Field(ge=1, le=10_000)]
-HeadCount = Annotated[int, Field(ge=1, le=100_000)]
-ExpertCount = Annotated[int, Field(ge=1, le=100_000)]
-Width = Annotated[int, Field(ge=1, le=10_000_000)]
-VocabularySize = Annotated[int, Field(ge=1, le=1 << 24)]
-Positions = Annotated[int, Field(ge=1, le=1 << 24)]
+# No model comes near this bound; it keeps a damaged file from asking for all memory.
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 One = Annotated[float, Field(ge=1, le=1)]
 RopeBase = Annotated[float, Field(gt=1)]
@@ -44,7 +39,7 @@ WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
 ]
 Off = Literal[False] | None
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=1 << 24)]
 
 _WITHOUT_EFFECT = (
     *("auto_map", "name_or_path", "tokenizer_class", "attn_implementation", "fuse_cross_entropy"),
@@ -72,9 +67,9 @@ class ExpertShape:
     top_k: int
     """Experts that compute a row."""
     intermediate_size: int
-    """Width of each expert."""
+    """Size of each expert."""
     shared_intermediate_size: int = 0
-    """Width of the expert that computes every row; 0: there is none."""
+    """Size of the expert that computes every row; 0: there is none."""
     has_bias: bool = False
     """True if a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...] = ()
@@ -105,7 +100,7 @@ class RopeKeys(BaseModel):
     rope_theta: RopeBase | None = None
     partial_rotary_factor: Share | None = None
     factor: Factor | None = None
-    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    original_max_position_embeddings: Size | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
@@ -152,7 +147,7 @@ class CheckpointKeys(BaseModel):
     dtype: WeightType | None = None
     torch_dtype: WeightType | None = None
     quantization_config: dict[str, Any] | None = None
-    vocab_size: VocabularySize
+    vocab_size: Size
     rms_norm_eps: Epsilon
     rope_theta: RopeBase
     rope_scaling: RopeKeys | None = None
@@ -283,15 +278,15 @@ class CheckpointKeys(BaseModel):
 class LLaDAKeys(CheckpointKeys):
     """Keys by LLaDA's own names."""
 
-    d_model: Width = 4096
-    n_heads: HeadCount = 32
-    n_kv_heads: HeadCount | None = None
-    n_layers: LayerCount = 32
-    mlp_hidden_size: Width | None = None
-    mlp_ratio: HeadCount = 4
-    vocab_size: VocabularySize = 126_464
-    embedding_size: VocabularySize | None = None
-    max_sequence_length: Positions = 4096
+    d_model: Size = 4096
+    n_heads: Size = 32
+    n_kv_heads: Size | None = None
+    n_layers: Size = 32
+    mlp_hidden_size: Size | None = None
+    mlp_ratio: Size = 4
+    vocab_size: Size = 126_464
+    embedding_size: Size | None = None
+    max_sequence_length: Size = 4096
     rope_theta: RopeBase = 500_000.0
     rms_norm_eps: Epsilon = 1e-5
     weight_tying: bool = False
@@ -309,12 +304,12 @@ class LLaDAKeys(CheckpointKeys):
 class TransformersKeys(CheckpointKeys):
     """Keys of all other families, by the names that transformers gives them."""
 
-    hidden_size: Width
-    num_hidden_layers: LayerCount
-    num_attention_heads: HeadCount
-    num_key_value_heads: HeadCount | None = None
-    head_dim: Width | None = None
-    max_position_embeddings: Positions
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
     rms_norm_eps: Epsilon = 1e-6
     tie_word_embeddings: bool = False
     hidden_act: Literal["silu"] = "silu"
@@ -332,18 +327,18 @@ class TransformersKeys(CheckpointKeys):
 class DenseKeys(TransformersKeys):
     """Keys of models in which every layer may have an MLP."""
 
-    intermediate_size: Width
+    intermediate_size: Size
 
 
 class LLaDAMoEKeys(TransformersKeys):
     """LLaDA-MoE's experts."""
 
     qk_layernorm: bool | None = None
-    num_experts: ExpertCount = 64
-    num_experts_per_tok: ExpertCount = 8
-    expert_intermediate_size: Width = 1024
-    dense_intermediate_size: Width | None = None
-    shared_expert_intermediate_size: Width | None = None
+    num_experts: Size = 64
+    num_experts_per_tok: Size = 8
+    expert_intermediate_size: Size = 1024
+    dense_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
     moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
     moe_router_enable_expert_bias: bool | None = None
     routed_scaling_factor: One | None = None
@@ -371,11 +366,11 @@ class LLaDAMoEKeys(TransformersKeys):
 class SDARMoeKeys(DenseKeys):
     """SDAR-MoE's experts, by Qwen3-MoE's keys."""
 
-    num_experts: ExpertCount = 128
-    num_experts_per_tok: ExpertCount = 8
-    moe_intermediate_size: Width = 768
+    num_experts: Size = 128
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 768
     norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
-    decoder_sparse_step: LayerCount = 1
+    decoder_sparse_step: Size = 1
     mlp_only_layers: list[Count] | None = None
 
     @staticmethod
@@ -399,15 +394,15 @@ class SDARMoeKeys(DenseKeys):
 class LLaDA2Keys(DenseKeys):
     """LLaDA2's experts, and RoPE on a part of each head."""
 
-    rotary_dim: Width | None = None
+    rotary_dim: Size | None = None
     use_qk_norm: bool = True
-    num_experts: ExpertCount = 256
-    num_experts_per_tok: ExpertCount = 8
-    moe_intermediate_size: Width = 512
-    num_shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = 1
+    num_experts: Size = 256
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 512
+    num_shared_experts: Count | None = 1
     first_k_dense_replace: Count = 1
-    n_group: ExpertCount = 8
-    topk_group: ExpertCount = 4
+    n_group: Size = 8
+    topk_group: Size = 4
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
     moe_router_enable_expert_bias: bool = True
 
@@ -460,7 +455,7 @@ def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
         allowed: Any = Literal[known] if known else type(None)
         fields[name] = (allowed | None if None in values else allowed, values[0])
     if family.attention == "block_causal":
-        fields["block_size"] = (Positions, family.default_block_length)
+        fields["block_size"] = (Size, family.default_block_length)
     keys = create_model(f"{family.architecture}Keys", __base__=base, **fields)
     keys.family = family
     return keys

@@ -46,16 +46,12 @@ class Config(PretrainedConfig):
         stated = dict(self._stated)
         if not changed.keys().isdisjoint(_ROPE_NUMBERS + _ROPE_TABLES):
             # What callers say of RoPE takes the place of what the file says, wherever that says it.
-            for name in _ROPE_NUMBERS + _ROPE_TABLES:
-                stated.pop(name, None)
-            rope = dict(self.rope_parameters)
-            inside = [keys for name in _ROPE_TABLES if isinstance(keys := changed.get(name), dict)]
-            for name in _ROPE_NUMBERS:
-                value = rope.pop(name, None)
-                if value is not None and not any(name in keys for keys in inside):
-                    stated[name] = value
-            if changed.keys().isdisjoint(_ROPE_TABLES):
-                stated["rope_parameters"] = rope
+            stated = {name: value for name, value in stated.items() if name not in _ROPE_NUMBERS + _ROPE_TABLES}
+            rope, tables = self.rope_parameters, [changed[name] for name in _ROPE_TABLES if name in changed]
+            inside = {name for table in tables if isinstance(table, dict) for name in table}
+            stated |= {name: rope[name] for name in _ROPE_NUMBERS if name in rope and name not in inside}
+            if not tables:
+                stated["rope_parameters"] = {name: rope[name] for name in rope if name not in _ROPE_NUMBERS}
         self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
 
     def __setattr__(self, name: str, value: Any) -> None:
