@@ -67,9 +67,9 @@ class ExpertShape:
     top_k: int
     """Experts that compute a row."""
     intermediate_size: int
-    """Size of each expert."""
+    """Width of each expert."""
     shared_intermediate_size: int = 0
-    """Size of the expert that computes every row; 0: there is none."""
+    """Width of the expert that computes every row; 0: there is none."""
     has_bias: bool = False
     """True if a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...] = ()

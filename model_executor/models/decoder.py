@@ -46,8 +46,6 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
     rms_norm_eps: float
     qkv_bias: bool
@@ -59,15 +57,13 @@ class DecoderShape:
     @classmethod
     def of(cls, config: Any) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
-        head_dim = head_dim_of(config)
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim(config, head_dim),
+            head_dim=head_dim_of(config),
             vocab_size=config.vocab_size,
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=config.include_qkv_bias,
