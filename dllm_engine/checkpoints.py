@@ -9,19 +9,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine import families
 from dllm_engine.demo import model_path
-from dllm_engine.families import (
-    DREAM,
-    DREAM_REASONER,
-    ILLADA,
-    LLADA,
-    LLADA2,
-    LLADA_MOE,
-    SDAR,
-    SDAR_MOE,
-    STABLE_DIFFCODER,
-    ModelFamily,
-)
+from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.file_kinds import check_files
 from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, SCHEMAS
 from dllm_engine.text import one_line
@@ -31,16 +21,16 @@ if TYPE_CHECKING:
 
 _Shape = tuple[ModelFamily, dict[str, Any], tuple[str, ...]]
 _SHAPES: dict[str, _Shape] = {
-    "llada-8b": (LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, LLADA.checkpoints),
-    "llada-moe-7b": (LLADA_MOE, {"qk_layernorm": True}, LLADA_MOE.checkpoints),
-    "illada-8b": (ILLADA, {}, ILLADA.checkpoints),
-    "dream-7b": (DREAM, {"num_key_value_heads": 4}, DREAM.checkpoints[:2]),
-    "sdar-8b": (SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
-    "sdar-8b-b32": (SDAR, {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)),
-    "sdar-30b": (SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
-    "dreamreasoner-8b": (DREAM_REASONER, {}, DREAM_REASONER.checkpoints),
-    "stable-diffcoder-8b": (STABLE_DIFFCODER, {}, STABLE_DIFFCODER.checkpoints),
-    "llada2-mini": (LLADA2, {"num_key_value_heads": 4}, ("inclusionAI/LLaDA2.0-mini",)),
+    "llada-8b": (families.LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, families.LLADA.checkpoints),
+    "llada-moe-7b": (families.LLADA_MOE, {"qk_layernorm": True}, families.LLADA_MOE.checkpoints),
+    "illada-8b": (families.ILLADA, {}, families.ILLADA.checkpoints),
+    "dream-7b": (families.DREAM, {"num_key_value_heads": 4}, families.DREAM.checkpoints[:2]),
+    "sdar-8b": (families.SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
+    "sdar-8b-b32": (families.SDAR, {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)),
+    "sdar-30b": (families.SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
+    "dreamreasoner-8b": (families.DREAM_REASONER, {}, families.DREAM_REASONER.checkpoints),
+    "stable-diffcoder-8b": (families.STABLE_DIFFCODER, {}, families.STABLE_DIFFCODER.checkpoints),
+    "llada2-mini": (families.LLADA2, {"num_key_value_heads": 4}, ("inclusionAI/LLaDA2.0-mini",)),
 }
 """By name: the family, what differs from its defaults, and the released checkpoints of this shape."""
 

@@ -6,6 +6,7 @@ causal, which is the layer pass's business (``model_executor/guide/model.py``).
 
 from typing import Any
 
+from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
@@ -20,9 +21,10 @@ GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 def check_guide(config: Any) -> None:
     """Raise ``ValueError`` for a config that is none of a guide's, or a variant that is not implemented."""
-    if config.model_type not in GUIDE_MODEL_TYPES:
+    if config.model_type not in GUIDE_MODEL_TYPES or isinstance(config, Config):
         raise ValueError(
-            f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
+            f"architectures={config.architectures}, model_type={config.model_type!r} cannot guide; guides are "
+            f"{', '.join(GUIDE_MODEL_TYPES.values())}"
         )
     for key, allowed in _REQUIRED_VALUES.items():
         if (value := getattr(config, key, allowed[0])) not in allowed:
