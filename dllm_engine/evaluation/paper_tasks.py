@@ -62,7 +62,9 @@ class PaperTask:
         return {"gen_length": length, "block_length": self.block_length or length, "steps": length} | self.options
 
     def is_for(self, family: ModelFamily, is_base: bool) -> bool:
-        return self.family in (None, family.model_type) and self.base in (None, is_base)
+        # DreamReasoner has Dream's type, and none of its settings.
+        is_familys = self.family is None or (self.family == family.model_type and family.attention == "full")
+        return is_familys and self.base in (None, is_base)
 
     def task_for(self, is_base: bool) -> str:
         """lm_eval's task, or its file."""
