@@ -9,50 +9,44 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine import families
 from dllm_engine.demo import model_path
+from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models import family_keys
-from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, CheckpointKeys
+from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES, SCHEMAS
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
+_Shape = tuple[ModelFamily, dict[str, Any], tuple[str, ...]]
+_SHAPES: dict[str, _Shape] = {
+    "llada-8b": (families.LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, families.LLADA.checkpoints),
+    "llada-moe-7b": (families.LLADA_MOE, {"qk_layernorm": True}, families.LLADA_MOE.checkpoints),
+    "illada-8b": (families.ILLADA, {}, families.ILLADA.checkpoints),
+    "dream-7b": (families.DREAM, {"num_key_value_heads": 4}, families.DREAM.checkpoints[:2]),
+    "sdar-8b": (families.SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
+    "sdar-8b-b32": (families.SDAR, {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)),
+    "sdar-30b": (families.SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
+    "dreamreasoner-8b": (families.DREAM_REASONER, {}, families.DREAM_REASONER.checkpoints),
+    "stable-diffcoder-8b": (families.STABLE_DIFFCODER, {}, families.STABLE_DIFFCODER.checkpoints),
+    "llada2-mini": (families.LLADA2, {"num_key_value_heads": 4}, ("inclusionAI/LLaDA2.0-mini",)),
+}
+"""By name: the family, what differs from its defaults, and the released checkpoints of this shape."""
 
-def _released(keys: type[CheckpointKeys], **sizes: Any) -> dict[str, Any]:
+
+def _released(family: ModelFamily, sizes: dict[str, Any]) -> dict[str, Any]:
     """Config of a released checkpoint: the defaults of its family's keys, with ``sizes``."""
-    family = {"model_type": keys.family.model_type, "architectures": [keys.family.architecture]}
-    return keys(torch_dtype="bfloat16", **sizes).model_dump(exclude_none=True) | family
+    keys = SCHEMAS[family.architecture](torch_dtype="bfloat16", **sizes)
+    stated = {"model_type": family.model_type, "architectures": [family.architecture]}
+    return keys.model_dump(exclude_none=True) | stated
 
 
-_LLADA_8B = _released(family_keys.LLaDAKeys, mlp_hidden_size=12_288, embedding_size=126_464)
-_LLADA_MOE_7B = _released(family_keys.LLaDAMoEKeys, qk_layernorm=True)
-_DREAM_7B = _released(family_keys.DreamKeys, num_key_value_heads=4)
-_SDAR_8B = _released(family_keys.SDARKeys, num_key_value_heads=8)
-_SDAR_30B = _released(family_keys.SDARMoeKeys, head_dim=128)
-RELEASED_CONFIGS: dict[str, dict[str, Any]] = {
-    "GSAI-ML/LLaDA-8B-Base": _LLADA_8B,
-    "GSAI-ML/LLaDA-8B-Instruct": _LLADA_8B,
-    "GSAI-ML/LLaDA-1.5": _LLADA_8B,
-    "inclusionAI/LLaDA-MoE-7B-A1B-Base": _LLADA_MOE_7B,
-    "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": _LLADA_MOE_7B,
-    "Dream-org/Dream-v0-Base-7B": _DREAM_7B,
-    "Dream-org/Dream-v0-Instruct-7B": _DREAM_7B,
-    "JetLM/SDAR-8B-Chat": _SDAR_8B,
-    "JetLM/SDAR-8B-Chat-b32": _SDAR_8B | {"block_size": 32},
-    "JetLM/SDAR-30B-A3B-Chat": _SDAR_30B,
-    "inclusionAI/LLaDA2.0-mini": _released(family_keys.LLaDA2Keys, num_key_value_heads=4),
+RELEASED_CONFIGS = {
+    name: _released(family, sizes) for family, sizes, checkpoints in _SHAPES.values() for name in checkpoints
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
-NAMED_SHAPES: dict[str, str] = {
-    "llada-8b": "GSAI-ML/LLaDA-8B-Base",
-    "llada-moe-7b": "inclusionAI/LLaDA-MoE-7B-A1B-Base",
-    "dream-7b": "Dream-org/Dream-v0-Base-7B",
-    "sdar-8b": "JetLM/SDAR-8B-Chat",
-    "sdar-8b-b32": "JetLM/SDAR-8B-Chat-b32",
-    "sdar-30b": "JetLM/SDAR-30B-A3B-Chat",
-    "llada2-mini": "inclusionAI/LLaDA2.0-mini",
-}
+NAMED_SHAPES = {shape: checkpoints[0] for shape, (*_, checkpoints) in _SHAPES.items()}
 """Checkpoints by the names of models with their sizes and random weights, which measure as real ones do."""
 _SCALED = (
     *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),

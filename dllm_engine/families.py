@@ -1,4 +1,4 @@
-"""Model families: decoding conventions of their authors."""
+"""The table of model families: their authors' decoding conventions, and what their checkpoints look like."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,11 +8,85 @@ ScheduleKind = Literal["uniform", "timestep"]
 Attention = Literal["full", "block_causal"]
 """Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block and the blocks before it,
 counted from the start of the canvas, prompt included."""
+Shard = str | int | tuple[str, int] | None
+"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
+NamedModules = Mapping[str, tuple[str, Shard]]
+"""Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """Names of a checkpoint's tensors. A family need not have all of the modules."""
+
+    embedding: str
+    final_norm: str
+    head: str
+    layers: str
+    """Prefix of the layers; the number of the layer follows."""
+    in_layer: NamedModules
+
+
+_COMMON: NamedModules = {
+    "input_layernorm": ("attn_norm", None),
+    "post_attention_layernorm": ("mlp_norm", None),
+    "mlp.gate_proj": ("mlp.gate_up_proj", 0),
+    "mlp.up_proj": ("mlp.gate_up_proj", 1),
+}
+TRANSFORMERS_NAMES = TensorNames(
+    embedding="model.embed_tokens",
+    final_norm="model.norm",
+    head="lm_head",
+    layers="model.layers",
+    in_layer={
+        **_COMMON,
+        "self_attn.q_proj": ("qkv_proj", "q"),
+        "self_attn.k_proj": ("qkv_proj", "k"),
+        "self_attn.v_proj": ("qkv_proj", "v"),
+        "self_attn.q_norm": ("q_norm", None),
+        "self_attn.k_norm": ("k_norm", None),
+        "self_attn.o_proj": ("out_proj", None),
+        "shared_expert.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
+        "shared_expert.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
+        "shared_expert.down_proj": ("mlp.shared_expert.down_proj", None),
+    },
+)
+"""Those of transformers' Llama, Qwen2 and Qwen3."""
+LLADA_NAMES = TensorNames(
+    embedding="model.transformer.wte",
+    final_norm="model.transformer.ln_f",
+    head="model.transformer.ff_out",
+    layers="model.transformer.blocks",
+    in_layer={
+        "attn_norm": ("attn_norm", None),
+        "ff_norm": ("mlp_norm", None),
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "attn_out": ("out_proj", None),
+        "ff_proj": ("mlp.gate_up_proj", 0),
+        "up_proj": ("mlp.gate_up_proj", 1),
+        "ff_out": ("mlp.down_proj", None),
+    },
+)
+LLADA2_NAMES = replace(
+    TRANSFORMERS_NAMES,
+    embedding="model.word_embeddings",
+    in_layer={
+        **_COMMON,
+        "attention.query_key_value": ("qkv_proj", None),
+        "attention.query_layernorm": ("q_norm", None),
+        "attention.key_layernorm": ("k_norm", None),
+        "attention.dense": ("out_proj", None),
+        "mlp.shared_experts.gate_proj": ("mlp.shared_expert.gate_up_proj", 0),
+        "mlp.shared_experts.up_proj": ("mlp.shared_expert.gate_up_proj", 1),
+        "mlp.shared_experts.down_proj": ("mlp.shared_expert.down_proj", None),
+    },
+)
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Decoding conventions shared by all checkpoints of one architecture."""
+    """What all checkpoints of one architecture share."""
 
     name: str
     model_type: str
@@ -20,22 +94,48 @@ class ModelFamily:
     architecture: str
     """The entry of ``architectures`` in config.json, which tells families apart, and under which vLLM finds the model
     class."""
-    schedule: ScheduleKind
-    """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
-    shifts_logits: bool
-    """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of ``p``."""
-    default_unmasking: str
-    default_block_length: int | None
-    """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     checkpoints: tuple[str, ...]
+
+    # Decoding
+    schedule: ScheduleKind = "uniform"
+    """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
+    shifts_logits: bool = False
+    """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of ``p``."""
+    default_unmasking: str = "low_confidence"
+    default_block_length: int | None = 32
+    """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
     attention: Attention = "full"
-    keeps_blocks: bool = False
-    """True if the authors' loop keeps keys and values of finished blocks, stored by a pass of their own."""
+    whole_blocks: bool = True
+    """Where attention goes by blocks: True if the last one is decoded whole, steps of a block are counted as of a whole
+    one, and a confidence of ``threshold`` itself is not enough (SDAR's loop, not Stable-DiffCoder's)."""
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
     for Dream."""
-    slow_fast: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    slow_fast: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its authors."""
+
+    # Tensors
+    names: TensorNames = TRANSFORMERS_NAMES
+    qkv_bias: bool = False
+    """True if queries, keys and values have biases, unless a key of the config says so."""
+    qk_norm: bool = False
+    """True if each head of queries and keys goes through a norm before RoPE, unless a key of the config says so."""
+
+    # config.json
+    key_names: Mapping[str, str] = field(default_factory=dict)
+    """The family's own names of keys, by those of transformers."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of keys that a config may leave out."""
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    """Special tokens of the released vocabulary, for a config that leaves them out."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys that would change the computation, and the values that are implemented, the default first."""
+    without_effect: tuple[str, ...] = ()
+    """Keys that say nothing about what the model computes."""
+    turns_parts: bool = False
+    """True if RoPE may turn a part of each head only."""
+    other_kind: tuple[str, str] | None = None
+    """The name of checkpoints whose configs are like the family's, and why they are not supported."""
 
     def block_length_of(self, gen_length: int) -> int:
         """Block length of a request that names none. Attention by blocks has the same for responses of any length."""
@@ -51,48 +151,114 @@ class ModelFamily:
         return max_model_len + -max_model_len % (self.attention_block or 1)
 
 
+def _sizes(*sizes: float, **others: Any) -> dict[str, Any]:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return dict(zip((*names, "max_position_embeddings", "rope_theta"), sizes, strict=True)) | others
+
+
+def _off(*keys: str) -> dict[str, tuple[Any, ...]]:
+    return dict.fromkeys(keys, (None, False))
+
+
+_WINDOW = ("sliding_window", "max_window_layers")
+"""Keys that count only where ``use_sliding_window`` is true."""
 LLADA = ModelFamily(
     name="LLaDA",
     model_type="llada",
     architecture="LLaDAModelLM",
-    schedule="uniform",
-    shifts_logits=False,
-    default_unmasking="low_confidence",
-    default_block_length=32,
     checkpoints=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
+    names=LLADA_NAMES,
+    key_names={
+        "hidden_size": "d_model",
+        "num_attention_heads": "n_heads",
+        "num_hidden_layers": "n_layers",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position_embeddings": "max_sequence_length",
+        "tie_word_embeddings": "weight_tying",
+    },
+    special_ids={"end_of_turn_token_id": 126_348},
+    fixed={
+        "block_type": ("llama",),
+        "block_group_size": (1,),
+        "activation_type": ("silu", "swiglu"),
+        "layer_norm_type": ("rms",),
+        "rope": (True,),
+        "rope_full_precision": (True,),
+        "layer_norm_with_affine": (True,),
+        "clip_qkv": (None,),
+        **_off("bias_for_layer_norm", "alibi", "include_bias", "multi_query_attention", "attention_layer_norm"),
+        **_off("input_emb_norm", "scale_logits"),
+    },
+    without_effect=(
+        *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "precision", "tie_word_embeddings"),
+        *("init_device", "init_fn", "init_std", "init_cutoff_factor"),
+    ),
 )
-LLADA_MOE = replace(
-    LLADA,
+LLADA_MOE = ModelFamily(
     name="LLaDA-MoE",
+    model_type="llada",
     architecture="LLaDAMoEModelLM",
     checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Base", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
+    key_names={"intermediate_size": "dense_intermediate_size"},
+    defaults={
+        "vocab_size": 157_184,
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 50_000.0,
+    },
+    special_ids={"mask_token_id": 156_895, "eos_token_id": 156_892},
+    fixed={
+        "moe_router_score_function": (None, "softmax"),
+        "clip_qkv": (None,),
+        **_off("norm_topk_prob", "attention_bias"),
+    },
+    without_effect=("router_num_group", "router_topk_group"),
 )
 DREAM = ModelFamily(
     name="Dream",
     model_type="Dream",
     architecture="DreamModel",
-    schedule="timestep",
-    shifts_logits=True,
-    default_unmasking="entropy",
-    default_block_length=None,
     checkpoints=(
         "Dream-org/Dream-v0-Base-7B",
         "Dream-org/Dream-v0-Instruct-7B",
         "Dream-org/Dream-Coder-v0-Instruct-7B",
         "apple/DiffuCoder-7B-Instruct",
     ),
+    schedule="timestep",
+    shifts_logits=True,
+    default_unmasking="entropy",
+    default_block_length=None,
     strict_entropy_threshold=True,
     slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
+    qkv_bias=True,
+    defaults=_sizes(152_064, 3584, 18_944, 28, 28, 131_072, 1_000_000.0),
+    special_ids={"end_of_turn_token_id": 151_645},
+    fixed={"attention_bias": (None, True)},
+    without_effect=_WINDOW,
+    other_kind=(
+        "DreamOn",
+        "expands and deletes masks while it decodes, which is not supported; take a Dream checkpoint",
+    ),
 )
-SDAR = replace(
-    LLADA,
+SDAR = ModelFamily(
     name="SDAR",
     model_type="sdar",
     architecture="SDARForCausalLM",
+    checkpoints=(
+        *("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
+        *("Gen-Verse/TraDo-4B-Instruct", "Gen-Verse/TraDo-8B-Instruct", "Gen-Verse/TraDo-8B-Thinking"),
+    ),
     default_block_length=4,
-    checkpoints=("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
     attention="block_causal",
-    keeps_blocks=True,
+    qk_norm=True,
+    defaults=_sizes(151_936, 4096, 12_288, 36, 32, 32_768, 1_000_000.0),
+    special_ids={"mask_token_id": 151_669, "eos_token_id": 151_643, "end_of_turn_token_id": 151_645},
+    fixed=_off("attention_bias"),
+    without_effect=(*_WINDOW, "debug", "ep_size", "micro_forward", "skip_checkpoint", "use_deepep"),
 )
 SDAR_MOE = replace(
     SDAR,
@@ -100,18 +266,71 @@ SDAR_MOE = replace(
     model_type="sdar_moe",
     architecture="SDARMoeForCausalLM",
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
+    defaults=_sizes(151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4),
 )
-LLADA2 = replace(
-    SDAR,
+LLADA2 = ModelFamily(
     name="LLaDA2",
     model_type="llada2_moe",
     architecture="LLaDA2MoeModelLM",
-    default_block_length=32,
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash"),
-    keeps_blocks=False,
+    attention="block_causal",
+    names=LLADA2_NAMES,
+    key_names={"qk_layernorm": "use_qk_norm"},
+    defaults=_sizes(157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5),
+    special_ids=LLADA_MOE.special_ids,
+    fixed={
+        **_off("use_qkv_bias", "use_bias", "using_split_qkv_in_self_attention", "use_linear_attention"),
+        **_off("norm_head", "norm_softmax"),
+        "use_rmsnorm": (None, True),
+        "norm_topk_prob": (None, True),
+        "score_function": (None, "sigmoid"),
+        "router_dtype": (None, "fp32"),
+        "expert_capacity": (None, 0),  # experts that the rows of a block may share (LLaDA2.2); 0: all
+    },
+    without_effect=_WINDOW,
+    turns_parts=True,
+    # The configs of both have the same keys and values; only the name tells.
+    other_kind=(
+        r"LLaDA-?2\.[1-9]",
+        "also replaces tokens that it has decided, which is not supported; take a LLaDA2.0 checkpoint",
+    ),
+)
+ILLADA = ModelFamily(
+    name="iLLaDA",
+    model_type="illada",
+    architecture="ILLaDAForCausalLM",
+    checkpoints=("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"),
+    defaults=_sizes(155_136, 4096, 14_336, 32, 32, 8192, 500_000.0, num_key_value_heads=8, tie_word_embeddings=True),
+    special_ids={"mask_token_id": 5, "eos_token_id": 2},
+    fixed=_off("attention_bias", "mlp_bias") | {"layer_norm_eps": (None,)},
+    without_effect=("resid_pdrop",),
+)
+STABLE_DIFFCODER = replace(
+    ILLADA,
+    name="Stable-DiffCoder",
+    model_type="llama",
+    architecture="StableDiffcoderForCausalLM",
+    checkpoints=("ByteDance-Seed/Stable-DiffCoder-8B-Base", "ByteDance-Seed/Stable-DiffCoder-8B-Instruct"),
+    default_block_length=4,
+    attention="block_causal",
+    whole_blocks=False,
+    defaults={**ILLADA.defaults, "tie_word_embeddings": False},
+    fixed=_off("attention_bias", "mlp_bias"),
+    without_effect=("pretraining_tp",),
+)
+DREAM_REASONER = replace(
+    SDAR,
+    name="DreamReasoner",
+    model_type="Dream",
+    architecture="DreamForCausalLM",
+    checkpoints=("Dream-org/DreamReasoner-8B",),
+    default_block_length=32,
+    defaults={**SDAR.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    without_effect=_WINDOW,
 )
 FAMILIES: dict[str, ModelFamily] = {
-    family.architecture: family for family in (LLADA, LLADA_MOE, DREAM, SDAR, SDAR_MOE, LLADA2)
+    family.architecture: family
+    for family in (LLADA, LLADA_MOE, ILLADA, DREAM, SDAR, SDAR_MOE, DREAM_REASONER, STABLE_DIFFCODER, LLADA2)
 }
 
 NOT_SUPPORTED = {
@@ -123,12 +342,11 @@ NOT_SUPPORTED = {
 
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
     """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
-    first; None where there is none of the type."""
+    first; None where there is none of the type. Llama's type is others' as well, so its family must be listed."""
     candidates = [family for family in FAMILIES.values() if family.model_type == model_type]
     listed = architectures if isinstance(architectures, list) else []
-    return next(
-        (family for family in candidates if family.architecture in listed), candidates[0] if candidates else None
-    )
+    first = candidates[0] if candidates and model_type != "llama" else None
+    return next((family for family in candidates if family.architecture in listed), first)
 
 
 def family_of(hf_config: object) -> ModelFamily:

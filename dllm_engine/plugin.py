@@ -30,16 +30,14 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dllm_engine.model_executor.loading.checkpoint import MODEL_CLASSES
     from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
-    from dllm_engine.model_executor.models import configs
+    from dllm_engine.model_executor.models.configs import registered_classes
+    from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
     from dllm_engine.model_executor.page_memory import register_pool_spec
     from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
-    # Of those that share a model type the first, which knows the others.
-    by_type = {config.model_type: config for config in reversed(configs.CONFIG_CLASSES.values())}
-    for model_type, config in by_type.items():
+    for model_type, config in registered_classes().items():
         AutoConfig.register(model_type, config, exist_ok=True)
     for architecture, model in MODEL_CLASSES.items():
         # The class, not its import path: vLLM inspects a path in a subprocess, for 16 s.

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tp_group
+from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.tasks import SupportedTask
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -30,7 +31,6 @@ from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
-from dllm_engine.model_executor.loading.files import load_decoder
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.passes.base import LayerPass
@@ -87,7 +87,7 @@ class DiffusionModelRunner:
         if self.vllm_config.load_config.load_format != "dummy":
             check_safetensors(self.model_config.model)
         before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-        self.model = load_decoder(self.vllm_config)
+        self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
         self.guide: Guide | None = None

@@ -87,7 +87,10 @@ class DecodingSpec:
     """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own row."""
     attention: Attention = "full"
     """``block_causal``: attention by blocks of ``block_length``. Blocks are counted from the start of the canvas; the
-    first block of the response begins behind the prompt, and the canvas ends with a whole block."""
+    first block of the response begins behind the prompt."""
+    whole_blocks: bool = True
+    """Where attention goes by blocks: True if the canvas ends with a whole block, and ``block_steps`` are the steps of
+    a whole block, even if a part of it is in the prompt (SDAR, LLaDA2)."""
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
@@ -159,13 +162,16 @@ class DecodingSpec:
     @cached_property
     def canvas_length(self) -> int:
         """End of the response, or of its last block: positions between the two are decoded and never sent."""
-        return (
-            self.blocks_start + self.num_blocks * self.block_length if self.is_block_causal else self.response_span.stop
-        )
+        stop = self.response_span.stop
+        return self.blocks_start + self.num_blocks * self.block_length if self.fills_blocks else stop
 
     @property
     def is_block_causal(self) -> bool:
         return self.attention == "block_causal"
+
+    @property
+    def fills_blocks(self) -> bool:
+        return self.is_block_causal and self.whole_blocks
 
     @cached_property
     def blocks_start(self) -> int:
@@ -268,14 +274,13 @@ class DecodingSpec:
         sizes = [self.block_span(block).size for block in range(self.num_blocks)]
         if self.block_steps is None:
             return split_steps(self.steps, sizes)
-        whole = self.block_length if self.is_block_causal else 1
+        whole = self.block_length if self.fills_blocks else 1
         return tuple(min(self.block_steps, max(size, whole)) for size in sizes)
 
     @property
     def scheduled_per_block(self) -> tuple[int, ...]:
-        """Tokens that the steps of each block share: its masks. For SDAR and LLaDA2, ``block_steps`` are the steps of a
-        whole block, even if a part of it is in the prompt."""
-        if self.block_steps is None or not self.is_block_causal:
+        """Tokens that the steps of each block share: its masks, or all of its positions."""
+        if self.block_steps is None or not self.fills_blocks:
             return self.masks_per_block
         return (self.block_length,) * self.num_blocks
 

@@ -141,4 +141,7 @@ tiny_dream = checkpoint("dream")  # grouped queries
 tiny_llada_moe = checkpoint("llada_moe", **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)  # six experts
 tiny_sdar = checkpoint("sdar")  # blocks of 4
 tiny_sdar_moe = checkpoint("sdar_moe", mlp_only_layers=[0])  # blocks of 4, six experts, a dense layer
+tiny_illada = checkpoint("illada")
+tiny_dream_reasoner = checkpoint("dream_reasoner")  # blocks of 8
+tiny_stable_diffcoder = checkpoint("stable_diffcoder")  # blocks of 4, of which the last ends with the response
 tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

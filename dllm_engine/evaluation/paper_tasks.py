@@ -64,7 +64,9 @@ def paper_task(
 
 def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
     """True if a row is for models of a family, instructed or not."""
-    return row.get("family", family.model_type) == family.model_type and row.get("base", is_base) == is_base
+    # DreamReasoner has Dream's type, and none of its settings.
+    is_familys = "family" not in row or (row["family"] == family.model_type and family.attention == "full")
+    return is_familys and row.get("base", is_base) == is_base
 
 
 def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTask:

@@ -8,10 +8,9 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.families import family_of
 from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
-from dllm_engine.model_executor.adapters.check import check_adapter
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
+from dllm_engine.model_executor.loading.checkpoint import check_adapter, check_checkpoint
 from dllm_engine.model_executor.loading.quantization import check_quantization
 from dllm_engine.model_executor.loading.tokenizers import check_tokenizer
 from dllm_engine.model_executor.models.configs import Config, unsupported_model

@@ -24,8 +24,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.text import GuideReader, Reading
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
-from dllm_engine.model_executor.models.causal import CausalModel
-from dllm_engine.model_executor.models.decoder import VocabularyShard
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder, VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
 from dllm_engine.model_executor.step_batch import Canvas, RowBounds, StepBatch
@@ -101,7 +100,7 @@ class Guide:
         dtype = vllm_config.model_config.dtype
         with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
             longest = options.guide_shape.num_tokens(vllm_config.model_config.max_model_len)
-            model = CausalModel(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
+            model = DiffusionDecoder(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
             record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
         source = copy.copy(vllm_config.model_config)

@@ -4,34 +4,21 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
+from vllm.config import VllmConfig
 
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.configs import (
-    Config,
-    ExpertShape,
-    read_json_object,
-    unsupported_model,
-)
-from dllm_engine.model_executor.models.decoder import DecoderShape, DiffusionDecoder
-from dllm_engine.model_executor.models.dream import DreamModel
-from dllm_engine.model_executor.models.llada import LLaDAModelLM
-from dllm_engine.model_executor.models.llada2 import LLaDA2MoeModelLM
-from dllm_engine.model_executor.models.llada_moe import LLaDAMoEModelLM
-from dllm_engine.model_executor.models.mlp import expert_shard
-from dllm_engine.model_executor.models.names import Shard
-from dllm_engine.model_executor.models.sdar import SDARForCausalLM, SDARMoeForCausalLM
+from dllm_engine.model_executor.loading.lora import MERGE, LoraAdapter
+from dllm_engine.model_executor.models.configs import Config, read_json_object, unsupported_model
+from dllm_engine.model_executor.models.decoder import MODEL_CLASSES, DecoderShape
 
 INDEX = "model.safetensors.index.json"
-MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
-    model.__name__: model
-    for model in (LLaDAModelLM, LLaDAMoEModelLM, DreamModel, SDARForCausalLM, SDARMoeForCausalLM, LLaDA2MoeModelLM)
-}
-"""By the architecture that a checkpoint names."""
 _SIZES = (
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
     "vocab_size",
 )
+_LOAD_FORMATS = ("auto", "hf", "safetensors")
+"""Formats that an adapter can be merged into."""
 _EXPERT_SIZES = ("num_experts", "expert_intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 
 
@@ -96,24 +83,16 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
     """
     check_files(model)
     check_config(config)
-    model_class = MODEL_CLASSES[family_of(config).architecture]
-    shape = DecoderShape.of(config)
     if not with_weights:
         return
+    model_class, shape = MODEL_CLASSES[family_of(config).architecture], DecoderShape.of(config)
     keys = [config.attribute_map.get(name, name) for name in _SIZES]
     keys += [name for name in _EXPERT_SIZES if hasattr(config, name)]
     stated = f"{Path(model) / 'config.json'} ({', '.join(f'{key}={getattr(config, key)}' for key in keys)})"
-    wanted = (
-        shapes_in_layer(shape, None)
-        | shapes_in_layer(shape, shape.experts)
-        | {
-            ("embedding.weight", None): [shape.vocab_size, shape.hidden_size],
-            ("lm_head.weight", None): [shape.vocab_size, shape.hidden_size],
-            ("final_norm.weight", None): [shape.hidden_size],
-            # Some checkpoints have one projection for all three.
-            ("qkv_proj.weight", None): [(shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim, shape.hidden_size],
-        }
-    )
+    by_parameter = _expected_shapes(shape)
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # Some checkpoints have one projection for all three.
+    qkv_rows = {"q": q_size, "k": kv_size, "v": kv_size, None: q_size + 2 * kv_size}
     is_quantized = getattr(config, "quantization_config", None) is not None
     num_layers = 0
     tensors = check_safetensors(model)
@@ -122,49 +101,47 @@ def check_checkpoint(model: str, config: PretrainedConfig, *, with_weights: bool
         if parameter.startswith("layers."):
             _, layer, parameter = parameter.split(".", 2)
             num_layers = max(num_layers, int(layer) + 1)
+        expected = by_parameter.get(parameter, found)
+        if parameter in ("qkv_proj.weight", "qkv_proj.bias"):
+            expected = [qkv_rows[shard], shape.hidden_size][: len(found)]  # type: ignore[index] # names of shards
         # Packed weights have other shapes; norms and the embedding are never packed.
         is_plain = not is_quantized or len(found) == 1 or parameter == "embedding.weight"
-        expected = wanted.get((parameter, shard), found)
         if is_plain and found != expected:
             raise ValueError(f"{path}: tensor {name!r} has the shape {found}, not the {expected} of {stated}")
     if tensors and num_layers != shape.num_layers:
         raise ValueError(f"{model}: the weights hold {num_layers} layers, not the {shape.num_layers} of {stated}")
 
 
-def shapes_in_layer(shape: DecoderShape, experts: ExpertShape | None) -> dict[tuple[str, Shard], list[int]]:
-    """Shapes of the tensors of a layer with ``experts`` or without, by parameter and shard, as a model's ``locate``
-    names them."""
-    hidden, q_size, kv_size = shape.hidden_size, shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    shapes: dict[tuple[str, Shard], list[int]] = {
-        ("attn_norm.weight", None): [hidden],
-        ("mlp_norm.weight", None): [hidden],
-        ("out_proj.weight", None): [hidden, q_size],
-    }
-    for shard, rows in (("q", q_size), ("k", kv_size), ("v", kv_size)):
-        shapes["qkv_proj.weight", shard] = [rows, hidden]
-        if shape.qkv_bias:
-            shapes["qkv_proj.bias", shard] = [rows]
-    if shape.qk_norm:
-        shapes |= {("q_norm.weight", None): [shape.head_dim], ("k_norm.weight", None): [shape.head_dim]}
-    if experts is None:
-        return shapes | _shapes_of_mlp("mlp", hidden, shape.intermediate_size)
-    shapes["mlp.gate.weight", None] = [experts.num_experts, hidden]
-    if experts.has_bias:
-        shapes["mlp.expert_bias", None] = [experts.num_experts]
-    if experts.shared_intermediate_size:
-        shapes |= _shapes_of_mlp("mlp.shared_expert", hidden, experts.shared_intermediate_size)
-    width = experts.intermediate_size
-    for projection, size in (("gate", [width, hidden]), ("up", [width, hidden]), ("down", [hidden, width])):
-        for number in range(experts.num_experts):
-            place = expert_shard(f"mlp.experts.{number}.{projection}_proj", "weight")
-            assert place is not None
-            shapes[place] = size
+def _expected_shapes(shape: DecoderShape) -> dict[str, list[int]]:
+    """Shapes of the tensors that fill each parameter, but for those of queries, keys and values."""
+    hidden, experts = shape.hidden_size, shape.experts
+    shapes = {key: [shape.vocab_size, hidden] for key in ("embedding.weight", "lm_head.weight")}
+    shapes |= {key: [hidden] for key in ("attn_norm.weight", "mlp_norm.weight", "final_norm.weight")}
+    shapes |= {key: [shape.head_dim] for key in ("q_norm.weight", "k_norm.weight")}
+    shapes["out_proj.weight"] = [hidden, shape.num_heads * shape.head_dim]
+    widths = {"mlp.gate_up_proj.": shape.intermediate_size}
+    if experts is not None:
+        shapes |= {"mlp.gate.weight": [experts.num_experts, hidden], "mlp.expert_bias": [experts.num_experts]}
+        widths["mlp.shared_expert.gate_up_proj."] = experts.shared_intermediate_size
+        widths["mlp.experts.routed_experts.w13_"] = experts.intermediate_size
+    for name, width in widths.items():
+        down = name.replace("gate_up", "down").replace("w13", "w2")
+        shapes |= {f"{name}weight": [width, hidden], f"{down}weight": [hidden, width]}
     return shapes
 
 
-def _shapes_of_mlp(name: str, hidden: int, width: int) -> dict[tuple[str, Shard], list[int]]:
-    return {
-        (f"{name}.gate_up_proj.weight", 0): [width, hidden],
-        (f"{name}.gate_up_proj.weight", 1): [width, hidden],
-        (f"{name}.down_proj.weight", None): [hidden, width],
-    }
+def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
+    """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of an engine's weights."""
+    adapter, where = LoraAdapter(folder), f"lora_path={folder!r}"
+    load_format, model_config = vllm_config.load_config.load_format, vllm_config.model_config
+    if load_format not in _LOAD_FORMATS:
+        raise ValueError(f"{where}: load_format={load_format!r} adds no adapter; use {', '.join(_LOAD_FORMATS)}")
+    config = model_config.hf_config
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
+    locate = MODEL_CLASSES[family_of(config).architecture].locate
+    if config.tie_word_embeddings and (head := [n for n in adapter.updates if locate(n)[0] == "lm_head.weight"]):
+        raise ValueError(f"{where}: the model's head is its embedding, so {head[0]!r} cannot change; {MERGE}")
+    # Those of a model that has to be downloaded are checked when they are loaded.
+    if tensors := check_safetensors(model_config.model):
+        adapter.check({name: shape for name, (_, shape) in tensors.items()})

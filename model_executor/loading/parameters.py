@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from dllm_engine.families import NamedModules, Shard
 from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index, may_be_missing
-from dllm_engine.model_executor.models.configs import ExpertShape
-from dllm_engine.model_executor.models.names import NamedModules, Shard, shards_of
+from dllm_engine.model_executor.models.config_keys import ExpertShape
+from dllm_engine.model_executor.models.names import shards_of
 
 
 def fill_parameters(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, Qwen2Tokenizer
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from dllm_engine.families import DREAM
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.configs import DreamConfig
+from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -24,7 +25,7 @@ class DreamTokenizer(Qwen2Tokenizer):
 
 def register_tokenizers() -> None:
     """Make ``AutoTokenizer`` use the classes above. Idempotent."""
-    AutoTokenizer.register(DreamConfig, tokenizer_class=DreamTokenizer, exist_ok=True)
+    AutoTokenizer.register(CONFIG_CLASSES[DREAM.architecture], tokenizer_class=DreamTokenizer, exist_ok=True)
 
 
 def check_tokenizer(model_config: "ModelConfig") -> None:

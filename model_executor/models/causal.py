@@ -6,9 +6,7 @@ causal, which is the layer pass's business (``model_executor/guide/model.py``).
 
 from typing import Any
 
-from vllm.config import VllmConfig
-
-from dllm_engine.model_executor.models.dream import DreamModel
+from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
@@ -21,18 +19,12 @@ _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
 GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
-class CausalModel(DreamModel):
-    """A checkpoint of ``GUIDE_MODEL_TYPES``."""
-
-    def __init__(self, *, vllm_config: VllmConfig, hf_config: Any, max_positions: int) -> None:
-        super().__init__(vllm_config=vllm_config, prefix="guide", hf_config=hf_config, max_positions=max_positions)
-
-
 def check_guide(config: Any) -> None:
     """Raise ``ValueError`` for a config that is none of a guide's, or a variant that is not implemented."""
-    if config.model_type not in GUIDE_MODEL_TYPES:
+    if config.model_type not in GUIDE_MODEL_TYPES or isinstance(config, Config):
         raise ValueError(
-            f"model_type={config.model_type!r} cannot guide; guides are {', '.join(GUIDE_MODEL_TYPES.values())}"
+            f"architectures={config.architectures}, model_type={config.model_type!r} cannot guide; guides are "
+            f"{', '.join(GUIDE_MODEL_TYPES.values())}"
         )
     for key, allowed in _REQUIRED_VALUES.items():
         if (value := getattr(config, key, allowed[0])) not in allowed:

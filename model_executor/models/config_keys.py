@@ -1,15 +1,25 @@
-"""Keys of a ``config.json`` that all model families share, and the rule for all keys.
+"""Keys of a ``config.json``: types, and how they fit together.
 
 A key is read, or is listed as one that changes nothing; any other is refused. ``Literal`` keys must have that value.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ModelFamily
 from dllm_engine.options import explain, shortened
 
 NO_BITSANDBYTES = (
@@ -17,24 +27,19 @@ NO_BITSANDBYTES = (
     "examples/quantize.py"
 )
 
-# No model comes near these bounds; they keep a damaged file from asking for all memory.
-LayerCount = Annotated[int, Field(ge=1, le=10_000)]
-HeadCount = Annotated[int, Field(ge=1, le=100_000)]
-ExpertCount = Annotated[int, Field(ge=1, le=100_000)]
-Width = Annotated[int, Field(ge=1, le=10_000_000)]
-VocabularySize = Annotated[int, Field(ge=1, le=1 << 24)]
-Positions = Annotated[int, Field(ge=1, le=1 << 24)]
+# No model comes near this bound; it keeps a damaged file from asking for all memory.
+Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 One = Annotated[float, Field(ge=1, le=1)]
 RopeBase = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Factor = Annotated[float, Field(ge=1, le=1000)]
 Positive = Annotated[float, Field(gt=0, le=1000)]
-TokenId = Annotated[int, Field(ge=0)]
 WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
 ]
 Off = Literal[False] | None
+Count = Annotated[int, Field(ge=0, le=1 << 24)]
 
 _WITHOUT_EFFECT = (
     *("auto_map", "name_or_path", "tokenizer_class", "attn_implementation", "fuse_cross_entropy"),
@@ -42,6 +47,8 @@ _WITHOUT_EFFECT = (
     *("output_router_logits", "router_aux_loss_coef"),
 )
 """Keys of any family that say nothing about what a model computes."""
+_BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])")
+"""Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
 _YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 _KEYS_OF_TYPE: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -50,6 +57,38 @@ _KEYS_OF_TYPE: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", *_YARN),
 }
 _COMMON = ("rope_type", "rope_theta", "partial_rotary_factor")
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute a row."""
+    intermediate_size: int
+    """Width of each expert."""
+    shared_intermediate_size: int = 0
+    """Width of the expert that computes every row; 0: there is none."""
+    has_bias: bool = False
+    """True if a bias is added to the router's probabilities."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain MLP instead."""
+    groups: "ExpertGroups | None" = None
+    """None: the experts are one group, chosen by the softmax of the router's logits."""
+    renormalize: bool = False
+    """True if the weights of a row from that softmax are divided by their sum."""
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Choice of experts by group (LLaDA2)."""
+
+    num_groups: int
+    num_kept: int
+    """Groups that a row's experts come from."""
+    scale: float
+    """Factor of a row's weights, which sum to 1 before."""
 
 
 class RopeKeys(BaseModel):
@@ -61,7 +100,7 @@ class RopeKeys(BaseModel):
     rope_theta: RopeBase | None = None
     partial_rotary_factor: Share | None = None
     factor: Factor | None = None
-    original_max_position_embeddings: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    original_max_position_embeddings: Size | None = None
     attention_factor: Positive | None = None
     beta_fast: Positive | None = None
     beta_slow: Positive | None = None
@@ -103,29 +142,19 @@ class CheckpointKeys(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     family: ClassVar[ModelFamily]
-    size_keys: ClassVar[tuple[str, str, str, str]]
-    """The family's names of the hidden size, the attention heads, the KV heads and the longest sequence."""
-    without_effect: ClassVar[tuple[str, ...]] = ()
-    """Keys of the family's checkpoints that say nothing about what the model computes."""
-    released_ids: ClassVar[dict[str, int]] = {}
-    """Special tokens of the released vocabulary, for a config that leaves them out."""
-    turns_parts: ClassVar[bool] = False
-    """True if RoPE may turn a part of each head only."""
-    other_kind: ClassVar[tuple[str, str] | None] = None
-    """The name of checkpoints whose configs are like the family's, and why they are not supported."""
 
     architectures: list[str] | None = None
     dtype: WeightType | None = None
     torch_dtype: WeightType | None = None
     quantization_config: dict[str, Any] | None = None
-    vocab_size: VocabularySize
+    vocab_size: Size
     rms_norm_eps: Epsilon
     rope_theta: RopeBase
     rope_scaling: RopeKeys | None = None
     rope_parameters: RopeKeys | None = None
     """Replacement of the two keys above in transformers 5."""
     partial_rotary_factor: Share | None = None
-    mask_token_id: TokenId | None = None
+    mask_token_id: Count | None = None
     end_of_turn_token_id: Any = None
     eos_token_id: Any = None
 
@@ -159,14 +188,25 @@ class CheckpointKeys(BaseModel):
     @model_validator(mode="after")
     def _with_released_ids(self) -> Self:
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
-            for name, token in self.released_ids.items():
+            for name, token in self.family.special_ids.items():
                 if getattr(self, name) is None:
                     setattr(self, name, token)
         return self
 
+    @classmethod
+    def size_keys(cls) -> list[str]:
+        """The family's names of the hidden size, the attention heads, the KV heads and the longest sequence."""
+        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+        return [cls.family.key_names.get(name, name) for name in names]
+
+    @staticmethod
+    def experts_of(config: Any) -> "ExpertShape | None":
+        """The experts that keys state; None: all layers have a plain MLP."""
+        return None
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        names = self.size_keys
+        names = self.size_keys()
         hidden, heads, kv_heads, _ = (getattr(self, name) for name in names)
         head_dim = getattr(self, "head_dim", None)
         if head_dim is not None and head_dim % 2:
@@ -201,11 +241,11 @@ class CheckpointKeys(BaseModel):
         rope = own | rope
         self.rope_theta, self.partial_rotary_factor = rope["rope_theta"], rope["partial_rotary_factor"]
         self.rope_scaling, self.rope_parameters = None, (keys := RopeKeys.model_validate(rope))
-        hidden, heads, _, longest = (getattr(self, name) for name in self.size_keys)
+        hidden, heads, _, longest = (getattr(self, name) for name in self.size_keys())
         if keys.rope_type == "yarn" and keys.original_max_position_embeddings is None:
             keys.original_max_position_embeddings = longest
         turned = rotary_dim(self, getattr(self, "head_dim", None) or hidden // heads)
-        if not self.turns_parts and keys.partial_rotary_factor not in (None, 1):
+        if not self.family.turns_parts and keys.partial_rotary_factor not in (None, 1):
             raise ValueError(f"partial_rotary_factor={keys.partial_rotary_factor!r} is not supported, only 1")
         if turned % 2 or turned < (4 if keys.rope_type == "dynamic" else 2):
             raise ValueError(f"rope_type={keys.rope_type!r} cannot turn {turned} numbers of each head")
@@ -214,9 +254,12 @@ class CheckpointKeys(BaseModel):
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str) -> Self:
         """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be."""
-        if cls.other_kind is not None and (named := re.search(cls.other_kind[0], source, re.IGNORECASE)):
-            raise ValueError(f"{source}: {named[0]} {cls.other_kind[1]}")
-        ignored = {*_WITHOUT_EFFECT, *cls.without_effect} - cls.model_fields.keys()
+        other, reason = cls.family.other_kind or ("(?!)", "")
+        if named := re.search(other, source, re.IGNORECASE):
+            raise ValueError(f"{source}: {named[0]} {reason}")
+        if "block_size" in cls.model_fields and (named := _BLOCK_SIZE_IN_NAME.search(source)):
+            values = {"block_size": int(named[1])} | dict(values)
+        ignored = {*_WITHOUT_EFFECT, *cls.family.without_effect} - cls.model_fields.keys()
         stated = {name: value for name, value in values.items() if name not in ignored and not name.startswith("_")}
         try:
             keys = cls.model_validate({name: value for name, value in stated.items() if name in cls.model_fields})
@@ -230,3 +273,193 @@ class CheckpointKeys(BaseModel):
                 f"checkpoint that needs it is not supported"
             )
         return keys
+
+
+class LLaDAKeys(CheckpointKeys):
+    """Keys by LLaDA's own names."""
+
+    d_model: Size = 4096
+    n_heads: Size = 32
+    n_kv_heads: Size | None = None
+    n_layers: Size = 32
+    mlp_hidden_size: Size | None = None
+    mlp_ratio: Size = 4
+    vocab_size: Size = 126_464
+    embedding_size: Size | None = None
+    max_sequence_length: Size = 4096
+    rope_theta: RopeBase = 500_000.0
+    rms_norm_eps: Epsilon = 1e-5
+    weight_tying: bool = False
+    include_qkv_bias: bool = False
+
+    @model_validator(mode="after")
+    def _with_sizes(self) -> Self:
+        if self.mlp_hidden_size is None:
+            self.mlp_hidden_size = self.mlp_ratio * self.d_model
+        # The embedding has `embedding_size` rows; the tokenizer may use fewer.
+        self.vocab_size = max(self.vocab_size, self.embedding_size or 0)
+        return self
+
+
+class TransformersKeys(CheckpointKeys):
+    """Keys of all other families, by the names that transformers gives them."""
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
+    rms_norm_eps: Epsilon = 1e-6
+    tie_word_embeddings: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    use_sliding_window: Off = None
+    layer_types: list[Literal["full_attention"]] | None = None
+    use_mrope: Off = None
+
+    @model_validator(mode="after")
+    def _with_head_dim(self) -> Self:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        return self
+
+
+class DenseKeys(TransformersKeys):
+    """Keys of models in which every layer may have an MLP."""
+
+    intermediate_size: Size
+
+
+class LLaDAMoEKeys(TransformersKeys):
+    """LLaDA-MoE's experts."""
+
+    qk_layernorm: bool | None = None
+    num_experts: Size = 64
+    num_experts_per_tok: Size = 8
+    expert_intermediate_size: Size = 1024
+    dense_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
+    moe_router_enable_expert_bias: bool | None = None
+    routed_scaling_factor: One | None = None
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.expert_intermediate_size,
+            shared_intermediate_size=config.shared_expert_intermediate_size or 0,
+            has_bias=bool(config.moe_router_enable_expert_bias),
+            dense_layers=tuple(i for i, has_experts in enumerate(config.moe_layer_freq) if not has_experts),
+        )
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Self:
+        if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
+            raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
+        if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
+            raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
+        return self
+
+
+class SDARMoeKeys(DenseKeys):
+    """SDAR-MoE's experts, by Qwen3-MoE's keys."""
+
+    num_experts: Size = 128
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 768
+    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[Count] | None = None
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        dense, step = config.mlp_only_layers or [], config.decoder_sparse_step
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            dense_layers=tuple(i for i in range(config.num_hidden_layers) if i in dense or (i + 1) % step),
+            renormalize=config.norm_topk_prob,
+        )
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> Self:
+        if (last := max(self.mlp_only_layers or [0])) >= self.num_hidden_layers:
+            raise ValueError(f"mlp_only_layers names layer {last} of num_hidden_layers={self.num_hidden_layers}")
+        return self
+
+
+class LLaDA2Keys(DenseKeys):
+    """LLaDA2's experts, and RoPE on a part of each head."""
+
+    rotary_dim: Size | None = None
+    use_qk_norm: bool = True
+    num_experts: Size = 256
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 512
+    num_shared_experts: Count | None = 1
+    first_k_dense_replace: Count = 1
+    n_group: Size = 8
+    topk_group: Size = 4
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
+    moe_router_enable_expert_bias: bool = True
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            shared_intermediate_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
+            has_bias=config.moe_router_enable_expert_bias,
+            dense_layers=tuple(range(config.first_k_dense_replace)),
+            groups=ExpertGroups(config.n_group, config.topk_group, config.routed_scaling_factor),
+        )
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group} does not divide num_experts={self.num_experts} into groups of two or more"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(f"topk_group={self.topk_group} of n_group={self.n_group}")
+        if self.num_experts_per_tok > (most := self.topk_group * self.num_experts // self.n_group):
+            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of the {most} in topk_group groups")
+        if self.first_k_dense_replace > self.num_hidden_layers:
+            raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
+        if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
+            )
+        return self
+
+
+_OWN_KEYS: dict[str, type[CheckpointKeys]] = {
+    LLADA.architecture: LLaDAKeys,
+    LLADA_MOE.architecture: LLaDAMoEKeys,
+    SDAR_MOE.architecture: SDARMoeKeys,
+    LLADA2.architecture: LLaDA2Keys,
+}
+
+
+def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
+    """The keys of a family's configs, with what its row in the table of families says of them."""
+    base = _OWN_KEYS.get(family.architecture, DenseKeys)
+    types = get_type_hints(base, include_extras=True)
+    fields: dict[str, Any] = {name: (types[name], value) for name, value in family.defaults.items()}
+    for name, values in family.fixed.items():
+        known = tuple(value for value in values if value is not None)
+        allowed: Any = Literal[known] if known else type(None)
+        fields[name] = (allowed | None if None in values else allowed, values[0])
+    if family.attention == "block_causal":
+        fields["block_size"] = (Size, family.default_block_length)
+    keys = create_model(f"{family.architecture}Keys", __base__=base, **fields)
+    keys.family = family
+    return keys
+
+
+SCHEMAS = {architecture: keys_of(family) for architecture, family in FAMILIES.items()}
+"""By architecture."""

@@ -6,56 +6,14 @@ also where ``auto_map`` names some.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
-from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2, LLADA_MOE, NOT_SUPPORTED, SDAR, SDAR_MOE, find_family
-from dllm_engine.model_executor.models.config_keys import CheckpointKeys
-from dllm_engine.model_executor.models.family_keys import (
-    DreamKeys,
-    LLaDA2Keys,
-    LLaDAKeys,
-    LLaDAMoEKeys,
-    SDARKeys,
-    SDARMoeKeys,
-)
+from dllm_engine.families import FAMILIES, NOT_SUPPORTED, ModelFamily, find_family
+from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys, ExpertShape
 from dllm_engine.options import OPTIONS_KEY
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Sizes of a mixture of experts."""
-
-    num_experts: int
-    top_k: int
-    """Experts that compute a row."""
-    intermediate_size: int
-    """Width of each expert."""
-    shared_intermediate_size: int = 0
-    """Width of the expert that computes every row; 0: there is none."""
-    has_bias: bool = False
-    """True if a bias is added to the router's probabilities."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP instead."""
-    groups: "ExpertGroups | None" = None
-    """None: the experts are one group, chosen by the softmax of the router's logits."""
-    renormalize: bool = False
-    """True if the weights of a row from that softmax are divided by their sum."""
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Choice of experts by group (LLaDA2)."""
-
-    num_groups: int
-    num_kept: int
-    """Groups that a row's experts come from."""
-    scale: float
-    """Factor of a row's weights, which sum to 1 before."""
-
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
 """Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
@@ -71,7 +29,6 @@ class Config(PretrainedConfig):
     """
 
     schema: ClassVar[type[CheckpointKeys]]
-    include_qkv_bias: ClassVar[bool] = False
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -89,16 +46,12 @@ class Config(PretrainedConfig):
         stated = dict(self._stated)
         if not changed.keys().isdisjoint(_ROPE_NUMBERS + _ROPE_TABLES):
             # What callers say of RoPE takes the place of what the file says, wherever that says it.
-            for name in _ROPE_NUMBERS + _ROPE_TABLES:
-                stated.pop(name, None)
-            rope = dict(self.rope_parameters)
-            inside = [keys for name in _ROPE_TABLES if isinstance(keys := changed.get(name), dict)]
-            for name in _ROPE_NUMBERS:
-                value = rope.pop(name, None)
-                if value is not None and not any(name in keys for keys in inside):
-                    stated[name] = value
-            if changed.keys().isdisjoint(_ROPE_TABLES):
-                stated["rope_parameters"] = rope
+            stated = {name: value for name, value in stated.items() if name not in _ROPE_NUMBERS + _ROPE_TABLES}
+            rope, tables = self.rope_parameters, [changed[name] for name in _ROPE_TABLES if name in changed]
+            inside = {name for table in tables if isinstance(table, dict) for name in table}
+            stated |= {name: rope[name] for name in _ROPE_NUMBERS if name in rope and name not in inside}
+            if not tables:
+                stated["rope_parameters"] = {name: rope[name] for name in rope if name not in _ROPE_NUMBERS}
         self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -109,10 +62,16 @@ class Config(PretrainedConfig):
         else:
             super().__setattr__(name, value)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """transformers knows configs by their ``model_type``, which families share."""
+        own = config_class_of(config_dict) or cls
+        return super().from_dict(config_dict, **kwargs) if own is cls else own.from_dict(config_dict, **kwargs)
+
     @property
     def experts(self) -> ExpertShape | None:
         """None: all layers have a plain MLP."""
-        return None
+        return self.schema.experts_of(self)
 
     def check(self) -> None:
         """Check what may have been changed unseen, and that a model can be served with it.
@@ -157,110 +116,34 @@ class Config(PretrainedConfig):
         d.pop("_stated", None)
 
 
-class LLaDAConfig(Config):
-    """Config of GSAI-ML/LLaDA-8B-Base, -Instruct, LLaDA-1.5 and checkpoints of the same layout."""
+def _config_class(family: ModelFamily) -> type[Config]:
+    members: dict[str, Any] = {"model_type": family.model_type, "schema": SCHEMAS[family.architecture]}
+    members |= {"attribute_map": dict(family.key_names), "__module__": __name__}
+    if "qk_layernorm" not in family.key_names:
+        members["qk_layernorm"] = family.qk_norm
+    return type(f"{family.architecture}Config", (Config,), members | {"include_qkv_bias": family.qkv_bias})
 
-    model_type = LLADA.model_type
-    schema = LLaDAKeys
-    attribute_map = {  # noqa: RUF012 - the annotation of the base class
-        "hidden_size": "d_model",
-        "num_attention_heads": "n_heads",
-        "num_hidden_layers": "n_layers",
-        "num_key_value_heads": "n_kv_heads",
-        "intermediate_size": "mlp_hidden_size",
-        "max_position_embeddings": "max_sequence_length",
-        "tie_word_embeddings": "weight_tying",
-    }
+
+CONFIG_CLASSES = {architecture: _config_class(family) for architecture, family in FAMILIES.items()}
+globals().update({config.__name__: config for config in CONFIG_CLASSES.values()})  # where pickle looks them up
+
+
+class LlamaOrStableDiffcoderConfig(LlamaConfig):
+    """What transformers makes of a config.json with Llama's ``model_type``: Llama's own, unless the architecture is one
+    of ours."""
+
+    def __new__(cls, **values: Any) -> LlamaConfig:
+        return LlamaConfig(**values)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """transformers knows configs by their ``model_type``, which LLaDA-MoE shares."""
-        own = config_class_of(config_dict) if cls is LLaDAConfig else None
-        if own is None or own is cls:
-            return super().from_dict(config_dict, **kwargs)
-        return own.from_dict(config_dict, **kwargs)
+        return (config_class_of(config_dict) or LlamaConfig).from_dict(config_dict, **kwargs)
 
 
-class LLaDAMoEConfig(Config):
-    """Config of inclusionAI/LLaDA-MoE-7B-A1B-Base and -Instruct, which have no mask token id."""
-
-    model_type = LLADA_MOE.model_type
-    schema = LLaDAMoEKeys
-    attribute_map = {"intermediate_size": "dense_intermediate_size"}  # noqa: RUF012
-
-    @property
-    def experts(self) -> ExpertShape:
-        return ExpertShape(
-            num_experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
-            intermediate_size=self.expert_intermediate_size,
-            shared_intermediate_size=self.shared_expert_intermediate_size or 0,
-            has_bias=bool(self.moe_router_enable_expert_bias),
-            dense_layers=tuple(i for i, has_experts in enumerate(self.moe_layer_freq) if not has_experts),
-        )
-
-
-class DreamConfig(Config):
-    """Config of Dream-org/Dream-v0-Base-7B, -Instruct-7B and checkpoints of the same architecture."""
-
-    model_type = DREAM.model_type
-    schema = DreamKeys
-    include_qkv_bias: ClassVar[bool] = True
-
-
-class SDARConfig(Config):
-    """Config of JetLM/SDAR-1.7B-Chat, -4B-Chat and -8B-Chat, which have no block size and no mask token id."""
-
-    model_type = SDAR.model_type
-    schema = SDARKeys
-    qk_layernorm: ClassVar[bool] = True
-
-
-class SDARMoeConfig(SDARConfig):
-    """Config of JetLM/SDAR-30B-A3B-Chat and -Sci: SDAR's keys, and Qwen3-MoE's keys of experts."""
-
-    model_type = SDAR_MOE.model_type
-    schema = SDARMoeKeys
-
-    @property
-    def experts(self) -> ExpertShape:
-        dense, step = self.mlp_only_layers or [], self.decoder_sparse_step
-        return ExpertShape(
-            num_experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
-            intermediate_size=self.moe_intermediate_size,
-            dense_layers=tuple(i for i in range(self.num_hidden_layers) if i in dense or (i + 1) % step),
-            renormalize=self.norm_topk_prob,
-        )
-
-
-class LLaDA2Config(Config):
-    """Config of inclusionAI/LLaDA2.0-mini and -flash, which have no block size and no mask token id."""
-
-    model_type = LLADA2.model_type
-    schema = LLaDA2Keys
-
-    @property
-    def qk_layernorm(self) -> bool:
-        return bool(self.use_qk_norm)
-
-    @property
-    def experts(self) -> ExpertShape:
-        return ExpertShape(
-            num_experts=self.num_experts,
-            top_k=self.num_experts_per_tok,
-            intermediate_size=self.moe_intermediate_size,
-            shared_intermediate_size=self.moe_intermediate_size * (self.num_shared_experts or 0),
-            has_bias=self.moe_router_enable_expert_bias,
-            dense_layers=tuple(range(self.first_k_dense_replace)),
-            groups=ExpertGroups(self.n_group, self.topk_group, self.routed_scaling_factor),
-        )
-
-
-CONFIG_CLASSES: dict[str, type[Config]] = {
-    config.schema.family.architecture: config
-    for config in (LLaDAConfig, LLaDAMoEConfig, DreamConfig, SDARConfig, SDARMoeConfig, LLaDA2Config)
-}
+def registered_classes() -> dict[str, type[PretrainedConfig]]:
+    """A class for each ``model_type``, from which ``from_dict`` finds the others of the type."""
+    first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
+    return first | {"llama": LlamaOrStableDiffcoderConfig}
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
@@ -292,13 +175,16 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """Message about a model of another kind."""
-    found = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
+    """Message about a model of another kind, with the type that its architecture goes with where that is known."""
+    listed = architectures if isinstance(architectures, list) else []
+    found = f" of architecture {', '.join(map(str, listed))}" if listed else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""
+    nearest = next((family for name, family in FAMILIES.items() if name in listed), None)
+    goes_with = f"; {nearest.architecture} goes with model_type={nearest.model_type!r}" if nearest else ""
     return (
-        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}; "
-        f"supported: {supported}"
+        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}"
+        f"{goes_with}; supported: {supported}"
     )
 
 

@@ -1,9 +1,9 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
 LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
-in what ``DecoderShape`` and the model files say. A layer exposes its *parts*. It has no ``forward``: the loop over the
-layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and inside
-layers.
+in what ``DecoderShape`` and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
+over the layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and
+inside layers.
 """
 
 import re
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
@@ -23,16 +24,14 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from dllm_engine.families import family_of
+from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, Shard, TensorNames, family_of
 from dllm_engine.kernels.rotary import rotary_table, rotate_
-from dllm_engine.model_executor.adapters.lora import LoraAdapter
+from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import rotary_dim
-from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
-from dllm_engine.model_executor.models.names import PrefixOf, Shard, packed_modules, prefixes
+from dllm_engine.model_executor.models.names import PrefixOf, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
-from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -47,8 +46,6 @@ class DecoderShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary_dim: int
-    """Numbers of each head that RoPE turns, from the first on."""
     vocab_size: int
     rms_norm_eps: float
     qkv_bias: bool
@@ -60,15 +57,13 @@ class DecoderShape:
     @classmethod
     def of(cls, config: Any) -> "DecoderShape":
         """Read the sizes by the names that transformers' configs have for them."""
-        head_dim = head_dim_of(config)
         return cls(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size or 0,
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim,
-            rotary_dim=rotary_dim(config, head_dim),
+            head_dim=head_dim_of(config),
             vocab_size=config.vocab_size,
             rms_norm_eps=config.rms_norm_eps,
             qkv_bias=config.include_qkv_bias,
@@ -98,6 +93,24 @@ class RotaryPhases:
     def rotate_(self, heads: torch.Tensor) -> None:
         """Rotate heads ``[num_rows, num_heads, head_dim]`` of the rows to their positions, in place."""
         rotate_(heads, self.positions, self.table)
+
+
+def inverse_frequencies(
+    config: Any, num_positions: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
+    the number.
+
+    Args:
+        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
+    """
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        return frequencies, scale
+    turned = rotary_dim(config, head_dim)
+    exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
 class DecoderLayer(nn.Module):
@@ -211,19 +224,14 @@ class VocabularyShard(NamedTuple):
 
 
 class DiffusionDecoder(nn.Module):
-    """Embedding, layers, final norm and head; subclasses say where a checkpoint keeps each of them."""
+    """Embedding, layers, final norm and head; a subclass for each family of checkpoints."""
 
-    modules_outside_layers: ClassVar[dict[str, str]]
-    """Names of a checkpoint's modules outside the layers, and of ours."""
-    layer_prefix: ClassVar[str]
-    """Prefix of a checkpoint's tensor names in layers; the number of the layer follows."""
-    modules_in_layer: ClassVar[dict[str, tuple[str, Shard]]]
-    """Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+    names: ClassVar[TensorNames] = TRANSFORMERS_NAMES
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
     """Read by vLLM; see ``names.py``."""
 
     def __init_subclass__(cls) -> None:
-        cls.packed_modules_mapping = packed_modules(cls.modules_in_layer)
+        cls.packed_modules_mapping = packed_modules(cls.names.in_layer)
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
@@ -253,14 +261,13 @@ class DiffusionDecoder(nn.Module):
         self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                self.shape, number, quant_config, prefixes(self.modules_in_layer, f"{self.layer_prefix}.{number}")
+                self.shape, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
             )
             for number in range(self.shape.num_layers)
         )
         self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
-        head = next(name for name, ours in self.modules_outside_layers.items() if ours == "lm_head")
         sizes = self.shape.vocab_size, self.shape.hidden_size
-        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=head)
+        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=self.names.head)
         if self.shape.tied_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -272,14 +279,17 @@ class DiffusionDecoder(nn.Module):
     @classmethod
     def locate(cls, tensor_name: str) -> tuple[str, Shard]:
         """Parameter of this module, and shard of it, that a checkpoint's tensor fills."""
-        module, _, kind = tensor_name.rpartition(".")
-        match = re.fullmatch(rf"{re.escape(cls.layer_prefix)}\.(\d+)\.(.+)", module)
+        names, (module, _, kind) = cls.names, tensor_name.rpartition(".")
+        match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
         if match is None:
-            return f"{cls.modules_outside_layers.get(module, module)}.{kind}", None
+            ours = {names.embedding: "embedding", names.final_norm: "final_norm", names.head: "lm_head"}
+            return f"{ours.get(module, module)}.{kind}", None
         layer, inner = match.groups()
         if (of_expert := expert_shard(inner, kind)) is not None:
             return f"layers.{layer}.{of_expert[0]}", of_expert[1]
-        part, shard = cls.modules_in_layer.get(inner, (inner, None))
+        if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
+            return f"layers.{layer}.mlp.expert_bias", None
+        part, shard = names.in_layer.get(inner, (inner, None))
         return f"layers.{layer}.{part}.{kind}", shard
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -329,8 +339,15 @@ class DiffusionDecoder(nn.Module):
             self,
             weights,
             self.locate,
-            modules=self.modules_in_layer,
+            modules=self.names.in_layer,
             experts=self.shape.experts,
             ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
             whole=not self.takes_parts,
         )
+
+
+MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
+    architecture: type(architecture, (DiffusionDecoder,), {"names": family.names, "__module__": __name__})
+    for architecture, family in FAMILIES.items()
+}
+"""By the architecture that a checkpoint names."""

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Replic
 from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.kernels.vllm_operators import silu_and_mul
-from dllm_engine.model_executor.models.configs import ExpertGroups, ExpertShape
+from dllm_engine.model_executor.models.config_keys import ExpertGroups, ExpertShape
 
 
 class GatedMLP(nn.Module):

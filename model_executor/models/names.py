@@ -5,15 +5,12 @@ beside those of the modules that fill it, which ``packed_modules_mapping`` lists
 config (what to ignore, regular expressions, settings by module) apply as they were written for the released names.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from dllm_engine.model_executor.models.configs import ExpertShape
+from dllm_engine.families import NamedModules, Shard
+from dllm_engine.model_executor.models.config_keys import ExpertShape
 from dllm_engine.model_executor.models.mlp import expert_shards
 
-Shard = str | int | tuple[str, int] | None
-"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
-NamedModules = Mapping[str, tuple[str, Shard]]
-"""Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
 PrefixOf = Callable[[str], str]
 """The name that quantization methods know a module of a layer by, from ours (``mlp.down_proj``)."""
 

@@ -74,7 +74,7 @@ def _fit(
     block_length, steps, positions, before = options.block_length, options.steps, gen_length, 0
     if family.attention == "block_causal":
         block_length = block_length or family.block_length_of(gen_length)
-        positions += -(prompt_length + gen_length) % block_length
+        positions += -(prompt_length + gen_length) % block_length * family.whole_blocks
         before = prompt_length % block_length
     elif own.block_length is None:
         block_length = min(block_length or family.block_length_of(gen_length), gen_length)
@@ -284,6 +284,7 @@ def resolve_decoding(
         block_steps=decides.steps_per_block if scheduled else None,
         schedule=family.schedule,
         attention=family.attention,
+        whole_blocks=family.whole_blocks,
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,

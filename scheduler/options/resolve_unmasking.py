@@ -61,7 +61,7 @@ def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str,
         raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
     if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
         rule = rule._replace(kind="strict_entropy_threshold")
-    if rule.kind == "threshold" and family.attention == "block_causal":
+    if rule.kind == "threshold" and family.attention == "block_causal" and family.whole_blocks:
         rule = rule._replace(kind="exceeded_threshold")  # as SDAR's and LLaDA2's code
     measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
     suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]

@@ -285,9 +285,13 @@ def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides, 
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=guide, cache_method=cache_method)
 
 
-def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
-    with pytest.raises(ValueError, match="'gpt2' cannot guide; guides are Qwen2ForCausalLM, LlamaForCausalLM"):
+@pytest.mark.parametrize(
+    ("model_type", "architecture"), [("gpt2", "GPT2LMHeadModel"), ("llama", "StableDiffcoderForCausalLM")]
+)
+def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path, model_type, architecture):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}", "architectures": ["{architecture}"]}}')
+    named = rf"\['{architecture}'\], model_type='{model_type}' cannot guide; guides are Qwen2ForCausalLM, LlamaFor"
+    with pytest.raises(ValueError, match=named):
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
 
 

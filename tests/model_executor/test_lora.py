@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor.adapters.lora import LoraAdapter
+from dllm_engine.model_executor.loading.lora import LoraAdapter
 from tests.model_executor.models.test_loading import refuse
 from tests.support.engines import generate, runner_of, start_engine
 from tests.support.tiny_checkpoints import write_adapter, write_llada

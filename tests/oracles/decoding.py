@@ -29,7 +29,8 @@ Readings where the papers leave room:
   that of this token, and a margin what it is ahead of the best other by.
 * Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
   response's length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. A confidence
-  of ``threshold`` itself is not enough.
+  of ``threshold`` itself is not enough. All of this differs in Stable-DiffCoder: its last block ends with the
+  response, steps share a block's masks, and a confidence of ``threshold`` itself is enough.
 * What is added to logits (``logit_bias``, and −∞ for end tokens by ``min_tokens`` and ``logits_eos_inf``) is added
   before all else. A constraint takes what has a logit of −∞ where nothing else is accepted, but no end token before
   ``min_tokens``.
@@ -176,7 +177,8 @@ class Decoding:
         behind = 0
         if self.by_blocks:
             before -= before % self.block_length
-            behind, self.early_stop = -(start + self.gen_length) % self.block_length, False
+            self.early_stop = False
+            behind = -(start + self.gen_length) % self.block_length if self.model.whole_blocks else 0
         template = self.template = self.response_template or [None] * self.gen_length
         given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
         self.last_given = max(given, default=0)
@@ -198,7 +200,7 @@ class Decoding:
         """Whether blocks have no number of steps."""
         self.dream_sampler = self.model.is_dream
         """Whether a pass fills by Dream's schedule and begins a block with its first position."""
-        self.strict = self.by_blocks
+        self.strict = whole = self.by_blocks and self.model.whole_blocks
         """Whether a confidence of ``threshold`` itself is not enough."""
         self.plain_constraint = self.constraint and PlainConstraint(self.constraint, self.stop_token_ids)
         self.cut = self.length
@@ -218,8 +220,8 @@ class Decoding:
         if self.entropy_budget is not None:
             self.steps_per_block = None
         if self.steps_per_block:
-            sizes = [self.block_length] * len(sizes) if self.by_blocks else sizes
-            self.masks_of = sizes if self.by_blocks else self.masks_of
+            sizes = [self.block_length] * len(sizes) if whole else sizes
+            self.masks_of = sizes if whole else self.masks_of
             self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
             self.steps_of = [math.ceil(masks / self.tokens_per_step) for masks in self.masks_of]

@@ -31,7 +31,7 @@ PARTS = {
     "shared.up": ("", "shared_expert.up_proj"),
     "shared.down": ("", "shared_expert.down_proj"),
 }
-"""Parts of a layer: their names in LLaDA's checkpoints, and in Dream's, LLaDA-MoE's, SDAR's and SDAR-MoE's."""
+"""Parts of a layer: their names in LLaDA's checkpoints, and in those of the other families."""
 LLADA2_PARTS = {
     "out": "attention.dense",
     "q_norm": "attention.query_layernorm",
@@ -94,9 +94,10 @@ class PlainModel:
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
             tensors.update({name: tensor.float() for name, tensor in load_file(file).items()})
-        self.is_dream, is_llada2 = c["model_type"] == "Dream", c["model_type"] == "llada2_moe"
+        self.is_dream, is_llada2 = c["architectures"] == ["DreamModel"], c["model_type"] == "llada2_moe"
         self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
+        self.whole_blocks = c["architectures"] != ["StableDiffcoderForCausalLM"]
         self.mask = c["mask_token_id"]
         self.end_tokens, self.turn_ends = (c["eos_token_id"],), ()
         transformers_names = "hidden_size" in c

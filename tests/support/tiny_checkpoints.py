@@ -38,6 +38,11 @@ LLADA_MOE_CONFIG |= {"attention_bias": False, "clip_qkv": None}
 SDAR_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
 SDAR_CONFIG |= {"head_dim": 24, "intermediate_size": 112}  # heads need not fill the hidden size
 SDAR_CONFIG |= {"rope_theta": 1000000, "attention_bias": False}
+DREAM_REASONER_CONFIG = SDAR_CONFIG | {"architectures": ["DreamForCausalLM"], "model_type": "Dream", "block_size": 8}
+ILLADA_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["ILLaDAForCausalLM"], "model_type": "illada"}
+ILLADA_CONFIG |= {"intermediate_size": 112, "rope_theta": 500000.0, "tie_word_embeddings": True, "mlp_bias": False}
+STABLE_DIFFCODER_CONFIG = ILLADA_CONFIG | {"architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"}
+STABLE_DIFFCODER_CONFIG |= {"block_size": 4, "tie_word_embeddings": False}
 SDAR_MOE_CONFIG = SDAR_CONFIG | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}
 SDAR_MOE_CONFIG |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 SDAR_MOE_CONFIG |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -93,10 +98,10 @@ def _other_tensors(c: Config, draw: "_Draw") -> Tensors:
         else:
             for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
                 t[f"{p}self_attn.{name}.weight"] = draw.linear(rows * head_dim, d)
-                if c["model_type"] == "Dream":
+                if c["architectures"] == ["DreamModel"]:
                     t[f"{p}self_attn.{name}.bias"] = draw.bias(rows * head_dim)
             t[p + "self_attn.o_proj.weight"] = draw.linear(d, heads * head_dim)
-        if c.get("use_qk_norm", c.get("qk_layernorm", c["model_type"].startswith("sdar"))):
+        if c.get("use_qk_norm", c.get("qk_layernorm", c["architectures"][0].startswith(("SDAR", "DreamFor")))):
             names = ("attention.query_layer", "attention.key_layer") if is_llada2 else ("self_attn.q_", "self_attn.k_")
             t |= {f"{p}{name}norm.weight": draw.norm(head_dim) for name in names}
         if not _has_experts(c, i):
@@ -151,6 +156,9 @@ def _write(
 
 write_llada = partial(_write, LLADA_CONFIG)
 write_dream = partial(_write, DREAM_CONFIG)
+write_illada = partial(_write, ILLADA_CONFIG)
+write_dream_reasoner = partial(_write, DREAM_REASONER_CONFIG)
+write_stable_diffcoder = partial(_write, STABLE_DIFFCODER_CONFIG)
 write_llada_moe = partial(_write, LLADA_MOE_CONFIG)
 write_sdar = partial(_write, SDAR_CONFIG)
 write_sdar_moe = partial(_write, SDAR_MOE_CONFIG)

@@ -34,6 +34,9 @@ SAMPLED_SETTINGS = {
     "llada, random": {"gen_length": 18, "block_length": 8, "steps": 10, "unmasking": "random", "temperature": 1.0},
     "dream, origin": {"gen_length": 16, "block_length": 16, "steps": 9, "unmasking": "origin", "temperature": 0.7},
     "sdar": {"gen_length": 18, "block_length": 8, "steps_per_block": 3, "temperature": 1.0},
+    "illada": {"gen_length": 18, "block_length": 8, "steps": 14, "temperature": 1.0},
+    "dream_reasoner": {"gen_length": 18, "block_length": 8, "steps_per_block": 5, "temperature": 1.0},
+    "stable_diffcoder": {"gen_length": 18, "block_length": 8, "steps_per_block": 3, "temperature": 1.0},
     "sdar, filters": {
         "gen_length": 10, "block_length": 4, "threshold": 0.5, "temperature": 0.8, "top_p": 0.9, "top_k": 7,
     },
@@ -45,10 +48,9 @@ CONSTRAINT = random_automaton(random.Random(0), tiny_checkpoints.VOCAB_SIZE, {ti
 
 @pytest.mark.parametrize("constraint", [{}, {"constraint": CONSTRAINT.packed}], ids=["free", "constrained"])
 @pytest.mark.parametrize("name", SAMPLED_SETTINGS)
-def test_sampling(engines, tiny_llada, tiny_dream, unsure_dream, tiny_sdar, name, constraint):
+def test_sampling(engines, request, name, constraint):
     """Two prompts of different lengths in one batch: tokens and order."""
-    folders = {"llada": tiny_llada, "dream": tiny_dream, "sdar": tiny_sdar, "dream, filters": unsure_dream}
-    folder = folders.get(name) or folders[name.split(",")[0]]
+    folder = request.getfixturevalue({"dream, filters": "unsure_dream"}.get(name, f"tiny_{name.split(',')[0]}"))
     settings, expected = SAMPLED_SETTINGS[name] | constraint | {"seed": 17}, dict[int, Decoding]()
     tokens, order = noise_of(17, tiny_checkpoints.VOCAB_SIZE)
     for prompt in PROMPTS:

@@ -7,9 +7,9 @@ import pytest
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import demo_model_path
-from dllm_engine.model_executor.adapters.lora import LoraAdapter
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.loading.file_kinds import check_files
+from dllm_engine.model_executor.loading.lora import LoraAdapter
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 

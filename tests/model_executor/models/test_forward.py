@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 
 from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
@@ -87,6 +88,9 @@ LAYOUTS = {
             "partial_rotary_factor": 1.0,
         },
     ),
+    "illada": (tiny_checkpoints.write_illada, {}),
+    "dream_reasoner": (tiny_checkpoints.write_dream_reasoner, {}),
+    "stable_diffcoder": (tiny_checkpoints.write_stable_diffcoder, {}),
     "dream": (tiny_checkpoints.write_dream, {}),
     "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
     "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
@@ -106,33 +110,41 @@ def test_logits_of_each_checkpoint_layout(engines, tmp_path, layout, files):
     assert_close(dense_logits(engines(folder), ids, block_length=plain.block_length)[0], plain.logits(ids))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"norm_topk_prob": False, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
+SAME_IN_TRANSFORMERS = {
+    "sdar_moe": (*QWEN3_MOE, {}),
+    "sdar_moe plain": (*QWEN3_MOE, {"norm_topk_prob": False, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "sdar_moe dense": (
+        *QWEN3_MOE,
         {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "block_size": 8},
-    ],
-    ids=str,
-)
-@torch.inference_mode()
-def test_sdar_moe_is_qwen3_moe_of_transformers_with_attention_by_blocks(engines, tmp_path, config):
-    from transformers import Qwen3MoeForCausalLM
+    ),
+    "illada": ("llama", "LlamaForCausalLM", {}),
+    "dream_reasoner": ("qwen3", "Qwen3ForCausalLM", {}),
+    "stable_diffcoder": ("llama", "LlamaForCausalLM", {}),
+}
+"""Models of transformers with the same blocks; where attention goes by blocks, their mask says so."""
 
-    folder = tiny_checkpoints.write_sdar_moe(tmp_path / "model", seed=3, **config)
+
+@pytest.mark.parametrize("name", SAME_IN_TRANSFORMERS)
+@torch.inference_mode()
+def test_logits_are_those_of_transformers_models_with_the_same_blocks(engines, tmp_path, name):
+    model_type, architecture, config = SAME_IN_TRANSFORMERS[name]
+    folder = getattr(tiny_checkpoints, f"write_{name.split()[0]}")(tmp_path / "model", seed=3, **config)
     stated = json.loads((folder / "config.json").read_text())
-    qwen3 = shutil.copytree(folder, tmp_path / "qwen3")
-    same = stated | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    (qwen3 / "config.json").write_text(json.dumps(same))
-    model, found = Qwen3MoeForCausalLM.from_pretrained(
-        qwen3, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    (theirs / "config.json").write_text(
+        json.dumps(stated | {"model_type": model_type, "architectures": [architecture]})
     )
-    assert not any(found.values()), found
+    model, report = getattr(transformers, architecture).from_pretrained(
+        theirs, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values()), report
     ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (42,), generator=torch.Generator().manual_seed(1))
-    blocks = torch.arange(42) // stated["block_size"]
+    block_length = stated.get("block_size")
+    blocks = torch.arange(42) // (block_length or 42)
     behind = torch.zeros(42, 42).masked_fill(blocks > blocks[:, None], -torch.inf)
     expected = model(ids[None], attention_mask=behind[None, None]).logits[0]
-    assert_close(dense_logits(engines(folder), ids.tolist(), block_length=stated["block_size"])[0], expected)
+    assert_close(dense_logits(engines(folder), ids.tolist(), block_length=block_length)[0], expected)
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -147,7 +159,7 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
 
 
 @pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "sdar_moe", "llada2"])
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "stable_diffcoder", "llada2"])
 def test_half_precision_generates_a_full_response(engines, request, family, served):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
     tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.models.configs import DreamConfig, LLaDAConfig, LLaDAMoEConfig
+from dllm_engine.model_executor.loading.parameters import is_finite
+from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
@@ -107,6 +108,22 @@ def test_unknown_misshapen_and_infinite_tensors_are_named(tmp_path, family, name
     refuse(write(tmp_path, edit=lambda tensors: tensors.update({name: edited(tensors.get(name))})), name, fragment)
 
 
+def test_a_tensor_that_comes_twice_is_named(tmp_path):
+    folder = tiny_checkpoints.write_llada(tmp_path)
+    (folder / "copy.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    refuse(folder, "attn_norm.weight' comes twice")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2], ids=str)
+def test_one_number_that_is_none_is_seen(dtype, value):
+    tensor = torch.ones(3, 1000).to(dtype)
+    assert is_finite(tensor)
+    tensor[1, 77] = value
+    assert not is_finite(tensor)
+    assert is_finite(torch.zeros(0))
+
+
 def test_experts_of_a_width_without_a_kernel_are_named(tmp_path):
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
     folder = tiny_checkpoints.write_llada_moe(tmp_path, hidden_size=48, **heads)
@@ -142,16 +159,19 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
 # Configuration
 
 
+LLADA, LLADA_MOE, DREAM = (CONFIG_CLASSES[name] for name in ("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"))
+
+
 def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
-    config = LLaDAConfig(d_model=64, n_heads=4, mlp_ratio=3)
+    config = LLADA(d_model=64, n_heads=4, mlp_ratio=3)
     assert config.num_key_value_heads == 4
     assert config.intermediate_size == 192
 
 
 def test_released_vocabulary_knows_its_end_of_turn():
-    assert (LLaDAMoEConfig().mask_token_id, LLaDAMoEConfig().eos_token_id) == (156_895, 156_892)
-    assert LLaDAMoEConfig(vocab_size=150).mask_token_id is None
-    assert LLaDAConfig().end_of_turn_token_id == 126_348
-    assert LLaDAConfig(vocab_size=150).end_of_turn_token_id is None
-    assert DreamConfig().end_of_turn_token_id == 151_645
-    assert DreamConfig(vocab_size=150, end_of_turn_token_id=7).end_of_turn_token_id == 7
+    assert (LLADA_MOE().mask_token_id, LLADA_MOE().eos_token_id) == (156_895, 156_892)
+    assert LLADA_MOE(vocab_size=150).mask_token_id is None
+    assert LLADA().end_of_turn_token_id == 126_348
+    assert LLADA(vocab_size=150).end_of_turn_token_id is None
+    assert DREAM().end_of_turn_token_id == 151_645
+    assert DREAM(vocab_size=150, end_of_turn_token_id=7).end_of_turn_token_id == 7

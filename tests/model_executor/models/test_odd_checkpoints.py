@@ -17,6 +17,8 @@ from tests.support.engines import start_engine, tokens_of
 
 LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
 SDAR_MOE, LLADA2 = tiny_checkpoints.SDAR_MOE_CONFIG, tiny_checkpoints.LLADA2_CONFIG
+ILLADA, REASONER = tiny_checkpoints.ILLADA_CONFIG, tiny_checkpoints.DREAM_REASONER_CONFIG
+CODER = tiny_checkpoints.STABLE_DIFFCODER_CONFIG
 INDEX = "model.safetensors.index.json"
 
 
@@ -85,9 +87,17 @@ def test_a_value_that_makes_no_sense_is_named_with_its_key(config, stated):
         (SDAR_MOE | {"architectures": ["SDARForCausalLM"]}, "goes with the architecture 'SDARMoeForCausalLM'"),
         (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future=1, sliding_window=8: not known of LLaDA-MoE"),
         (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
-        (LLADA | {"model_type": "llama"}, "model_type='llama' is not a supported"),
+        (LLADA | {"model_type": "llama"}, "LLaDAModelLM goes with model_type='llada'"),
+        (
+            DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "model_type='llama' is not a supported",
+        ),
+        (DREAM | {"architectures": ["DreamLM"]}, "goes with the architecture 'DreamModel' or 'DreamForCausalLM'"),
+        (REASONER | {"model_type": "dream"}, "DreamForCausalLM goes with model_type='Dream'; supported: "),
+        (CODER | {"model_type": "seed"}, "StableDiffcoderForCausalLM goes with model_type='llama'; supported: "),
+        (ILLADA | {"architectures": ["LLaDAModelLM"]}, "model_type='illada' goes with the architecture 'ILLaDAFor"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
-        ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), DreamModel (Dream)"),
+        ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), ILLaDAForCausalLM (iLLaDA)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -104,6 +114,9 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
         (MOE, {"hidden_act": "gelu", "partial_rotary_factor": 0.5, "attention_bias": True, "clip_qkv": 8.0}),
         (MOE, {"norm_topk_prob": True, "moe_router_score_function": "sigmoid", "routed_scaling_factor": 2.5}),
         (SDAR_MOE, {"hidden_act": "gelu", "attention_bias": True}),
+        (ILLADA, {"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True, "head_dim": 15}),
+        (CODER, {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.5}),
+        (REASONER, {"attention_bias": True, "use_sliding_window": True, "qk_layernorm": False}),
         (LLADA, {"layer_norm_with_affine": False, "bias_for_layer_norm": True, "multi_query_attention": True}),
         (LLADA, {"block_group_size": 2, "rope_full_precision": False}),
         (DREAM, {"hidden_act": "gelu", "use_sliding_window": True, "use_mrope": True, "attention_bias": False}),

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
-from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG
+from dllm_engine.plugin import register
+from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG, write_stable_diffcoder
 
 
 def auto_map(module: str, *classes: str) -> dict[str, Any]:
@@ -82,12 +84,33 @@ LLADA2 |= {"use_qk_norm": True, "use_rmsnorm": True, "using_split_qkv_in_self_at
 MINI = {"hidden_size": 2048, "intermediate_size": 5120, "moe_intermediate_size": 512, "num_hidden_layers": 20}
 FLASH = {"hidden_size": 4096, "intermediate_size": 9216, "moe_intermediate_size": 1024, "num_hidden_layers": 32}
 
+DREAM_REASONER = SDAR | {"architectures": ["DreamForCausalLM"], "model_type": "Dream", "block_size": 32}
+DREAM_REASONER |= {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
+DREAM_REASONER |= {"tie_word_embeddings": False, "mask_token_id": 151_669, "eos_token_id": 151_645}
+for own in ("debug", "ep_size", "fuse_cross_entropy", "micro_forward", "skip_checkpoint", "use_deepep"):
+    del DREAM_REASONER[own]
+
+STABLE_DIFFCODER = COMMON | dropped("attention") | {"hidden_act": "silu", "initializer_range": 0.02, "mlp_bias": False}
+STABLE_DIFFCODER |= {"architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama", "attention_bias": False}
+STABLE_DIFFCODER |= {"bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2, "hidden_size": 4096, "head_dim": 128}
+STABLE_DIFFCODER |= {"intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
+STABLE_DIFFCODER |= {"num_key_value_heads": 8, "max_position_embeddings": 8192, "rms_norm_eps": 1e-06}
+STABLE_DIFFCODER |= {"pretraining_tp": 1, "rope_scaling": None, "rope_theta": 500_000.0, "vocab_size": 155_136}
+STABLE_DIFFCODER |= {"tie_word_embeddings": False}
+ILLADA = {name: value for name, value in STABLE_DIFFCODER.items() if name not in ("pretraining_tp", "head_dim")}
+ILLADA |= {"architectures": ["ILLaDAForCausalLM"], "model_type": "illada", "layer_norm_eps": None, "resid_pdrop": 0.0}
+ILLADA |= {"tie_word_embeddings": True}
+
 RELEASED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"), LLADA),
     **dict.fromkeys([f"inclusionAI/LLaDA-MoE-7B-A1B-{kind}" for kind in ("Base", "Instruct")], LLADA_MOE),
     **dict.fromkeys([f"Dream-org/Dream-v0-{kind}-7B" for kind in ("Base", "Instruct")], DREAM),
     "Dream-org/Dream-Coder-v0-Instruct-7B": DREAM | {"use_mrope": False},
     "apple/DiffuCoder-7B-Instruct": DREAM | {"use_mrope": False, "sliding_window": 131_072},
+    "Dream-org/DreamReasoner-8B": DREAM_REASONER,
+    "ByteDance-Seed/Stable-DiffCoder-8B-Instruct": STABLE_DIFFCODER,
+    "GSAI-ML/iLLaDA-8B-Base": ILLADA,
+    "Gen-Verse/TraDo-4B-Instruct": sdar(2560, 9728, 36, 32, tied=True),
     "JetLM/SDAR-1.7B-Chat": sdar(2048, 6144, 28, 16, tied=True),
     "JetLM/SDAR-4B-Chat-b16": sdar(2560, 9728, 36, 32),
     "JetLM/SDAR-8B-Chat": sdar(4096, 12_288, 36, 32),
@@ -96,6 +119,9 @@ RELEASED: dict[str, dict[str, Any]] = {
     "inclusionAI/LLaDA2.0-flash": LLADA2 | FLASH | {"num_attention_heads": 32},
 }
 BLOCK_SIZES = {"JetLM/SDAR-4B-Chat-b16": 16, "JetLM/SDAR-30B-A3B-Chat-b32": 32, "JetLM/SDAR-8B-Chat": 4}
+BLOCK_SIZES |= {"Dream-org/DreamReasoner-8B": 32, "ByteDance-Seed/Stable-DiffCoder-8B-Instruct": 4}
+MASKS = {"Dream-org/DreamReasoner-8B": 151_669, "ByteDance-Seed/Stable-DiffCoder-8B-Instruct": 5}
+MASKS |= {"GSAI-ML/iLLaDA-8B-Base": 5, "Gen-Verse/TraDo-4B-Instruct": 151_669}
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -106,7 +132,7 @@ def test_released_configs_are_read_whole(name):
     assert getattr(read, "block_size", None) == BLOCK_SIZES.get(name, getattr(read, "block_size", None))
     for key in read.schema.model_fields.keys() & stated.keys() - {"torch_dtype", "rope_scaling"}:
         assert stated[key] is None or getattr(read, key) == stated[key]
-    assert read.mask_token_id is not None
+    assert read.mask_token_id == MASKS.get(name, read.mask_token_id) is not None
     # As transformers 5 saves it: RoPE in a table, the type of weights by its new name.
     new = {key: value for key, value in stated.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": stated["rope_theta"]}}
@@ -146,3 +172,12 @@ def test_models_that_decode_otherwise_are_known_by_their_names(config, name, mes
 def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model():
     stated = {"temperature": 0.2, "top_p": 0.95, "max_length": 2048, "is_encoder_decoder": False}
     assert parse_config(LLADA_CONFIG | stated, "folder").to_dict() == parse_config(LLADA_CONFIG, "folder").to_dict()
+
+
+def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_path):
+    register()
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is LlamaConfig
+    assert type(CONFIG_MAPPING["llama"](hidden_size=64)) is LlamaConfig, "as a part of another model's config"
+    write_stable_diffcoder(tmp_path)
+    assert type(AutoConfig.from_pretrained(tmp_path)) is CONFIG_CLASSES["StableDiffcoderForCausalLM"]

@@ -1,16 +1,14 @@
-"""RoPE as configs state it, in every family and spelling, against a plain version and vLLM's."""
+"""RoPE as configs state it, in every family and spelling, against a plain version."""
 
 import json
 from typing import Any
 
 import pytest
 import torch
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from dllm_engine.kernels.rotary import rotary_table
 from dllm_engine.model_executor.models.configs import Config, parse_config
-from dllm_engine.model_executor.models.rope import inverse_frequencies
+from dllm_engine.model_executor.models.decoder import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 from tests.model_executor.models.test_forward import assert_close, dense_logits
 from tests.oracles.models import PlainModel, rope_speeds
@@ -23,6 +21,7 @@ WRITERS = {
     "Dream": tiny_checkpoints.write_dream,
     "SDAR": tiny_checkpoints.write_sdar,
     "SDAR-MoE": tiny_checkpoints.write_sdar_moe,
+    "iLLaDA": tiny_checkpoints.write_illada,
     "LLaDA2": tiny_checkpoints.write_llada2,
 }
 CONFIGS: dict[str, dict[str, Any]] = {family: writer.args[0] for family, writer in WRITERS.items()}
@@ -32,13 +31,10 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "dynamic": {"factor": 3},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 40},
 }
-YARNS: list[dict[str, Any]] = [
-    {},
-    {"attention_factor": 1.7},
-    {"beta_fast": 8, "beta_slow": 2.0},
-    {"truncate": False},
-    {"mscale": 1.2, "mscale_all_dim": 0.7},
-]
+YARNS = [{"attention_factor": 1.7}, {"beta_fast": 8, "beta_slow": 2.0}, {"truncate": False}]
+YARNS += [{"mscale": 1.2, "mscale_all_dim": 0.7}]
+CASES = [(family, kind, {}) for family in CONFIGS for kind in SCALINGS]
+CASES += [(family, "yarn", more) for family in ("LLaDA", "LLaDA2") for more in YARNS]
 
 
 def spellings(kind: str, base: float, **more: Any) -> dict[str, dict[str, Any]]:
@@ -73,42 +69,15 @@ def plain_table(stated: dict[str, Any], num_positions: int, width: int) -> torch
     return (torch.cat((angles.cos(), angles.sin()), dim=-1) * scale).float()
 
 
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("family", CONFIGS)
-def test_each_spelling_means_the_same(family, kind):
-    for keys in spellings(kind, 50_000.0).values():
+@pytest.mark.parametrize(("family", "kind", "more"), CASES)
+def test_each_spelling_means_the_same(family, kind, more):
+    for keys in spellings(kind, 50_000.0, **more).values():
         config = parse_config(stating(family, keys), "folder")
         width = int(head_dim_of(config) * (0.5 if family == "LLaDA2" else 1))
-        torch.testing.assert_close(
-            table_of(config, 300), plain_table(config.to_dict() | keys, 300, width), atol=2e-5, rtol=0
-        )
+        expected = plain_table(config.to_dict() | keys, 300, width)
+        torch.testing.assert_close(table_of(config, 300), expected, atol=2e-5, rtol=0)
         assert (config.rope_theta, config.rope_parameters["rope_type"]) == (50_000.0, kind)
-        longest = {"linear": 640, "dynamic": 768}.get(kind, 256)
-        assert config.longest_sequence == longest
-
-
-@pytest.mark.parametrize("more", YARNS, ids=str)
-@pytest.mark.parametrize("family", ["LLaDA", "LLaDA2"])
-def test_yarns_own_settings(family, more):
-    for keys in spellings("yarn", 10_000.0, **more).values():
-        config = parse_config(stating(family, keys), "folder")
-        width = int(head_dim_of(config) * (0.5 if family == "LLaDA2" else 1))
-        torch.testing.assert_close(
-            table_of(config, 160), plain_table(config.to_dict() | keys, 160, width), atol=1e-5, rtol=0
-        )
-
-
-@pytest.mark.parametrize("kind", SCALINGS)
-@pytest.mark.parametrize("family", CONFIGS)
-def test_tables_are_vllms(family, kind):
-    config = parse_config(stating(family, spellings(kind, 50_000.0)["rope_parameters"]), "folder")
-    # vLLM counts positions before linear scaling, and takes the length that NTK's base depends on for the trained one.
-    rows = {"linear": 100, "default": 250}.get(kind, 300)
-    stated = config.rope_parameters | ({"max_trained_positions": 256} if kind == "dynamic" else {})
-    with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(head_dim_of(config), rows, rope_parameters=stated, dtype=torch.float32)
-    theirs = rope.cos_sin_cache
-    torch.testing.assert_close(table_of(config, 300)[: len(theirs)], theirs[:300], atol=2e-5, rtol=0)
+        assert config.longest_sequence == {"linear": 640, "dynamic": 768}.get(kind, 256)
 
 
 @pytest.mark.parametrize("kind", SCALINGS)

@@ -1,1 +1,0 @@
-"""Adapters: additions to a checkpoint's weights while they are loaded."""
