@@ -21,7 +21,7 @@ from tqdm import tqdm
 from dllm_engine.batch.files import InputLine, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines
 from dllm_engine.cli.arguments import positive_int
-from dllm_engine.cli.engine import add_cache_arguments, add_decoding_arguments, decoding_options, engine_options
+from dllm_engine.cli.engine import DECODING, add_cache_arguments, add_decoding_arguments, engine_options, given
 
 
 class Replica:
@@ -58,7 +58,7 @@ def main() -> int:
     add_cache_arguments(parser)
     add_decoding_arguments(parser)
     args = parser.parse_args()
-    options, decoding = engine_options(args), decoding_options(args)
+    options, decoding = engine_options(args), given(args, DECODING)
     lines = read_input(args.input)
     with ResultFile(args.output, lines, settings_digest({"model": args.model, **options, **decoding})) as results:
         local = {} if "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
