@@ -92,7 +92,9 @@ def accepted(llm, ways):
     found = []
     for way in ways:
         with suppress(InvalidRequestError):
-            llm._resolve(params(**way), len(BAD))
+            llm.llm_engine.input_processor.process_inputs(
+                "x", {"prompt_token_ids": BAD, "type": "token"}, params(**way), ("generate",)
+            )
             found.append(way)
     return found
 
