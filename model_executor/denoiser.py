@@ -8,8 +8,7 @@ import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates, Candidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.cuda_graphs import StepGraphs
-from dllm_engine.model_executor.filling import CHOSEN, Filled, StepOutcome, fill, fill_inputs, fill_work, outcomes_of
+from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
@@ -18,6 +17,15 @@ from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, constrained_rows
+from dllm_engine.model_executor.unmasking.filling import (
+    CHOSEN,
+    Filled,
+    StepOutcome,
+    fill,
+    fill_inputs,
+    fill_work,
+    outcomes_of,
+)
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan

@@ -17,16 +17,16 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.families import family_of, model_end_tokens
 from dllm_engine.kernels.attention import use_dense_backend
-from dllm_engine.kernels.dense_backends import choose_backend
+from dllm_engine.kernels.dense_backends import choose_backend, choose_paged_flash
 from dllm_engine.kernels.paged_attention import use_paged_flash
-from dllm_engine.kernels.paged_flash import choose_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.cuda_graphs import Record, StepGraphs
 from dllm_engine.model_executor.denoiser import Denoiser
+from dllm_engine.model_executor.graphs.recording import Record
+from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists
 
-from dllm_engine.model_executor.filling import StepOutcome
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill

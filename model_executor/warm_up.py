@@ -10,17 +10,17 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
 from dllm_engine.families import family_of
-from dllm_engine.model_executor.cuda_graphs import (
+from dllm_engine.model_executor.graphs.forward import ForwardSize
+from dllm_engine.model_executor.graphs.recording import (
     LAUNCHES_BEFORE,
     MAX_ROWS,
     SIZES,
-    ForwardSize,
     GraphRecorder,
     Record,
-    StepGraphs,
     padded,
     padded_requests,
 )
+from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.quiet import progress_line
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
 from dllm_engine.families import FAMILIES, NOT_SUPPORTED, ModelFamily, find_family
-from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys, ExpertShape
+from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
+from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.options import OPTIONS_KEY
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import set_forward_context
@@ -28,10 +27,11 @@ from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, Shard, TensorName
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
+from dllm_engine.model_executor.models.config_keys import ExpertShape
 from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
 from dllm_engine.model_executor.models.names import PrefixOf, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -93,24 +93,6 @@ class RotaryPhases:
     def rotate_(self, heads: torch.Tensor) -> None:
         """Rotate heads ``[num_rows, num_heads, head_dim]`` of the rows to their positions, in place."""
         rotate_(heads, self.positions, self.table)
-
-
-def inverse_frequencies(
-    config: Any, num_positions: int, head_dim: int, device: torch.device
-) -> tuple[torch.Tensor, float]:
-    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
-    the number.
-
-    Args:
-        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
-    """
-    rope = config.rope_parameters
-    if rope["rope_type"] != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
-        return frequencies, scale
-    turned = rotary_dim(config, head_dim)
-    exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
-    return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
 class DecoderLayer(nn.Module):

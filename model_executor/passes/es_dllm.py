@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.features import feature_rows, read_features, write_features
-from dllm_engine.kernels.ordering import top_indices
 from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory

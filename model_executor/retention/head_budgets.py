@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from dllm_engine.kernels.ordering import top_indices
+from dllm_engine.kernels.eviction import top_indices
 
 ADAPTIVE_UNIFORM_SHARE = 0.2
 """Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""

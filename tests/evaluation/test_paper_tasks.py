@@ -16,7 +16,7 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.plans import FULL_METHODS
 
-INSTRUCT = {LLADA: "LLaDA-8B-Instruct", DREAM: "Dream-v0-Instruct-7B"}
+INSTRUCT = {LLADA.name: "LLaDA-8B-Instruct", DREAM.name: "Dream-v0-Instruct-7B"}
 ROWS = [
     (row, family)
     for row in PAPER_TASKS
@@ -79,15 +79,15 @@ def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
     assert (base.decoding["gen_length"], base.with_chat_template) == (256, False)
     assert base.cache_options["dllm_cache"]["response_refresh_interval"] == 6
     row = paper_task("gsm8k", LLADA, "dllm-cache")
-    expected = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), INSTRUCT[DREAM]: (25, 2)}
+    expected = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), INSTRUCT[DREAM.name]: (25, 2)}
     for checkpoint, intervals in expected.items():
         options = harness_task(row, f"models/{checkpoint}", is_base=False).cache_options
         assert tuple(options.get("dllm_cache", {}).values()) == intervals
 
 
-@pytest.mark.parametrize("family", INSTRUCT)
+@pytest.mark.parametrize("family", [LLADA, DREAM], ids=lambda family: family.name)
 def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family):
-    task = harness_task(paper_task("gsm8k", family, "freecache"), INSTRUCT[family], is_base=False)
+    task = harness_task(paper_task("gsm8k", family, "freecache"), INSTRUCT[family.name], is_base=False)
     assert task.cache_options == {"freecache": {"cache_block_length": 256}}
     for decoding in (task.decoding, {k: task.guided[k] for k in ("gen_length", "block_length")}):
         method, spec = spec_of(decoding, family, "freecache", **task.cache_options["freecache"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from dllm_engine.kernels.ordering import top_indices
+from dllm_engine.kernels.eviction import top_indices
 
 
 class OnGpu(torch.Tensor):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor.cuda_graphs import padded, padded_requests
+from dllm_engine.model_executor.graphs.recording import padded, padded_requests
 from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
@@ -202,7 +202,7 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
 def few_rows(monkeypatch):
     """Graphs have at most 16 rows, and launching takes as long as 8."""
     for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
-        monkeypatch.setattr(f"dllm_engine.model_executor.cuda_graphs.{name}", value)
+        monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
 
 
 def test_long_steps_are_launched(recording, tiny_llada, few_rows):
@@ -222,7 +222,7 @@ def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
 
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
-    monkeypatch.setattr("dllm_engine.model_executor.cuda_graphs.MAX_GRAPHS", 2)
+    monkeypatch.setattr("dllm_engine.model_executor.graphs.recording.MAX_GRAPHS", 2)
     llm, _ = recording(tiny_llada, cache_method="dual")
     assert answers(llm) == expected
     assert forward_sizes(llm) == [(1, 8)]

@@ -1,0 +1,157 @@
+"""Recorded forward passes."""
+
+from typing import NamedTuple
+
+import torch
+
+from dllm_engine.model_executor.batch_tables import KVTables
+from dllm_engine.model_executor.canvas_store import SPARE
+from dllm_engine.model_executor.graphs.recording import Recordable, padded, padded_requests, worth_padding
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.paged import PagedPass
+from dllm_engine.model_executor.step_batch import PaddedRows, StepBatch
+from dllm_engine.model_executor.transfer import on_device
+
+NO_LIMIT = torch.iinfo(torch.int32).max
+
+
+class ForwardSize(NamedTuple):
+    """Key of a forward graph."""
+
+    num_requests: int
+    num_rows: int
+    longest: int
+    """The most rows of one request."""
+    reads: bool
+    """True if requests attend to pages."""
+    overwrites: bool
+    """True if rows are written to pages before attention reads them there."""
+    adds: bool
+    """True if rows are written to pages where no row of the pass reads them."""
+    limited: bool
+    """True if rows have limits."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
+        """The smallest graph for a pass; None: launching takes less time."""
+        sizes, num_rows = [batch.num_rows(i) for i in range(len(batch.plans))], batch.cu_seqlens[-1]
+        rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
+        if rows is None or longest is None or not worth_padding(num_rows, rows):
+            return None
+        if type(layer_pass).__call__ is not LayerPass.__call__ or layer_pass.chooses:
+            return None
+        reads = writes = overwrites = False
+        if isinstance(layer_pass, PagedPass):
+            if type(layer_pass).attend is not PagedPass.attend:
+                return None
+            reads, writes = layer_pass.rows.num_paged_rows > 0, layer_pass.row_slots is not None
+            overwrites = writes and reads and not layer_pass.attend_fresh
+        return cls(padded_requests(len(sizes)), rows, longest, reads, overwrites, writes and not overwrites, limited)
+
+
+class ForwardGraph:
+    """One recorded pass of up to so many requests, which attend to their pages and to their own rows.
+
+    Rows lie at the front. Those behind them, which fill the graph up, are no request's: no attention reaches them.
+    """
+
+    def __init__(self, engine: Recordable, size: ForwardSize) -> None:
+        model, store, pages = engine.model, engine.store, engine.pages
+        num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
+        self.places = torch.full((num_rows,), SPARE, device=device)
+        self.positions = torch.zeros_like(self.places)
+        self.limits = torch.zeros_like(self.places, dtype=torch.int32) if size.limited else None
+        alone = [not size.reads] * num_requests
+        rows = PaddedRows(num_rows, size.longest, alone, device, self.limits)
+        self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
+        self.tokens: KVTables | None = None
+        self.row_slots: torch.Tensor | None = None
+        self.longest, self.max_head_len = size.longest, 0
+        own_pass: LayerPass = DensePass(rows.alone)
+        if pages is not None and (size.reads or size.adds):
+            self.max_head_len = engine.max_pages * pages.page_size
+            table = model.shape.num_layers, num_requests, engine.max_pages
+            head_len = torch.zeros(num_requests, dtype=torch.int32, device=device)
+            tables = torch.zeros(table, dtype=torch.int32, device=device)
+            self.tokens = KVTables(pages, tables, head_len, self.max_head_len)
+            if size.overwrites or size.adds:
+                shape = model.shape.num_layers, num_rows, pages.num_kv_heads
+                self.row_slots = torch.full(shape, -1, device=device)
+            own_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites)
+        self.holds: LayerPass | None = None
+        places, positions = self.places, self.positions
+        self.launch = lambda: model(store.tokens[places], positions, own_pass)
+        self.replay = engine.record(self.launch)
+
+    def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> torch.Tensor:
+        """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
+        if self.holds is not layer_pass:  # else it runs one more step on what the last one left
+            self._take(batch, layer_pass)
+            self.holds = layer_pass
+        hidden: torch.Tensor = self.replay()
+        return hidden[: batch.cu_seqlens[-1]]
+
+    def fill_up(self, page: int) -> int:
+        """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
+        num_requests = self.cu_seqlens.shape[0] - 1
+        rows = torch.arange(self.places.shape[0], device=self.places.device)
+        self.places.fill_(SPARE)
+        self.positions.copy_(rows % 2)  # which every canvas has
+        bounds = (torch.arange(num_requests + 1) * self.longest).clamp(max=len(rows))
+        self.cu_seqlens.copy_(bounds)
+        if self.tokens is not None:
+            self.tokens.tables.fill_(page)
+            self.tokens.set_lengths(self.max_head_len)
+            if self.row_slots is not None:
+                pages = self.tokens.pages
+                slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
+                self.row_slots.fill_(-1)[:, : pages.page_size] = slots
+        if self.limits is not None:
+            self.limits.copy_(self.max_head_len + 1 + rows % 2)
+        self.holds = None
+        return int(bounds[-1])
+
+    def _take(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> None:
+        num_rows, num_requests = batch.cu_seqlens[-1], len(batch.plans)
+        self.places[:num_rows] = batch.places
+        self.positions[:num_rows] = batch.positions
+        bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
+        self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
+        if self.limits is not None:
+            self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits
+        if self.tokens is None or not isinstance(layer_pass, PagedPass):
+            return
+        tokens, slots = layer_pass.tokens, layer_pass.row_slots
+        self.tokens.tables[:, :num_requests, : tokens.tables.shape[2]] = tokens.tables
+        self.tokens.set_lengths(tokens.token_lens)
+        if self.row_slots is not None and slots is not None:
+            self.row_slots[:, :num_rows], self.row_slots[:, num_rows:] = slots, -1
+
+
+class LayoutGraph:
+    """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
+
+    def __init__(self, engine: Recordable, batch: StepBatch, layer_pass: LayerPass) -> None:
+        model, store = engine.model, engine.store
+        self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
+        places, positions = self.inputs
+        self.inputs += layer_pass.graph_inputs()
+        self.holds = layer_pass
+        self.recorded_pass = layer_pass  # whose other tensors the recorded work reads as well
+
+        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return model(store.tokens[places], positions, layer_pass), layer_pass.graph_results()
+
+        # Not launched first: rows are chosen by what the last step has left, which this work replaces.
+        self.replay = engine.record(run, launch_first=False)
+
+    def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
+        """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
+        if self.holds is not layer_pass:
+            torch._foreach_copy_(self.inputs, [batch.places, batch.positions, *layer_pass.graph_inputs()])
+            self.holds = layer_pass
+        hidden: torch.Tensor
+        hidden, results = self.replay()
+        layer_pass.take_results(results)
+        return hidden

@@ -1,0 +1,123 @@
+"""Recording of work on a GPU, the sizes that it is recorded for, and what it reads of an engine."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.distributed.parallel_state import GraphCaptureContext
+
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.page_memory import PageView
+from dllm_engine.model_executor.token_prediction import TokenPredictor
+
+MAX_GRAPHS = 128
+"""Graphs kept of each kind; the least recently replayed one goes first."""
+SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of rows that graphs are recorded for, beside multiples of the last."""
+MAX_ROWS = 4096
+"""The most rows of a graph."""
+HOST_BOUND_ROWS = 1024
+"""Rows that a GPU computes in about the time that launching a pass takes."""
+LAUNCHES_BEFORE = 2
+"""Times that work of a kind is launched before it is recorded, if warm-up has not recorded it."""
+Run = Callable[[], Any]
+
+
+class Record(Protocol):
+    """Records work on tensors that stay where they are."""
+
+    def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
+        """Return a function that does the work of ``run`` again, into the same result.
+
+        ``launch_first``: do the work once before, because kernels are compiled and workspaces allocated by it, which
+        must not happen while recording.
+        """
+
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Graph = TypeVar("_Graph")
+
+
+class GraphRecorder:
+    """``Record`` on a GPU. Its graphs share one memory pool and one stream: no two of them run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.context = GraphCaptureContext(torch.cuda.Stream(device))
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        # vLLM's context: the all-reduces of tensor parallelism have to know.
+        with get_tp_group().graph_capture(self.context):
+            if launch_first:
+                run()
+            with torch.cuda.graph(graph, self.pool, self.context.stream, capture_error_mode="thread_local"):
+                result = run()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+
+class GraphCache(Generic[_Key, _Graph]):
+    """Graphs by what they compute."""
+
+    def __init__(self) -> None:
+        self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
+        self.num_launched: Counter[_Key] = Counter()
+
+    def get(self, key: _Key, make: Callable[[], _Graph], after: int = 0) -> _Graph | None:
+        """The graph; one that is not there is made once it has been asked for more than ``after`` times. None: launch
+        the step."""
+        if key not in self.graphs:
+            self.num_launched[key] += 1
+            if self.num_launched[key] <= after:
+                return None
+            if len(self.graphs) == MAX_GRAPHS:
+                self.graphs.popitem(last=False)
+            self.num_launched.clear()
+            self.graphs[key] = make()
+        self.graphs.move_to_end(key)
+        return self.graphs[key]
+
+
+def padded(number: int) -> int | None:
+    """The next of ``SIZES``, or multiple of the last; None beyond ``MAX_ROWS``."""
+    if number > SIZES[-1]:
+        number = -(-number // SIZES[-1]) * SIZES[-1]
+        return number if number <= MAX_ROWS else None
+    return next(size for size in SIZES if number <= size)
+
+
+def padded_requests(num_requests: int) -> int:
+    """The number of requests that a graph for so many is recorded with: 1, 2, 4, or a multiple of 8."""
+    return next((size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8)
+
+
+def worth_padding(num_rows: int, padded_rows: int) -> bool:
+    """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner than launches do."""
+    return padded_rows <= max(HOST_BOUND_ROWS, num_rows + num_rows // 16)
+
+
+@dataclass
+class Recordable:
+    """Parts of an engine that recorded work reads and writes."""
+
+    model: DiffusionDecoder
+    predictor: TokenPredictor
+    store: CanvasStore
+    end_tokens: torch.Tensor
+    pages: PageView | None
+    dtype: torch.dtype
+    """Of hidden states."""
+    max_pages: int
+    """The most pages of a request in a layer."""
+    max_requests: int
+    """The most requests of a batch."""
+    record: Record
