@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from dllm_engine.model_executor.models.config_keys import rotary_dim
+
 
 def inverse_frequencies(
     config: Any, num_positions: int, head_dim: int, device: torch.device
