@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from dllm_engine.families import family_of
 from dllm_engine.model_executor.graphs.forward import ForwardSize
 from dllm_engine.model_executor.graphs.recording import (
+    HOST_BOUND_ROWS,
     LAUNCHES_BEFORE,
     MAX_ROWS,
     SIZES,
@@ -115,11 +116,12 @@ class WarmUp:
         first, so that the memory they share is asked for once."""
         sizes = set()
         for size in [size for size in graphs.forwards.graphs if size.reads]:
+            most = HOST_BOUND_ROWS if size.adds or size.overwrites else MAX_ROWS
             for number in range(1, self.max_requests + 1):
                 # Beside requests that keep a block, others have half as many rows.
                 least = number * size.longest // (2 if size.adds else 1)
                 for num_rows in {padded(rows) for rows in range(least, number * size.longest + 1, size.longest // 2)}:
-                    if num_rows is not None:
+                    if num_rows is not None and num_rows <= most:
                         sizes.add(size._replace(num_requests=padded_requests(number), num_rows=num_rows))
         return sorted(sizes, reverse=True)
 

@@ -6,7 +6,13 @@ import torch
 
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
-from dllm_engine.model_executor.graphs.recording import Recordable, padded, padded_requests, worth_padding
+from dllm_engine.model_executor.graphs.recording import (
+    HOST_BOUND_ROWS,
+    Recordable,
+    padded,
+    padded_requests,
+    worth_padding,
+)
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.passes.paged import PagedPass
@@ -47,6 +53,8 @@ class ForwardSize(NamedTuple):
                 return None
             reads, writes = layer_pass.rows.num_paged_rows > 0, layer_pass.row_slots is not None
             overwrites = writes and reads and not layer_pass.attend_fresh
+        if rows > HOST_BOUND_ROWS and (writes or not reads):
+            return None  # launching it takes no longer, and the slots of so many rows take tens of MiB
         return cls(padded_requests(len(sizes)), rows, longest, reads, overwrites, writes and not overwrites, limited)
 
 
