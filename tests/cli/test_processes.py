@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -41,10 +42,13 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(tmp_path):
         wait_until(lambda: b"Initializing a V1 LLM engine" in log.read_bytes(), TIMEOUT, process, log)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output, _ = process.communicate(timeout=TIMEOUT)
+        with pytest.raises(ProcessLookupError):  # once those that it has interrupted have ended too
+            for _ in range(30):
+                os.killpg(process.pid, 0)
+                time.sleep(1)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            pytest.fail("processes of the engine are left")
     assert process.returncode == 130
     assert output == b""
     assert log.read_text().count("dllm: interrupted\n") == 1
