@@ -44,6 +44,12 @@ def test_a_length_that_was_asked_for_is_kept(client, endpoint):
     assert length_of(answer) == 20
 
 
+def test_prompts_times_n_are_limited(client):
+    answer = client.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 600, "n": 2})
+    assert answer.status_code == 400
+    assert "1200 responses, more than the 1024" in answer.json()["error"]["message"]
+
+
 def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
     path, body = COMPLETION
     options = {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from vllm import envs
 
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
@@ -118,8 +119,21 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
         for name in ("stream", "tools"):
             if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
                 raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
+        _check_num_responses(request)
         await settle_template(request, self)
     return await create(self, request, *args, **kwargs)
+
+
+def _check_num_responses(request: Any) -> None:
+    """vLLM limits prompts and ``n``, but not their product; and it makes all of these requests at once."""
+    prompts: Any = getattr(request, "prompt", None) or getattr(request, "messages", None)
+    is_several = isinstance(prompts, list) and isinstance(next(iter(prompts), None), str | list)
+    num_responses = (len(prompts) if is_several else 1) * (getattr(request, "n", None) or 1)
+    if num_responses > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
+        raise InvalidRequestError(
+            f"prompts × n are {num_responses} responses, more than the {most} that a request may have; send several "
+            "requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
+        )
 
 
 def leave_completion_length_open() -> None:
