@@ -1,4 +1,4 @@
-"""vLLM's output processor attaches what our scheduler sends beside tokens.
+"""vLLM's output processor attaches what our scheduler sends beside tokens, and forgets what was aborted.
 
 A request has figures and, where it streams by step, its running block. vLLM takes every output for new tokens, in its
 latency histograms too, so outputs that only show the running block bypass it. vLLM also merges outputs that a slow
@@ -6,6 +6,7 @@ consumer has not fetched. Of a stream by step, a waiting step is replaced by the
 one output per finished block and one of the running block wait. Each keeps its text.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
@@ -127,3 +128,16 @@ def _fetched(collector: Any, output: Any) -> Any:
     if output is not None and (backlog := vars(collector).get("dllm_backlog")):
         collector.put(backlog.pop(0))
     return output
+
+
+def abort_with_parents(abort_requests: Original, self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
+    """Forget a request with ``n`` > 1, the parent of ``n`` children, when all of them were aborted. vLLM keeps it
+    forever if it is aborted by the id that its caller gave."""
+    request_ids = list(request_ids)
+    children = request_ids if internal else [i for name in request_ids for i in self.external_req_ids.get(name, ())]
+    states = [self.request_states[child] for child in children if child in self.request_states]
+    aborted = abort_requests(self, request_ids, internal)
+    for parent in {state.parent_req for state in states} - {None}:
+        if self.request_states.keys().isdisjoint(parent.child_requests):
+            self.parent_requests.pop(parent.request_id, None)
+    return aborted

@@ -42,6 +42,7 @@ SERVING = {
     f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended": (
         "input_processor:resolve_by_prompt"
     ),
+    f"{_PROCESSOR}:OutputProcessor.abort_requests": "output_processor:abort_with_parents",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
         "input_processor:respond_if_valid"

@@ -16,6 +16,8 @@ from dllm_engine.model_executor.token_prediction import TokenPredictor
 
 MAX_GRAPHS = 128
 """Graphs kept of each kind; the least recently replayed one goes first."""
+MAX_COUNTED = 1024
+"""Kinds of work whose launches are counted: every temperature makes kinds of its own."""
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows that graphs are recorded for, beside multiples of the last."""
 MAX_ROWS = 4096
@@ -76,6 +78,8 @@ class GraphCache(Generic[_Key, _Graph]):
         """The graph; one that is not there is made once it has been asked for more than ``after`` times. None: launch
         the step."""
         if key not in self.graphs:
+            if len(self.num_launched) == MAX_COUNTED:
+                self.num_launched.clear()
             self.num_launched[key] += 1
             if self.num_launched[key] <= after:
                 return None
