@@ -113,13 +113,15 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
-            self.slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
-            """Per layer, the slots of each token that is retained."""
+            slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
-            if not self.chooses:
-                shape = self.slots.shape[0], batch.cu_seqlens[-1], self.slots.shape[2]
-                self.row_slots = self.slots.new_full(shape, -1).index_copy_(1, self.named_rows, self.slots)
-                self.retained = [self.named_rows] * self.slots.shape[0]
+            if self.chooses:
+                self.slots = slots
+                """Per layer, the slots of each token that is retained."""
+            else:
+                shape = slots.shape[0], batch.cu_seqlens[-1], slots.shape[2]
+                self.row_slots = slots.new_full(shape, -1).index_copy_(1, self.named_rows, slots)
+                self.retained = [self.named_rows] * slots.shape[0]
 
     def _group(self, members: list[int]) -> UpdateGroup:
         plan = self.batch.plans[members[0]]
