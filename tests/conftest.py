@@ -78,12 +78,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def engines() -> Iterator[EngineFactory]:
+def engines() -> EngineFactory:
     """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
     freeze_imports()
-    factory = EngineFactory()
-    yield factory
-    factory.shutdown()
+    return EngineFactory()
 
 
 @pytest.fixture(scope="session")

@@ -112,12 +112,11 @@ def test_an_override_of_neutral_values_is_none(configured):
     assert model_config.get_diff_sampling_param() == USED | {"top_p": 0.9, "max_tokens": 256}
 
 
-def test_an_engine_of_such_a_file_answers_and_says_once_what_it_leaves_out(folder, monkeypatch, engines):
+def test_an_engine_of_such_a_file_answers_and_says_once_what_it_leaves_out(folder, monkeypatch):
     (folder / "generation_config.json").write_text(json.dumps(QWEN))
     warnings = []
     monkeypatch.setattr(engine_config.logger, "warning", lambda text, *given: warnings.append(text % given))
     llm = start_engine(folder)
-    engines.keep(llm)
     (warning,) = [text for text in warnings if "left out" in text]
     assert "repetition_penalty=1.05, min_p=0.05" in warning
     prompt = {"prompt_token_ids": [3, 1, 4]}

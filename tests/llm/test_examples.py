@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import keep
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
-def run(engines, monkeypatch, capsys):
-    """What an example prints; its engines are kept, because one that ends takes vLLM's process groups along."""
+def run(monkeypatch, capsys):
+    """What an example prints; its engines are kept."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the examples set it for good
 
     def run(name):
@@ -24,9 +26,7 @@ def run(engines, monkeypatch, capsys):
         started = program.LLM
 
         def start(*args, **settings):
-            llm = started(*args, **settings, kv_cache_memory_bytes=64 << 20)
-            engines.keep(llm)
-            return llm
+            return keep(started(*args, **settings, kv_cache_memory_bytes=64 << 20))
 
         monkeypatch.setattr(program, "LLM", start)
         monkeypatch.setattr(sys, "argv", [name])

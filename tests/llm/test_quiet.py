@@ -113,9 +113,9 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
     ],
     ids=["none", "sparse"],
 )
-def test_one_line_says_which_method_and_pages_are_in_use(monkeypatch, engines, tiny_llada, settings, message):
+def test_one_line_says_which_method_and_pages_are_in_use(monkeypatch, tiny_llada, settings, message):
     lines = []
     monkeypatch.setattr(request_queue.logger, "info", lambda text, *args: lines.append(text % args))
-    engines.keep(start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings))
+    start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings)
     assert len(lines) == 1
     assert re.fullmatch(message, lines[0]), lines[0]

@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate
+from tests.support.engines import generate, keep
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 32, "block_length": 8}
@@ -73,12 +73,12 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
 
 
-def test_stock_vllm_class_serves_the_model_through_the_plugin(engines, tiny_llada, full):
+def test_stock_vllm_class_serves_the_model_through_the_plugin(tiny_llada, full):
     llm = vllm.LLM(
         str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128,
         kv_cache_memory_bytes=64 << 20, additional_config={"dllm": {"cache_method": "none", "trace": True}},
     )  # fmt: skip
-    engines.keep(llm)
+    keep(llm)
     (output,) = generate(llm, [PROMPT], DiffusionParams(**SETTINGS, ignore_eos=True))
     assert list(output.outputs[0].token_ids) == full
     assert len(output.outputs[0].diffusion.unmasked_per_step) == 32

@@ -21,11 +21,7 @@ EACH_METHOD_WITH_A_FAMILY = list(zip(FULL_METHODS, cycle(("LLaDA", "Dream"))))
 
 
 class EngineFactory:
-    """Starts engines, one per model and settings.
-
-    vLLM's process groups belong to the process, and shutting one engine down takes them from all others; so engines
-    live until the end of the session.
-    """
+    """Starts engines, one per model and settings. They live until the end of the session."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple, LLM] = {}
@@ -50,18 +46,6 @@ class EngineFactory:
         self._shared |= {key for key, engine in self._engines.items() if engine is llm}
         return llm
 
-    def keep(self, llm: Any) -> None:
-        """Take charge of an engine that a test has started itself."""
-        self._engines[("kept", str(id(llm)))] = llm
-
-    def shutdown(self) -> None:
-        """One for all, for the same reason; half a second each would add up, and the process ends anyway."""
-        clients = [llm.llm_engine.engine_core for llm in self._engines.values()]
-        for client in clients:
-            client._finalizer.detach()
-        for client in clients[-1:]:
-            client.shutdown()
-
 
 def start_engine(model: Path | str, **settings: Any) -> "LLM":
     """A small engine; raises what a user would see. Only for engines that are not expected to start."""
@@ -71,7 +55,17 @@ def start_engine(model: Path | str, **settings: Any) -> "LLM":
     defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "trace": True}
     defaults |= {"max_model_len": 256, "max_num_seqs": 64, "steps_per_dispatch": 1}
     defaults |= {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.02}
-    return LLM(str(model), **(defaults | settings))
+    return keep(LLM(str(model), **(defaults | settings)))
+
+
+def keep(llm: Any) -> Any:
+    """Return an engine that lives as long as the process.
+
+    vLLM's process groups belong to the process: an engine that ends takes them from all others, and one that a test
+    has dropped would end whenever its memory is collected.
+    """
+    llm.llm_engine.engine_core._finalizer.detach()
+    return llm
 
 
 def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:

@@ -32,9 +32,7 @@ def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Ite
     try:
         yield llm
     finally:
-        client = llm.llm_engine.engine_core
-        client._finalizer.detach()  # it would end the process groups of this process's other engines as well
-        client.engine_core.model_executor.shutdown()
+        llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 
 
 def watch_pages(llm: "LLM") -> list[tuple[int, int, int]]:
