@@ -1,5 +1,6 @@
 """The table of model families: their authors' decoding conventions, and what their checkpoints look like."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -134,6 +135,8 @@ class ModelFamily:
     """Keys that say nothing about what the model computes."""
     turns_parts: bool = False
     """True if RoPE may turn a part of each head only."""
+    released_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Defaults of requests to released checkpoints that only their names tell from others."""
     other_kind: tuple[str, str] | None = None
     """The name of checkpoints whose configs are like the family's, and why they are not supported."""
 
@@ -268,13 +271,15 @@ SDAR_MOE = replace(
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
     defaults=_sizes(151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4),
 )
+_LLADA21 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
 LLADA2 = ModelFamily(
     name="LLaDA2",
     model_type="llada2_moe",
     architecture="LLaDA2MoeModelLM",
-    checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash"),
+    checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash", *_LLADA21),
     attention="block_causal",
     names=LLADA2_NAMES,
+    released_defaults={name: {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16} for name in _LLADA21},
     key_names={"qk_layernorm": "use_qk_norm"},
     defaults=_sizes(157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5),
     special_ids=LLADA_MOE.special_ids,
@@ -289,11 +294,6 @@ LLADA2 = ModelFamily(
     },
     without_effect=_WINDOW,
     turns_parts=True,
-    # The configs of both have the same keys and values; only the name tells.
-    other_kind=(
-        r"LLaDA-?2\.[1-9]",
-        "also replaces tokens that it has decided, which is not supported; take a LLaDA2.0 checkpoint",
-    ),
 )
 ILLADA = ModelFamily(
     name="iLLaDA",
@@ -364,6 +364,14 @@ def family_of(hf_config: object) -> ModelFamily:
     if family.attention == "full":
         return family
     return replace(family, default_block_length=getattr(hf_config, "block_size"))  # noqa: B009 - configs of transformers
+
+
+def released_defaults(hf_config: object) -> Mapping[str, Any]:
+    """Request defaults of a released checkpoint by its name on the Hub, also where it lies in the Hub's cache."""
+    source = str(getattr(hf_config, "name_or_path", ""))
+    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", source)
+    name = f"{cached[1]}/{cached[2]}" if cached else source
+    return family_of(hf_config).released_defaults.get(name, {})
 
 
 def model_end_tokens(hf_config: object) -> list[int]:

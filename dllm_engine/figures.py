@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PER_TOKEN = ("committed_at", "committed_logprobs")
-OPTIONAL = ("trace", "error", *PER_TOKEN)
+OPTIONAL = ("tokens_edited", "trace", "error", *PER_TOKEN)
 """Fields of ``DiffusionFigures`` that most responses do not have."""
 
 
@@ -33,6 +33,8 @@ class DiffusionFigures:
     tokens_unmasked: int
     tokens_computed: int
     """Rows fed to the model, summed over forward passes."""
+    tokens_edited: int = 0
+    """Decided tokens that steps replaced, as often as they did (``edit_threshold``)."""
     pages_held: int = 0
     """The most pages held at once, over all layers and kinds of page."""
     tokens_retained: int = 0
@@ -45,9 +47,10 @@ class DiffusionFigures:
     the whole vocabulary at temperature 1; 0 where it was given."""
     trace: dict[str, list] = field(default_factory=dict)
     """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
-    positions), ``windows`` (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
-    the whole canvas); per UPDATE step ``retained_positions``, a list per layer, and per step that skips
-    ``selected_positions``, a list per layer that drops rows."""
+    positions), with ``edit_threshold`` ``edited_per_step`` (canvas position, token before, token after), ``windows``
+    (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None: the whole canvas); per
+    UPDATE step ``retained_positions``, a list per layer, and per step that skips ``selected_positions``, a list per
+    layer that drops rows."""
     error: str | None = None
     """Why the request ended with ``finish_reason="error"``; None where it did not."""
 
@@ -63,6 +66,7 @@ class DiffusionFigures:
 
     refresh_states = _traced("refresh_states")
     unmasked_per_step = _traced("unmasked_per_step")
+    edited_per_step = _traced("edited_per_step")
     windows = _traced("windows")
     computed_positions = _traced("computed_positions")
     retained_positions = _traced("retained_positions")

@@ -1,4 +1,4 @@
-"""The masked positions that a step may fill."""
+"""The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +12,13 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, StepPlan, may_fill
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Masked positions that one request may fill."""
+    """Positions that one request may fill."""
 
     index: int
     """Number of the request in the batch."""
@@ -35,7 +36,7 @@ one, see ``of_finished``."""
 
 @dataclass
 class BatchCandidates:
-    """Masked positions that requests of a batch may fill, or predict for their cache method alone, ascending by request
+    """Positions that requests of a batch may fill, or predict for their cache method alone, ascending by request
     and position."""
 
     batch: StepBatch
@@ -68,12 +69,12 @@ class BatchCandidates:
 
     @classmethod
     def of(cls, batch: StepBatch) -> "BatchCandidates":
-        """Masked candidates of the plans whose rows are in the batch."""
+        """Candidates of the plans whose rows are in the batch."""
         canvases = batch.canvases
         plans = batch.plans
         members = [i for i, p in enumerate(plans) if p.predicts is not None or may_fill(p, canvases[i].spec)]
         spans = [plans[i].predicted for i in members]
-        masked = [np.flatnonzero(canvases[i].known[slice(*span)] < 0) for i, span in zip(members, spans, strict=True)]
+        masked = [_offsets(canvases[i], span) for i, span in zip(members, spans, strict=True)]
         requests = np.repeat(np.array(members, dtype=np.int64), [len(offsets) for offsets in masked])
         offsets = np.concatenate([*masked, np.empty(0, dtype=np.int64)])
         longest = max(canvas.spec.canvas_length for canvas in canvases)
@@ -170,3 +171,10 @@ class BatchCandidates:
             if positions.numel():
                 canvas, plan = batch.canvases[index], batch.plans[index]
                 yield Candidates(index, batch.request_ids[index], canvas, plan, positions), request_statistics
+
+
+def _offsets(canvas: Canvas, span: Span) -> np.ndarray:
+    """Candidates of a canvas in ``span``, counted from its start."""
+    if canvas.spec.edit_threshold is not None:
+        return np.arange(span.size)
+    return np.flatnonzero(canvas.known[slice(*span)] < 0)

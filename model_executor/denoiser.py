@@ -181,15 +181,22 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
 
 
 def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
-    """Keep what a request asks to know of its predictions. A position that was filled is predicted no more, so what is
-    kept of it is that of the step that filled it."""
-    if candidates.canvas.confidences is not None:
-        candidates.canvas.confidences[candidates.positions] = statistics.probability
-    kept, made = candidates.canvas.logprobs, statistics.logprobs
+    """Keep what a request asks to know of its predictions. What is kept of a decided position is that of the step that
+    wrote its token."""
+    canvas, positions, written = candidates.canvas, candidates.positions, statistics.written
+
+    def keep(kept: torch.Tensor, made: torch.Tensor) -> None:
+        if written is not None:
+            made = torch.where(written.view(-1, *[1] * (made.dim() - 1)), made, kept[positions])
+        kept[positions] = made
+
+    if canvas.confidences is not None:
+        keep(canvas.confidences, statistics.probability)
+    kept, made = canvas.logprobs, statistics.logprobs
     if kept is None or made is None:
         return
-    positions, wanted = candidates.positions, kept.top.shape[1]
-    kept.token[positions] = made.token
-    kept.rank[positions] = made.rank
-    kept.top_tokens[positions] = made.top_tokens[:, :wanted]
-    kept.top[positions] = made.top[:, :wanted]
+    wanted = kept.top.shape[1]
+    keep(kept.token, made.token)
+    keep(kept.rank, made.rank)
+    keep(kept.top_tokens, made.top_tokens[:, :wanted])
+    keep(kept.top, made.top[:, :wanted])

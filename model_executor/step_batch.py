@@ -75,10 +75,18 @@ class Canvas:
         masked = np.flatnonzero(self.known[slice(*window)] < 0)
         return SeenOfBlock(window.start + int(masked[0]) if masked.size else window.stop, farthest)
 
-    def take_sendable(self) -> np.ndarray:
-        """Canvas positions to send now, within the response: decided positions with no mask before them, up to the
-        first end token or the last complete block."""
-        last = self.spec.response_span.stop
+    def write(self, positions: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
+        """Take in the tokens that a step wrote. Return what it replaced: position, token before and after."""
+        before = self.known[positions].tolist()
+        self.known[positions] = tokens
+        self.last_unmasked = [position for position, token in zip(positions, before, strict=True) if token < 0]
+        changes = zip(positions, before, tokens, strict=True)
+        return [change for change in changes if change[1] >= 0]
+
+    def take_sendable(self, final: int) -> np.ndarray:
+        """Canvas positions to send now, within the response and before ``final``: decided positions with no mask before
+        them, up to the first end token or the last complete block."""
+        last = min(final, self.spec.response_span.stop)
         if self.sent < last and self.known[self.sent] < 0:  # after most steps, and quickly told
             return np.arange(0)
         masked = np.flatnonzero(self.known[self.sent : last] < 0)

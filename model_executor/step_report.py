@@ -13,7 +13,7 @@ from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import StepPlan, must_fill
+from dllm_engine.scheduler.step_plan import StepPlan, must_fill, revises
 
 
 def step_reports(
@@ -61,28 +61,32 @@ def _results(
     for plan, outcome in zip(plans, outcomes, strict=True):
         if results and (canvas.known[slice(*plan.window)] >= 0).all():
             break  # it ran with others, and had nothing to do
-        changed = unmasked = outcome.positions[index]
-        canvas.known[unmasked] = outcome.tokens[index]
-        canvas.last_unmasked = unmasked
+        changed = outcome.positions[index]
+        edited = canvas.write(changed, outcome.tokens[index])
+        unmasked = canvas.last_unmasked
         if canvas.committed_at is not None:
-            canvas.committed_at[unmasked] = plan.forward + 1
+            canvas.committed_at[changed] = plan.forward + 1
         if failure := _failure(plan, canvas, index, outcome):
             return [*results, failure]
         given_up = canvas.give_up_behind_end() if canvas.spec.early_stop else None
         if given_up is not None:
-            changed = sorted({*unmasked, *given_up[given_up < plan.window.stop].tolist()})
+            changed = sorted({*changed, *given_up[given_up < plan.window.stop].tolist()})
         canvas.next_rows = layer_pass.next_rows(index)
-        sent = canvas.take_sendable()
+        masked = canvas.masked_per_block(plan.window)
+        still_revises = revises(plan, canvas.spec, sum(masked), len(edited))
+        sent = canvas.take_sendable(plan.window.start if still_revises else canvas.spec.canvas_length)
         tokens = canvas.known[sent].tolist()
         shows_step = canvas.confidences is not None and not plan.prefills
         report = StepReport(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
             num_unmasked=len(unmasked),
-            masked=canvas.masked_per_block(plan.window),
+            masked=masked,
+            num_edited=len(edited),
+            revises=still_revises,
             seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if canvas.spec.slow_fast else None,
             tokens=tokens or None,
-            trace=_trace(batch, index, plan, unmasked, layer_pass) if with_trace else None,
+            trace=_trace(batch, index, plan, edited, layer_pass) if with_trace else None,
             ends=given_up is not None,
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
@@ -99,18 +103,22 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
         return RequestFailure(
             "not_finite", f"the model produced logits that are NaN or infinite in forward pass {plan.forward + 1}"
         )
-    if not outcome.positions[index] and must_fill(plan, canvas.spec):
+    if not canvas.last_unmasked and must_fill(plan, canvas.spec):
         return RequestFailure("no_progress", f"forward pass {plan.forward + 1} unmasked no token, although it has to")
     return None
 
 
-def _trace(batch: StepBatch, index: int, plan: StepPlan, unmasked: list[int], layer_pass: LayerPass) -> dict[str, Any]:
+def _trace(
+    batch: StepBatch, index: int, plan: StepPlan, edited: list[tuple[int, int, int]], layer_pass: LayerPass
+) -> dict[str, Any]:
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
-    spec = batch.canvases[index].spec
+    canvas = batch.canvases[index]
+    spec = canvas.spec
     whole = batch.num_rows(index) == spec.canvas_length == spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
-        "unmasked_per_step": unmasked,
+        "unmasked_per_step": canvas.last_unmasked,
+        **({} if spec.edit_threshold is None else {"edited_per_step": edited}),
         "windows": tuple(plan.window),
         "computed_positions": None if whole else batch.host_positions[batch.rows(index)].tolist(),
     } | layer_pass.record(index)

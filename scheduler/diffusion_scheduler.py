@@ -51,7 +51,7 @@ class DiffusionScheduler(RequestQueue):
         budget = self.max_rows
         planned = self._plans_in_order(output)
         if self.method.keeps_for_good:
-            output.preempted_req_ids = self._make_room(planned)
+            output.preempted_req_ids = self._make_room()
         planned = [(request, plan) for request, plan in planned if request.status == RequestStatus.RUNNING]
         due = sum(plan.max_rows for _, plan in planned)
         for request, plan in planned:
@@ -119,19 +119,17 @@ class DiffusionScheduler(RequestQueue):
             output.new_requests[request.request_id] = NewRequest(request.prompt_token_ids, state.spec, state.seed)
         self._schedule_one(request, plan, output)
 
-    def _make_room(self, planned: list[tuple[Request, StepPlan]]) -> set[str]:
-        """Reserve what the steps of running requests add to pages, for the oldest or most urgent one first. Where the
+    def _make_room(self) -> set[str]:
+        """Reserve what the running blocks of requests add to pages, for the oldest or most urgent one first. Where the
         pool has no room, the last of them are preempted; returns their ids."""
-        plans = {request.request_id: plan for request, plan in planned}
         kept = sorted(self.running) if self.policy == SchedulingPolicy.PRIORITY else list(self.running)
         number, preempted = 0, set()
         while number < len(kept):
             state = self.states[kept[number].request_id]
-            if plans[state.request.request_id].state is RefreshState.UPDATE:
-                needed = self.method.num_held(state.spec, state.progress.running, self.geometry)
-                while number < len(kept) and not self.pages.grow(state.request.request_id, needed):
-                    preempted.add(kept[-1].request_id)
-                    self._preempt(kept.pop())
+            needed = self.method.num_held(state.spec, state.progress.running, self.geometry)
+            while number < len(kept) and not self.pages.grow(state.request.request_id, needed):
+                preempted.add(kept[-1].request_id)
+                self._preempt(kept.pop())
             number += 1
         return preempted
 

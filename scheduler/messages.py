@@ -115,6 +115,10 @@ class StepReport:
     an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
+    num_edited: int = 0
+    """Decided tokens that the step replaced."""
+    revises: bool = False
+    """True if decided tokens of the running block may still change."""
     seen: SeenOfBlock | None = None
     """Observation of SlowFast sampling, if the request uses it."""
     ends: bool = False
@@ -131,13 +135,19 @@ class StepReport:
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
         """Advance the progress of a request by this step."""
+        retained = self.plan.retained if self.plan.state is RefreshState.UPDATE else None
+        if retained is not None and self.num_edited:
+            # The running block's keys and values are those of the tokens before.
+            retained = min(retained, spec.from_block_start(self.plan.window).start)
         progress.advance(
             spec,
             self.num_unmasked,
             self.masked,
+            num_edited=self.num_edited,
+            revises=self.revises,
             ends=self.ends,
             seen=self.seen,
-            retained=self.plan.retained if self.plan.state is RefreshState.UPDATE else None,
+            retained=retained,
             prefills=self.plan.prefills,
         )
 
@@ -190,6 +200,7 @@ def figures_message(
         "denoising_steps": progress.num_denoised,
         "forward_passes": progress.num_forwards,
         "tokens_unmasked": progress.num_unmasked,
+        "tokens_edited": progress.num_edited,
         "tokens_computed": progress.num_rows_computed,
         "pages_held": progress.pages_held,
         "tokens_retained": progress.tokens_retained,

@@ -21,6 +21,10 @@ class Progress:
     """Denoising steps since the last block joined."""
     masked: list[int] = field(default_factory=list)
     """Masked tokens left in each running block."""
+    post_steps: int = 0
+    """Denoising steps of the running block that began without a mask (token editing)."""
+    revises: bool = False
+    """True if decided tokens of the running block may still change (token editing)."""
     before: Blocks = FIRST_BLOCK
     """Running blocks before the last one joined, if one has joined."""
     steps_before: int = 0
@@ -37,6 +41,8 @@ class Progress:
     """Forward passes that only fed a part of a long prompt."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
+    num_edited: int = 0
+    """Decided tokens replaced so far, as often as they were."""
     last_unmasked: int = 0
     """Response tokens that the last forward pass unmasked."""
     num_rows_computed: int = 0
@@ -88,6 +94,8 @@ class Progress:
         num_unmasked: int,
         masked: list[int] | None = None,
         *,
+        num_edited: int = 0,
+        revises: bool = False,
         ends: bool = False,
         seen: SeenOfBlock | None = None,
         retained: int | None = None,
@@ -98,6 +106,8 @@ class Progress:
         Args:
             num_unmasked: tokens that the step unmasked.
             masked: masked tokens left in each running block; None: a single block runs.
+            num_edited: decided tokens that the step replaced.
+            revises: True if decided tokens of the running block may still change.
             ends: True if the response ends with the running blocks.
             seen: observation of SlowFast sampling.
             retained: tokens per layer that pages hold now; None: unchanged.
@@ -113,6 +123,9 @@ class Progress:
         self.num_forwards += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
+        self.num_edited += num_edited
+        self.post_steps += not self.num_masked
+        self.revises = revises
         self.masked = [self.num_masked - num_unmasked] if masked is None else masked
         self.step += 1
         self.ended |= ends
@@ -130,13 +143,13 @@ class Progress:
     def _join(self, spec: DecodingSpec) -> bool:
         """Let the next block join if enough of the last one is decided; return True if it joins."""
         joining, left = self.running.stop, self.masked[-1]
-        if joining == spec.num_blocks or self.ended:
+        if joining == spec.num_blocks or self.ended or self.revises:
             return False
         enough = spec.block_add_threshold
         if left and (enough is None or 1 - left / spec.block_span(joining - 1).size < enough):
             return False
         if self.step:
-            self.before, self.steps_before, self.step = self.running, self.step, 0
+            self.before, self.steps_before, self.step, self.post_steps = self.running, self.step, 0, 0
         first = self.leftmost
         self.masked = [*self.masked[first - self.running.first :], spec.masks_per_block[joining]]
         self.running, self.span = Blocks(first, joining + 1), spec.first_span(joining)

@@ -100,6 +100,11 @@ class DecodingSpec:
     the minimum of each step. None: ``steps``."""
     tokens_per_step: int | None = None
     """Tokens that each step unmasks, or with ``parallel`` the minimum; None: the schedule decides."""
+    edit_threshold: float | None = None
+    """Probability above which a step replaces a decided token of the running block (LLaDA2.1, arXiv 2602.08676). None:
+    decided tokens stay."""
+    max_post_steps: int = 0
+    """Token editing: the most steps of a block that begin without a mask."""
     certainty_sigma: float | None = None
     """Reach, in tokens, of the prior on confidences: known tokens near a position raise it (d2Cache, arXiv 2509.23094).
     None: no prior."""
@@ -216,6 +221,10 @@ class DecodingSpec:
         """Cache of ``span_of``, which every step calls several times."""
         return {}
 
+    def from_block_start(self, window: Span) -> Span:
+        """``window``, from the first position of its block on; attention by blocks computes blocks whole."""
+        return Span(window.start - window.start % self.block_length, window.stop)
+
     def predicting_span(self, blocks: Blocks) -> Span:
         """Rows that predict these blocks: their own, or with shifted logits the rows one before."""
         start, stop = self.span_of(blocks)
@@ -294,6 +303,6 @@ class DecodingSpec:
 
         Before the last step of the schedule a pass may fill no position: a time grid may ask for none, and chance may
         give none. After it, every second pass fills at least one. ES-dLLM may drop the row of the only candidate in one
-        pass, not in two.
+        pass, not in two. Token editing may add passes.
         """
-        return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size
+        return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size + self.max_post_steps

@@ -135,6 +135,9 @@ class StepPlan:
     num_updated: int | None = None
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
     update of 0 rows still renews the values that rows are compared by."""
+    post_step: int = 0
+    """Token editing: number of the step among those of its block that begin without a mask, from 1; 0: it is none of
+    them."""
     prefills: bool = False
     """True for a part of a long prompt, which only adds to pages and is no denoising step."""
     skips: bool = False
@@ -155,19 +158,29 @@ def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if a step can fill a position."""
-    return plan.quota.count > 0 or not fills_fixed_count(plan, spec)
+    """Return True if a step can fill a position, or replace its token."""
+    return plan.quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
 
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step fills at least one position, whatever the model predicts."""
-    if plan.skips:
-        # The row of the only position that may be filled may have been dropped; the next step keeps it.
+    if plan.skips or plan.post_step:
+        # The row of the only position that may be filled may have been dropped; the next step keeps it. A step that
+        # begins without a mask only replaces tokens.
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
         return True
     by_chance = UNMASKING_POLICIES[spec.unmasking].draws_each_position
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
+
+
+def revises(plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int) -> bool:
+    """Return True if decided tokens of the running block may still change after a step that left ``num_masked`` masks
+    and replaced ``num_edited`` tokens (LLaDA2.1's loop, arXiv 2602.08676)."""
+    if spec.edit_threshold is None:
+        return False
+    settled = plan.post_step > 0 and not num_edited
+    return num_masked > 0 or (not settled and plan.post_step < spec.max_post_steps)
 
 
 def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
@@ -252,6 +265,7 @@ def step_plan(
         window=spec.span_of(progress.running),
         quota=unmask_quota(spec, progress, window_alone),
         forward=progress.num_denoised,
+        post_step=progress.post_steps + 1 if spec.edit_threshold is not None and not progress.num_masked else 0,
         read=read,
         retained=read + sum(retention.count for retention in adds),
         adds=tuple(retention for retention in adds if retention.count),

@@ -18,7 +18,8 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.options.resolve import check_attention, check_request_defaults, checkpoint_defaults
+from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
+from dllm_engine.scheduler.options.resolve_unmasking import check_attention
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.generation_config import (
     UNSUPPORTED,
@@ -151,6 +152,12 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     family = family_of(model_config.hf_config)
     check_attention(RequestOptions.model_validate(defaults), family)
+    if family.released_defaults and "edit_threshold" not in defaults and model_config.model not in family.checkpoints:
+        logger.info_once(
+            "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which also edits decided tokens; taking "
+            "LLaDA2.0. To edit, set request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
+            model_config.model,
+        )
     options = options.model_copy(update={"request_defaults": defaults})
     asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)

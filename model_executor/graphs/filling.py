@@ -58,7 +58,7 @@ class FillingGraph:
         table.copy_(torch.stack((requests, numbers % self.inputs.width, numbers, places, numbers, numbers * 0)))
         self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
         request_numbers.zero_()
-        request_numbers.view(torch.float64)[[Number.VALUE, Number.OBSERVED]] = 0.5
+        request_numbers.view(torch.float64)[[Number.VALUE, Number.OBSERVED, Number.EDITED]] = 0.5
         request_numbers[[Number.GUARANTEED, Number.LEAST]] = 1
         self.store.masked[places] = True
         self.holds = self.numbers = None

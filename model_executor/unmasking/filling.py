@@ -31,8 +31,8 @@ CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
 Filled = torch.Tensor
 """Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by request and position: request
-number in the batch, canvas position, token, and a sum of ``CHOSEN`` (filled), ``OBSERVED`` (as the quota asks) and
-``NOT_FINITE`` (the logits were not finite)."""
+number in the batch, canvas position, token, and a sum of ``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as
+the quota asks) and ``NOT_FINITE`` (the logits were not finite)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepOutcome:
     """Result of a step for the requests of a batch, by their numbers."""
 
     positions: list[list[int]]
-    """Positions filled in each request, ascending."""
+    """Positions filled or replaced in each request, ascending."""
     tokens: list[list[int]]
     """Tokens at these positions."""
     farthest: dict[int, int]
@@ -99,6 +99,14 @@ class Number(IntEnum):
     ALG_TEMP = 8
     OBSERVED = 9
     """Confidence from which a candidate is observed."""
+    EDITED = 10
+    """Probability above which the token of a decided candidate is replaced."""
+
+
+_SWITCHED = (Number.GUARANTEED, Number.LEAST, Number.ENOUGH, Number.DELAYS_EOS, Number.ALG_TEMP)
+"""Numbers that are 0 where a request does not use them."""
+_BOUNDS = (Number.OBSERVED, Number.EDITED)
+"""Numbers that are infinite where a request does not use them."""
 
 
 class FillWork(NamedTuple):
@@ -140,7 +148,7 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
     specs = [canvas.spec for canvas in canvases]
     numbers = np.zeros((len(Number), len(plans)), dtype=np.int64)
     floats = numbers.view(np.float64)
-    numbers[Number.CHOICE], floats[Number.OBSERVED] = -1, np.inf
+    numbers[Number.CHOICE], floats[list(_BOUNDS)] = -1, np.inf
     choices: dict[Choice, int] = {}
     for i in group.members:
         spec, quota = specs[i], plans[i].quota
@@ -158,18 +166,17 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         floats[Number.ALG_TEMP, i] = spec.alg_temp
         if quota.observed is not None:
             floats[Number.OBSERVED, i] = quota.observed
-    uses: set[Number] = {
-        number for number in Number if Number.GUARANTEED <= number != Number.CHOICE and numbers[number].any()
-    }
-    if (floats[Number.OBSERVED] == np.inf).all():
-        uses.discard(Number.OBSERVED)
+        if spec.edit_threshold is not None:
+            floats[Number.EDITED, i] = spec.edit_threshold
+    uses = {number for number in _SWITCHED if numbers[number].any()}
+    uses.update(number for number in _BOUNDS if (floats[number] < np.inf).any())
     if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
         uses.add(Number.CHOICE)
     members = [specs[i] for i in group.members]
     measures = frozenset(UNMASKING_POLICIES[spec.unmasking].measures for spec in members)
     kept = [spec.num_logprobs_kept for spec in members if spec.num_logprobs_kept is not None]
     settings = canvases[group.members[0]].settings
-    work = FillWork(settings, tuple(choices), measures, max(kept, default=None), frozenset(uses - {Number.VALUE}))
+    work = FillWork(settings, tuple(choices), measures, max(kept, default=None), frozenset(uses))
     if work.draws_positions or settings.temperature > 0:
         numbers[Number.SEED] = [canvas.seed for canvas in canvases]
         numbers[Number.FORWARD] = [plan.forward for plan in plans]
@@ -222,11 +229,16 @@ def fill(
     if work.draws_positions and counters is not None:
         no_token = torch.full_like(positions, NO_TOKEN)
         statistics.noise = uniform(counters.seeds, counters.forwards, counters.positions, no_token)
-    barred = ~store.masked[places] | (flags & ALONE > 0)
+    masked, barred = store.masked[places], flags & ALONE > 0
     if inputs.responses is not None:
         statistics.held_back = _held_back(store, end_tokens, inputs, statistics.token)
         barred = barred | statistics.held_back
     chosen = torch.zeros_like(barred)
+    if Number.EDITED in uses:
+        surer = statistics.probability > floats[Number.EDITED].float()[requests]
+        chosen = ~masked & ~barred & surer & (statistics.token != store.tokens[places])
+        statistics.written = masked | chosen
+    barred = barred | ~masked
     guaranteed, least, enough = (
         numbers[number] if number in uses else None for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
     )

@@ -58,6 +58,8 @@ class TokenStatistics:
     """None where no request of the batch asks."""
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
+    written: torch.Tensor | None = None
+    """``[num_rows]`` bool: positions that were masked, or get another token; None where these are all."""
 
     def put_last(self, rows: torch.Tensor) -> None:
         """Make rows, bool ``[num_rows]``, less confident than any other. Their tokens have no probability already."""

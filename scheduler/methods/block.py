@@ -1,4 +1,8 @@
-"""Block diffusion (SDAR, arXiv 2510.06303): the keys and values of finished blocks are kept, and are exact."""
+"""Block diffusion (SDAR, arXiv 2510.06303): the keys and values of finished blocks are kept, and are exact.
+
+A block is finished when none of its tokens can change. With token editing (LLaDA2.1), a step that begins without masks
+keeps its block as well: if it replaces no token, what it has kept is final, and the next block feeds that no more.
+"""
 
 from dataclasses import replace
 
@@ -11,10 +15,11 @@ from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, Step
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a block feeds what is finished before it and not kept yet (the prompt, or the block before),
     keeps that, and predicts the block in the same pass. The others feed the block alone."""
-    block, kept = span_of_block(spec, progress.running), progress.retained
-    if kept == block.start:
+    block, kept = spec.from_block_start(spec.span_of(progress.running)), progress.retained
+    final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
+    if kept == final:
         return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, block, read=kept)
-    finished = Retention.whole(Span(kept, block.start))
+    finished = Retention.whole(Span(kept, final))
     # Nothing is read before the first pages are written.
     scope = Scope.ACTIVE if kept else Scope.ALL
     return step_plan(spec, progress, RefreshState.UPDATE, scope, Span(kept, block.stop), read=kept, adds=[finished])
@@ -34,20 +39,18 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
         max_rows=part.size,
         quota=UnmaskQuota(plan.window, 0, 0.0),
         retained=stop,
+        post_step=0,
         adds=(Retention.whole(part),),
         prefills=True,
     )
 
 
-def span_of_block(spec: DecodingSpec, running: Blocks) -> Span:
-    """Canvas positions of the running block, with the end of the prompt where that lies in it."""
-    window = spec.span_of(running)
-    return Span(window.start - window.start % spec.block_length, window.stop)
-
-
 def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens before the running block."""
-    return span_of_block(spec, running).start
+    """The most tokens that pages hold while a block runs: those before it, and with token editing its own, unless it is
+    the last."""
+    block = spec.from_block_start(spec.span_of(running))
+    keeps_own = spec.edit_threshold is not None and running.stop < spec.num_blocks
+    return block.stop if keeps_own else block.start
 
 
 BLOCK = CacheMethod(

@@ -21,7 +21,7 @@ GUIDE_OPTIONS = ("speculation_length", "guide_top_k", "guide_threshold", "guide_
 CHECKPOINT_OPTIONS = (
     *("block_length", "steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma"),
     *PARALLEL_OPTIONS,
-    *("block_add_threshold", "early_stop", *END_OPTIONS, "alg_temp"),
+    *("edit_threshold", "max_post_steps", "block_add_threshold", "early_stop", *END_OPTIONS, "alg_temp"),
 )
 """Request options that a checkpoint may have a default for: those that mean the same in every engine."""
 DEFAULTABLE_OPTIONS = (*CHECKPOINT_OPTIONS, "suffix_blocks", "retention_ratio", "guided", *GUIDE_OPTIONS)
@@ -72,7 +72,7 @@ class RequestOptions(BaseModel):
     certainty_sigma: float | None = Field(default=None, ge=0.01, le=1e6)
     """Multiply the confidence of a position by the share of known tokens near it, weighted by a Gaussian of this width
     in tokens (the certainty prior of d2Cache). For policies that measure a probability or a margin."""
-    threshold: float | None = Field(default=None, gt=0, le=1)
+    threshold: float | None = Field(default=None, ge=0, le=1)
     """Parallel unmasking (Fast-dLLM): fill every position of the block with at least this probability. For the policies
     ``low_confidence`` and ``maskgit_plus``. Other policies, if named, ignore it and keep their fixed count, as in
     Fast-dLLM's code."""
@@ -98,6 +98,12 @@ class RequestOptions(BaseModel):
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     """Several blocks at once (d3LLM): the next block joins the running ones once this share of the last one is decided.
     0: one more block in every step; 1 or unset: one block at a time. Needs a rule of parallel unmasking."""
+    edit_threshold: float | None = Field(default=None, ge=0, le=1)
+    """Token editing (LLaDA2.1): each step also replaces decided tokens of the running block for which it predicts
+    another token with a probability above this. A block then ends once a step that began without masks edits nothing.
+    1: no token is replaced. For models with attention by blocks."""
+    max_post_steps: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    """With ``edit_threshold``: steps that a block may take after its last mask. Unset: 16."""
     suffix_blocks: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
     """Masked blocks after the running ones that a step computes (DPad). Unset: all of them. Cache methods that keep the
     whole canvas refuse it."""

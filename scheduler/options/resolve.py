@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily, every_end_token
+from dllm_engine.families import FAMILIES, ModelFamily, every_end_token, released_defaults
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
@@ -27,7 +27,12 @@ from dllm_engine.scheduler.options.request_options import (
     automaton_in,
     request_options,
 )
-from dllm_engine.scheduler.options.resolve_unmasking import resolve_slow_fast, resolve_unmasking
+from dllm_engine.scheduler.options.resolve_unmasking import (
+    check_attention,
+    resolve_editing,
+    resolve_slow_fast,
+    resolve_unmasking,
+)
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
@@ -44,10 +49,10 @@ def check_request_defaults(engine: EngineOptions) -> None:
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
-    """Request defaults of a checkpoint's config.json; raises ``ValueError`` if one is wrong."""
+    """Request defaults of a checkpoint, by its config.json or else its name; raises ``ValueError`` if one is wrong."""
     section = checkpoint_section(hf_config)
     _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
-    return section
+    return with_defaults(section, dict(released_defaults(hf_config)))
 
 
 def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
@@ -175,26 +180,6 @@ def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
         )
 
 
-def check_attention(options: RequestOptions, family: ModelFamily) -> None:
-    """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
-    where the family has neither."""
-    if family.attention == "full":
-        return
-    reasons = {
-        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text "
-        "(template, suffix)",
-        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
-        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
-        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
-    }
-    for name, reason in reasons.items():
-        if (value := getattr(options, name)) is not None:
-            raise InvalidRequestError(
-                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
-                f"or use a model that attends to the whole canvas"
-            )
-
-
 def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
     """The request's given tokens; raises ``InvalidRequestError`` where they cannot be a response."""
     template = own.response_template
@@ -256,6 +241,9 @@ def resolve_decoding(
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
     check_attention(options, family)
+    edit_threshold, max_post_steps = resolve_editing(
+        options, own, guided=guidance is not None, constrained=automaton_in(params, CONSTRAINT) is not None
+    )
     _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
@@ -293,6 +281,8 @@ def resolve_decoding(
         parallel=parallel,
         slow_fast=resolve_slow_fast(decides, family),
         tokens_per_step=decides.tokens_per_step,
+        edit_threshold=edit_threshold,
+        max_post_steps=max_post_steps,
         certainty_sigma=decides.certainty_sigma,
         alg_temp=decides.alg_temp or 0.0,
         guidance=guidance,

@@ -1,6 +1,7 @@
-"""Resolution of a request's options into an unmasking policy and a rule of parallel unmasking."""
+"""Resolution of a request's options into an unmasking policy, a rule of parallel unmasking, and token editing."""
 
 from dllm_engine.families import ModelFamily
+from dllm_engine.options import shortened
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
@@ -13,6 +14,8 @@ from dllm_engine.scheduler.unmasking_policies import (
 )
 from dllm_engine.text import choices
 
+RELEASED_POST_STEPS = 16
+"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _MEASURED = {
     "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
     "alg_temp": (CONFIDENCES, "draws positions by their probability, entropy or margin"),
@@ -95,3 +98,59 @@ def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
         return default.name
     wanted = "probability", default.tempered
     return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
+
+
+def check_attention(options: RequestOptions, family: ModelFamily) -> None:
+    """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
+    where the family has neither; or for token editing where attention is to the whole canvas."""
+    if family.attention == "full":
+        if options.edit_threshold is not None:
+            raise InvalidRequestError(
+                f"edit_threshold={options.edit_threshold}: decided tokens are replaced only in models whose attention "
+                f"goes by blocks, and {family.name} attends to the whole canvas; leave it unset"
+            )
+        return
+    reasons = {
+        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text "
+        "(template, suffix)",
+        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
+        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
+    }
+    for name, reason in reasons.items():
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
+                f"or use a model that attends to the whole canvas"
+            )
+
+
+def resolve_editing(
+    options: RequestOptions, own: RequestOptions, *, guided: bool, constrained: bool
+) -> tuple[float | None, int]:
+    """The request's ``edit_threshold`` and ``max_post_steps``; None and 0: decided tokens stay.
+
+    Args:
+        own: options that the request itself names. A default of the engine gives way to what does not go with it.
+        guided: True if a guide decides what a step fills.
+        constrained: True if the response must match something.
+    """
+    threshold, asked = options.edit_threshold, own.edit_threshold is not None
+    if threshold is None:
+        if own.max_post_steps is not None:
+            raise InvalidRequestError(
+                f"max_post_steps={own.max_post_steps} counts steps of token editing; set edit_threshold, or leave it "
+                f"unset"
+            )
+        return None, 0
+    if constrained and asked:
+        raise InvalidRequestError(
+            f"edit_threshold={threshold}: structured output needs decided tokens to stay; leave one of them unset"
+        )
+    if guided and asked:
+        raise InvalidRequestError(
+            f"edit_threshold={threshold}: the guide decides what a step fills; leave it unset, or set guided=False"
+        )
+    if constrained or guided:
+        return None, 0
+    return threshold, RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps

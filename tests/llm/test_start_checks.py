@@ -114,14 +114,6 @@ def test_other_block_diffusion_models_are_refused_by_name(tmp_path, model_type, 
         assert fragment in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["LLaDA2.1-mini", "llada2.2-flash"])
-def test_llada2_that_edits_what_it_has_decided_is_known_by_its_name(tmp_path, tiny_llada2, name):
-    """Its config is LLaDA2.0's."""
-    folder = shutil.copytree(tiny_llada2, tmp_path / name)
-    with pytest.raises(ValueError, match=rf"{name}.*replaces tokens that it has decided.*take a LLaDA2\.0 checkpoint"):
-        start_engine(folder)
-
-
 @pytest.mark.parametrize("cache_method", ["block", "none"])
 @pytest.mark.parametrize(
     "settings", [{"dense_attention": "flash"}, {"dense_attention": "sdpa"}, {"guide_model": "demo"}], ids=str

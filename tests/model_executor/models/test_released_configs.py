@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
+from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG, write_stable_diffcoder
 
 
@@ -160,13 +161,26 @@ def test_any_other_key_is_named_with_its_value(name):
     [
         (DREAM_CONFIG, "Dream-org/DreamOn-v0-7B", "DreamOn expands and deletes masks"),
         (DREAM_CONFIG, "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a", "DreamOn expands and deletes masks"),
-        (RELEASED["inclusionAI/LLaDA2.0-mini"], "inclusionAI/LLaDA2.1-mini", "LLaDA2.1 also replaces tokens"),
     ],
 )
 def test_models_that_decode_otherwise_are_known_by_their_names(config, name, message):
     with pytest.raises(ValueError, match=message):
         parse_config(config, name)
-    parse_config(config, name.replace("DreamOn", "Dream").replace("2.1", "2.0"))
+    parse_config(config, name.replace("DreamOn", "Dream"))
+
+
+@pytest.mark.parametrize(
+    ("name", "edits"),
+    [
+        ("inclusionAI/LLaDA2.1-mini", True),
+        ("/data/models--inclusionAI--LLaDA2.1-flash/snapshots/0a", True),
+        ("inclusionAI/LLaDA2.0-mini", False),
+        ("/data/LLaDA2.1-mini", False),
+    ],
+)
+def test_only_the_released_name_tells_the_model_that_edits(name, edits):
+    defaults = checkpoint_defaults(parse_config(RELEASED["inclusionAI/LLaDA2.0-mini"], name))
+    assert defaults == ({"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16} if edits else {})
 
 
 def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model():

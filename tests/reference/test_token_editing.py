@@ -1,0 +1,199 @@
+"""Token editing (LLaDA2.1) is that of the authors' ``generate``: tokens, order, edits and forward passes."""
+
+import math
+import random
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from dllm_engine import DiffusionParams
+from dllm_engine.families import LLADA, LLADA2
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.resolve import resolve_decoding
+from tests.support.answers import params_of
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
+from tests.support.fake_cuda_graphs import record_steps
+from tests.support.reference_cases import Case, reference_cases
+from tests.support.stepped_engines import Poison, abort_all, run_in_steps
+
+CASES = reference_cases("token_editing")
+MODEL = "llada2-moe-tiny-a"
+
+
+@pytest.fixture
+def llm(engines, reference_checkpoints):
+    llm = engines(reference_checkpoints / MODEL, max_model_len=512, page_size=16)
+    llm.reset_prefix_cache()
+    return llm
+
+
+def ask(llm, cases: list[Case], **more: Any) -> list[Any]:
+    params = [params_of(case["fields"] | more) for case in cases]
+    outputs = generate(llm, [case["prompt_ids"] for case in cases], params)
+    assert_nothing_left(llm)
+    return [output.outputs[0] for output in outputs]
+
+
+def response_of(case: Case) -> list[int]:
+    """Up to the first end token."""
+    tokens, (end,) = case["response"], case["fields"]["stop_token_ids"]
+    return tokens[: tokens.index(end) + 1] if end in tokens else tokens[: case["fields"]["gen_length"]]
+
+
+def rows_fed(case: Case, num_passes: int) -> list[list[int]]:
+    """A block is fed whole in each of its passes, and once more in front of the next block's first pass, unless its
+    last pass saw its final tokens."""
+    prompt, length = len(case["prompt_ids"]), case["fields"]["block_length"]
+    rows, kept, block = [], 0, prompt // length * length
+    settled = iter(case["settled"])
+    for unmasked in case["unmasked_per_step"][:num_passes]:
+        if unmasked and min(unmasked) >= block + length:
+            kept = block + length if next(settled) else block
+            block += length
+        rows.append(list(range(kept, block + length)))
+        kept = block
+    return rows
+
+
+def assert_as_stated(case: Case, completion: Any) -> None:
+    figures, name = completion.diffusion, case["name"]
+    assert list(completion.token_ids) == response_of(case), name
+    assert figures.unmasked_per_step == case["unmasked_per_step"][: figures.forward_passes], name
+    edited = [[list(edit) for edit in edits] for edits in figures.edited_per_step]
+    assert edited == case["edited_per_step"][: figures.forward_passes], name
+    assert figures.tokens_edited == sum(map(len, edited)), name
+    # The authors go on behind an end token.
+    ends_early = case["fields"]["stop_token_ids"][0] in case["response"]
+    assert figures.forward_passes == case["num_forward_passes"] or ends_early, name
+    assert figures.computed_positions == rows_fed(case, figures.forward_passes), name
+
+
+def test_the_authors_cases_in_one_batch_and_alone(llm):
+    for case, completion in zip(CASES, ask(llm, CASES), strict=True):
+        assert_as_stated(case, completion)
+    for case in CASES[::6]:
+        llm.reset_prefix_cache()
+        assert_as_stated(case, ask(llm, [case])[0])
+
+
+def test_the_same_tokens_without_a_cache(engines, reference_checkpoints):
+    llm = engines(reference_checkpoints / MODEL, max_model_len=512, cache_method="none")
+    assert [list(completion.token_ids) for completion in ask(llm, CASES)] == [response_of(case) for case in CASES]
+
+
+def test_the_same_where_steps_are_recorded(engines, reference_checkpoints, monkeypatch):
+    llm = engines(reference_checkpoints / MODEL, max_model_len=512, page_size=8)
+    monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
+    recorder = record_steps(runner_of(llm))
+    for case, completion in zip(CASES, ask(llm, CASES), strict=True):
+        assert_as_stated(case, completion)
+    assert recorder.num_replayed > recorder.num_recorded > 0
+
+
+def test_any_mix_of_requests_in_any_order_with_some_aborted(llm, engines, reference_checkpoints):
+    """Requests that edit and that do not, which join and leave in any step; the pool holds NaN where nothing was
+    written, and is small enough that some lose their pages."""
+    draw = random.Random(5)
+    plain = [{**case, "fields": {**case["fields"]}} for case in CASES[::3]]
+    for case in plain:
+        del case["fields"]["edit_threshold"], case["fields"]["max_post_steps"]
+    cases = draw.sample(CASES + plain, len(CASES) + len(plain))
+    expected = [list(completion.token_ids) for completion in ask(llm, plain)]
+    alone = [response_of(case) if case in CASES else expected[plain.index(case)] for case in cases]
+    settings = {"max_model_len": 96, "page_size": 8, "kv_cache_memory_bytes": 1 << 19, "enable_prefix_caching": False}
+    small = engines(reference_checkpoints / MODEL, **settings)
+    prompts, params = [case["prompt_ids"] for case in cases], [params_of(case["fields"]) for case in cases]
+    joins = [0, *(draw.randrange(40) for _ in cases[1:])]
+    scheduler = scheduler_of(small)
+    with mock.patch.object(scheduler, "_preempt", wraps=scheduler._preempt) as preempt:
+        run = run_in_steps(small, prompts, params, joins=joins, after_step=Poison(small))
+    assert preempt.call_count > 1
+    assert [list(output.outputs[0].token_ids) for output in run.outputs] == alone
+    abort_all(small, prompts[:8], params[:8], seed=1)
+
+
+def test_a_finished_block_is_kept_for_requests_that_begin_alike(llm):
+    case = max(CASES, key=lambda case: len(case["settled"]))
+    (first,) = ask(llm, [case])
+    text = [*case["prompt_ids"], *first.token_ids]
+    params = params_of(case["fields"] | {"gen_length": 8})
+    again = generate(llm, [text], params)[0]
+    assert again.num_cached_tokens == len(text) // 16 * 16 > len(case["prompt_ids"])
+    llm.reset_prefix_cache()
+    fresh = generate(llm, [text], params)[0]
+    assert list(again.outputs[0].token_ids) == list(fresh.outputs[0].token_ids)
+
+
+def writes(case: Case) -> list[dict[int, int]]:
+    """Per pass, the tokens that it writes, by canvas position."""
+    edits = [{position: token for position, _, token in edits} for edits in case["edited_per_step"]]
+    first = dict(enumerate([*case["prompt_ids"], *case["response"]]))
+    for position, before, _ in reversed([edit for edits in case["edited_per_step"] for edit in edits]):
+        first[position] = before
+    fills = [{position: first.get(position) for position in filled} for filled in case["unmasked_per_step"]]
+    return [fill | edit for fill, edit in zip(fills, edits, strict=True)]
+
+
+def test_steps_show_edits_and_nothing_is_sent_before_its_block_ends(llm):
+    case = next(case for case in CASES if case["name"] == "token_editing-06")
+    params, start = params_of(case["fields"] | {"stream_granularity": "step"}), len(case["prompt_ids"])
+    llm.llm_engine.add_request("one", {"prompt_token_ids": case["prompt_ids"]}, params)
+    canvas: dict[int, int] = {}
+    end = start + case["fields"]["gen_length"]
+    for written in writes(case):
+        (output,) = llm.llm_engine.step()
+        block, sent = output.outputs[0].provisional, output.outputs[0].token_ids
+        canvas |= {position: token for position, token in written.items() if position < end}
+        shown = {start + block.start + i: token for i, token in enumerate(block.token_ids) if not block.masked[i]}
+        assert shown == {position: token for position, token in canvas.items() if position >= start + block.start}
+        assert len(sent) == block.sent >= block.start
+        assert block.sent == block.start or written == {}, "a settled block is sent with the pass that writes nothing"
+    assert list(sent) == response_of(case)
+    assert_nothing_left(llm)
+
+
+def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_token(llm):
+    for case, completion in zip(CASES, ask(llm, CASES, return_order=True, logprobs=1), strict=True):
+        figures, start, committed_at = completion.diffusion, len(case["prompt_ids"]), {}
+        for number, written in enumerate(writes(case), 1):
+            committed_at |= dict.fromkeys(written, number)
+        tokens = list(completion.token_ids)
+        assert figures.committed_at == [committed_at[start + i] for i in range(len(tokens))]
+        for i, (token, logprobs, number) in enumerate(
+            zip(tokens, completion.logprobs, figures.committed_at, strict=True)
+        ):
+            assert logprobs[token].logprob == pytest.approx(figures.committed_logprobs[i])
+            if start + i in {position for position, *_ in case["edited_per_step"][number - 1]}:
+                assert math.exp(logprobs[token].logprob) > case["fields"]["edit_threshold"]
+
+
+def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
+    plain = {"gen_length": 21, "block_length": 8, "threshold": 0.7}
+    params = [DiffusionParams(**plain), DiffusionParams(**plain, edit_threshold=1.0, max_post_steps=0)]
+    first, second = (output.outputs[0] for output in generate(llm, [[3, 1, 4]] * 2, params))
+    assert (first.token_ids, first.diffusion.forward_passes) == (second.token_ids, second.diffusion.forward_passes)
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "said"),
+    [
+        (LLADA, {"edit_threshold": 0.9}, "edit_threshold=0.9: .* LLaDA attends to the whole canvas"),
+        (LLADA2, {"max_post_steps": 3}, "max_post_steps=3 counts steps of token editing; set edit_threshold"),
+        (LLADA2, {"edit_threshold": 0.9, "constraint": b"1"}, "edit_threshold=0.9: structured output needs"),
+        (LLADA2, {"edit_threshold": 1.5}, "edit_threshold=1.5: .* less than or equal to 1"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(family, asked, said):
+    params = SamplingParams(max_tokens=8, temperature=0.0, extra_args=asked)
+    with pytest.raises(InvalidRequestError, match=said):
+        resolve_decoding(params, 5, family, EngineOptions())
+
+
+def test_a_default_gives_way_to_structured_output():
+    engine = EngineOptions(request_defaults={"edit_threshold": 0.9, "max_post_steps": 4})
+    for constraint, expected in (({}, (0.9, 4)), ({"constraint": b"1"}, (None, 0))):
+        spec = resolve_decoding(SamplingParams(max_tokens=8, extra_args=constraint), 5, LLADA2, engine)
+        assert (spec.edit_threshold, spec.max_post_steps) == expected
