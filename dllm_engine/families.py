@@ -109,6 +109,9 @@ class ModelFamily:
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the last one is decoded whole, steps of a block are counted as of a whole
     one, and a confidence of ``threshold`` itself is not enough (SDAR's loop, not Stable-DiffCoder's)."""
+    experts_by_block: bool = False
+    """True if the rows of a block of ``default_block_length`` share experts, so that blocks have no other length.
+    ``family_of`` takes it from the config."""
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
     for Dream."""
@@ -290,7 +293,6 @@ LLADA2 = ModelFamily(
         "norm_topk_prob": (None, True),
         "score_function": (None, "sigmoid"),
         "router_dtype": (None, "fp32"),
-        "expert_capacity": (None, 0),  # experts that the rows of a block may share (LLaDA2.2); 0: all
     },
     without_effect=_WINDOW,
     turns_parts=True,
@@ -363,7 +365,11 @@ def family_of(hf_config: object) -> ModelFamily:
         )
     if family.attention == "full":
         return family
-    return replace(family, default_block_length=getattr(hf_config, "block_size"))  # noqa: B009 - configs of transformers
+    return replace(
+        family,
+        default_block_length=hf_config.block_size,  # type: ignore[attr-defined]
+        experts_by_block=bool(getattr(hf_config, "expert_capacity", 0)),
+    )
 
 
 def released_defaults(hf_config: object) -> Mapping[str, Any]:
@@ -372,6 +378,11 @@ def released_defaults(hf_config: object) -> Mapping[str, Any]:
     cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", source)
     name = f"{cached[1]}/{cached[2]}" if cached else source
     return family_of(hf_config).released_defaults.get(name, {})
+
+
+def barred_tokens(hf_config: object) -> list[int]:
+    """Tokens that are never chosen: LLaDA2.2's, which delete and insert others by a rule that is not published."""
+    return [*_config_tokens(hf_config, "delete_token_id"), *_config_tokens(hf_config, "split_token_id")]
 
 
 def model_end_tokens(hf_config: object) -> list[int]:

@@ -6,7 +6,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine.families import family_of
+from dllm_engine.families import barred_tokens, family_of
 from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -109,7 +109,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
-        vllm_config.cache_config.enable_prefix_caching &= method.keeps_for_good
+        # A page may end within a block, whose rows must not be fed in parts where they share experts.
+        shares = method.keeps_for_good and not family_of(model_config.hf_config).experts_by_block
+        vllm_config.cache_config.enable_prefix_caching &= shares
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
             vllm_config.cache_config.block_size = options.page_size
@@ -152,7 +154,13 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     family = family_of(model_config.hf_config)
     check_attention(RequestOptions.model_validate(defaults), family)
-    if family.released_defaults and "edit_threshold" not in defaults and model_config.model not in family.checkpoints:
+    if barred_tokens(model_config.hf_config):
+        logger.warning_once(
+            "%s: LLaDA2.2 deletes and inserts tokens while it decodes, by a rule that is not published; here it only "
+            "fills, and replaces with edit_threshold. Expect worse answers",
+            model_config.model,
+        )
+    elif family.released_defaults and "edit_threshold" not in defaults and model_config.model not in family.checkpoints:
         logger.info_once(
             "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which also edits decided tokens; taking "
             "LLaDA2.0. To edit, set request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",

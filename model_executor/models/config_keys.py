@@ -88,6 +88,8 @@ class ExpertGroups:
     """Groups that a row's experts come from."""
     scale: float
     """Factor of a row's weights, which sum to 1 before."""
+    capacity: int = 0
+    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
 
 
 class RopeKeys(BaseModel):

@@ -7,8 +7,8 @@ inside layers.
 """
 
 import re
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, cast
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -28,7 +28,7 @@ from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.mlp import ExpertMLP, GatedMLP, expert_shard
+from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP, expert_shard
 from dllm_engine.model_executor.models.names import PrefixOf, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
 from dllm_engine.model_executor.models.rope import inverse_frequencies
@@ -296,12 +296,22 @@ class DiffusionDecoder(nn.Module):
 
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
         """
-        with self.forward_context():
+        with self.forward_context(positions):
             return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
 
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Context in which vLLM's experts find themselves; needed around every call of a layer's ``mlp``."""
-        return nullcontext() if self.shape.experts is None else set_forward_context(None, self.vllm_config)
+    @contextmanager
+    def forward_context(self, positions: torch.Tensor) -> Iterator[None]:
+        """Context in which vLLM's experts find themselves, and the rows' blocks where those share experts; needed
+        around every call of a layer's ``mlp``."""
+        if self.shape.experts is None:
+            yield
+            return
+        with set_forward_context(None, self.vllm_config):
+            if self.shape.experts.groups is not None and self.shape.experts.groups.capacity:
+                # Rows are whole blocks: the first of each begins it.
+                begins = positions % self.config.block_size == 0
+                get_forward_context().additional_kwargs[ROW_BLOCKS] = begins.cumsum(0).clamp(min=1) - 1
+            yield
 
     def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:
         """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across ranks, no padding."""

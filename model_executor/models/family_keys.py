@@ -148,6 +148,9 @@ class LLaDA2Keys(DenseKeys):
     n_group: Size = 8
     topk_group: Size = 4
     routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
+    expert_capacity: Count = 0
+    delete_token_id: Count | None = None
+    split_token_id: Count | None = None
     moe_router_enable_expert_bias: bool = True
 
     @staticmethod
@@ -159,7 +162,9 @@ class LLaDA2Keys(DenseKeys):
             shared_intermediate_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
             has_bias=config.moe_router_enable_expert_bias,
             dense_layers=tuple(range(config.first_k_dense_replace)),
-            groups=ExpertGroups(config.n_group, config.topk_group, config.routed_scaling_factor),
+            groups=ExpertGroups(
+                config.n_group, config.topk_group, config.routed_scaling_factor, config.expert_capacity
+            ),
         )
 
     @model_validator(mode="after")
@@ -172,6 +177,11 @@ class LLaDA2Keys(DenseKeys):
             raise ValueError(f"topk_group={self.topk_group} of n_group={self.n_group}")
         if self.num_experts_per_tok > (most := self.topk_group * self.num_experts // self.n_group):
             raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of the {most} in topk_group groups")
+        if self.expert_capacity and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
+                f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
+            )
         if self.first_k_dense_replace > self.num_hidden_layers:
             raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
         if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from vllm._custom_ops import grouped_topk
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
@@ -13,6 +14,9 @@ from vllm.model_executor.layers.quantization import QuantizationConfig
 
 from dllm_engine.kernels.vllm_operators import silu_and_mul
 from dllm_engine.model_executor.models.config_keys import ExpertGroups, ExpertShape
+
+ROW_BLOCKS = "row_blocks"
+"""Key of vLLM's forward context: number of each row's block, int64 ``[num_rows]``, ascending."""
 
 
 class GatedMLP(nn.Module):
@@ -127,7 +131,7 @@ class ExpertMLP(nn.Module):
         does the former, and LLaDA2 both.
         """
         if gating_output.is_cuda and hasattr(torch.ops._moe_C, "topk_softmax"):
-            if self.groups is not None:
+            if self.groups is not None and not self.groups.capacity:
                 bias = gating_output.new_zeros(gating_output.shape[1]) if self.expert_bias is None else self.expert_bias
                 sizes = self.groups.num_groups, self.groups.num_kept, topk, topk > 1, self.groups.scale
                 weights, experts = grouped_topk(gating_output, *sizes, bias, scoring_func=1)  # of the sigmoid
@@ -146,12 +150,21 @@ class ExpertMLP(nn.Module):
     def _route_by_group(
         self, scores: torch.Tensor, topk: int, groups: ExpertGroups
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best experts of the groups whose two best experts are the best; the bias has a say in nothing else."""
+        """The best experts of the groups whose two best experts are the best; with a capacity, of so many experts that
+        are the best for any row of the block. The bias has a say in nothing else."""
         biased = scores if self.expert_bias is None else scores + self.expert_bias
-        grouped = biased.unflatten(1, (groups.num_groups, -1))
-        kept = grouped.topk(2, dim=2).values.sum(dim=2).topk(groups.num_kept, dim=1).indices
-        left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
-        experts = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1).topk(topk, dim=1).indices
+        if groups.capacity:
+            blocks = get_forward_context().additional_kwargs[ROW_BLOCKS]
+            per_row = blocks[:, None].expand_as(biased)
+            best = torch.full_like(biased, -torch.inf).scatter_reduce(0, per_row, biased, "amax")
+            kept = best.topk(groups.capacity, dim=1).indices
+            left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)[blocks]
+            experts = biased.masked_fill(left_out, -torch.inf).topk(topk, dim=1).indices
+        else:
+            grouped = biased.unflatten(1, (groups.num_groups, -1))
+            kept = grouped.topk(2, dim=2).values.sum(dim=2).topk(groups.num_kept, dim=1).indices
+            left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, kept, False)
+            experts = grouped.masked_fill(left_out[..., None], -torch.inf).flatten(1).topk(topk, dim=1).indices
         weights = scores.gather(1, experts)
         if topk > 1:
             weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)

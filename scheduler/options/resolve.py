@@ -81,6 +81,11 @@ def _fit(
         block_length = block_length or family.block_length_of(gen_length)
         positions += -(prompt_length + gen_length) % block_length * family.whole_blocks
         before = prompt_length % block_length
+        if family.experts_by_block and block_length != family.attention_block:
+            raise InvalidRequestError(
+                f"block_length={block_length}: this model chooses experts by blocks of {family.attention_block}; leave "
+                f"it unset"
+            )
     elif own.block_length is None:
         block_length = min(block_length or family.block_length_of(gen_length), gen_length)
     assert block_length is not None

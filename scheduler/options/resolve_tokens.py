@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import every_end_token, model_end_tokens
+from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import end_token_ids
 from dllm_engine.scheduler.request import DecodingSpec
@@ -37,6 +37,8 @@ def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -
         # Also those that `ignore_eos` lets pass, as in vLLM.
         every_end = ends.union(every_end_token(hf_config), params.all_stop_token_ids)
         biases.append(TokenBias.barring(every_end, first_end))
+    if barred := barred_tokens(hf_config):
+        biases.append(TokenBias.barring(barred, spec.canvas_length))
     if spec.logits_eos_inf:
         biases.append(TokenBias.barring(model_end_tokens(hf_config), spec.canvas_length))
     if params.logit_bias:
