@@ -68,6 +68,7 @@ def es_dllm(**options):
 BLOCK_RULES: list[dict[str, Any]] = [
     {},
     {"threshold": 0.5},
+    {"threshold": 0.6, "edit_threshold": 0.3, "max_post_steps": 3},
     {"temperature": 1.0, "seed": 7, "top_p": 0.9},
     {"threshold": 0.2, "extra_args": {"constraint": CONSTRAINT.packed}},
 ]
