@@ -61,7 +61,7 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if the host needs no result of a step to plan the next."""
     whole_window = plan.quota.candidates == plan.window
     asks = spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
-    asks |= spec.edit_threshold is not None  # a block may end, or not, without a mask
+    asks |= plan.post_step > 0  # whether its block ends is its result
     return whole_window and not asks and spec.constraint is None and spec.guidance is None
 
 

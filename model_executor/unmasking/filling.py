@@ -101,6 +101,8 @@ class Number(IntEnum):
     """Confidence from which a candidate is observed."""
     EDITED = 10
     """Probability above which the token of a decided candidate is replaced."""
+    BEGINS_DECIDED = 11
+    """1 for a step that is planned to begin without a mask. Another one that does has nothing to do."""
 
 
 _SWITCHED = (Number.GUARANTEED, Number.LEAST, Number.ENOUGH, Number.DELAYS_EOS, Number.ALG_TEMP)
@@ -168,6 +170,7 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
             floats[Number.OBSERVED, i] = quota.observed
         if spec.edit_threshold is not None:
             floats[Number.EDITED, i] = spec.edit_threshold
+            numbers[Number.BEGINS_DECIDED, i] = plans[i].post_step > 0
     uses = {number for number in _SWITCHED if numbers[number].any()}
     uses.update(number for number in _BOUNDS if (floats[number] < np.inf).any())
     if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
@@ -235,7 +238,8 @@ def fill(
         barred = barred | statistics.held_back
     chosen = torch.zeros_like(barred)
     if Number.EDITED in uses:
-        surer = statistics.probability > floats[Number.EDITED].float()[requests]
+        due = numbers[Number.BEGINS_DECIDED].index_add(0, requests, masked.long()) > 0
+        surer = due[requests] & (statistics.probability > floats[Number.EDITED].float()[requests])
         chosen = ~masked & ~barred & surer & (statistics.token != store.tokens[places])
         statistics.written = masked | chosen
     barred = barred | ~masked

@@ -84,6 +84,21 @@ def test_the_same_tokens_without_a_cache(engines, reference_checkpoints):
     assert [list(completion.token_ids) for completion in ask(llm, CASES)] == [response_of(case) for case in CASES]
 
 
+@pytest.mark.parametrize("cache_method", ["block", "none"])
+def test_the_same_where_steps_run_ahead(engines, reference_checkpoints, cache_method):
+    settings = {"max_model_len": 512, "page_size": 8, "steps_per_dispatch": 6, "cache_method": cache_method}
+    llm = engines(reference_checkpoints / MODEL, **settings)
+    scheduler = scheduler_of(llm)
+    with mock.patch.object(scheduler, "schedule", wraps=scheduler.schedule) as schedule:
+        for case in CASES:
+            llm.reset_prefix_cache()
+            (completion,) = ask(llm, [case])
+            if cache_method == "block":
+                assert_as_stated(case, completion)
+            assert list(completion.token_ids) == response_of(case)
+    assert schedule.call_count < sum(case["num_forward_passes"] for case in CASES) * 0.8
+
+
 def test_the_same_where_steps_are_recorded(engines, reference_checkpoints, monkeypatch):
     llm = engines(reference_checkpoints / MODEL, max_model_len=512, page_size=8)
     monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
