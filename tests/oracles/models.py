@@ -185,14 +185,19 @@ class PlainModel:
         return added
 
     def _shares_by_group(self, logits: torch.Tensor, bias: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """LLaDA2: weights of all experts for each row, and those that it goes through; a row at a time."""
+        """LLaDA2: weights of all experts for each row, and those that it goes through; a row at a time. LLaDA2.2: the
+        rows of a block go through the experts that are the best for any of them."""
         c, all_shares, chosen = self.config, [], []
-        for scores in logits.sigmoid():
+        capacity, length = c.get("expert_capacity"), self.block_length
+        for i, scores in enumerate(logits.sigmoid()):
             biased = (scores + bias).tolist()
             size = len(biased) // c["n_group"]
             groups = [range(start, start + size) for start in range(0, len(biased), size)]
             groups.sort(key=lambda group: -sum(sorted(biased[n] for n in group)[-2:]))
             allowed = [n for group in groups[: c["topk_group"]] for n in group]
+            if capacity:
+                block = (logits.sigmoid() + bias)[i // length * length :][:length]
+                allowed = block.amax(0).argsort(descending=True)[:capacity].tolist()
             best = sorted(allowed, key=lambda n: -biased[n])[: c["num_experts_per_tok"]]
             total = sum(scores[n] for n in best) if len(best) > 1 else 1.0
             all_shares.append(scores / total * c["routed_scaling_factor"])

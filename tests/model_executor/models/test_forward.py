@@ -88,6 +88,7 @@ LAYOUTS = {
             "partial_rotary_factor": 1.0,
         },
     ),
+    "llada2 experts by block": (tiny_checkpoints.write_llada2, {"expert_capacity": 3, "block_size": 8}),
     "illada": (tiny_checkpoints.write_illada, {}),
     "dream_reasoner": (tiny_checkpoints.write_dream_reasoner, {}),
     "stable_diffcoder": (tiny_checkpoints.write_stable_diffcoder, {}),
