@@ -132,6 +132,7 @@ class TokenPredictor:
         num_logprobs: int | None = None,
         biased: Sequence[BiasedRows] = (),
         constrained: Sequence[ConstrainedRows] = (),
+        options: torch.Tensor | None = None,
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
 
@@ -139,13 +140,16 @@ class TokenPredictor:
         argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
         so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``biased``: of which
         rows the logits are changed before all else but log-probabilities, which stay the model's. ``constrained``: none
-        of the rows, or all, request by request.
+        of the rows, or all, request by request. ``options`` ``[num_rows, 2]``: the only tokens that a constrained row
+        may get; −1 in rows that may get any.
         """
 
         def scored(rows: slice) -> _Scored:
             plain = self.compute_logits(hidden[rows])
             shard = with_biases(plain, biased, rows)
             scores = self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
+            if scores is not None and options is not None:
+                scores = _only(scores, options[rows])
             return _Scored(plain, shard, scores)
 
         least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
@@ -309,6 +313,14 @@ class TokenPredictor:
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
+
+
+def _only(scored: VocabularyShard, options: torch.Tensor) -> VocabularyShard:
+    """Scores with −∞ for all but the ``options`` of each row."""
+    scores, first_token = scored
+    tokens = torch.arange(first_token, first_token + scores.shape[1], device=scores.device)
+    allowed = (tokens == options[:, :1]) | (tokens == options[:, 1:]) | (options[:, :1] < 0)
+    return VocabularyShard(torch.where(allowed, scores, -torch.inf), first_token)
 
 
 def _concatenated(chunks: Sequence[_Rows]) -> _Rows:

@@ -219,6 +219,13 @@ def fill(
     counters = None
     if work.draws_positions or work.settings.temperature > 0:
         counters = Counters(numbers[Number.SEED][requests], numbers[Number.FORWARD][requests], positions)
+    masked, stays = store.masked[places], store.tokens[places]
+    options = None
+    if constrained and Number.EDITED in uses:
+        # A decided token stays or gives way, whatever lets the whole text match.
+        free = predictor.predict(hidden, work.settings, counters, False, False, biased=biased)
+        surer = free.probability > floats[Number.EDITED].float()[requests]
+        options = torch.stack((stays, torch.where(surer, free.token, stays)), dim=1).masked_fill(masked[:, None], -1)
     statistics = predictor.predict(
         hidden,
         work.settings,
@@ -228,19 +235,21 @@ def fill(
         num_logprobs=work.num_logprobs,
         biased=biased,
         constrained=constrained,
+        options=options,
     )
     if work.draws_positions and counters is not None:
         no_token = torch.full_like(positions, NO_TOKEN)
         statistics.noise = uniform(counters.seeds, counters.forwards, counters.positions, no_token)
-    masked, barred = store.masked[places], flags & ALONE > 0
+    barred = flags & ALONE > 0
     if inputs.responses is not None:
         statistics.held_back = _held_back(store, end_tokens, inputs, statistics.token)
         barred = barred | statistics.held_back
     chosen = torch.zeros_like(barred)
     if Number.EDITED in uses:
         due = numbers[Number.BEGINS_DECIDED].index_add(0, requests, masked.long()) > 0
-        surer = due[requests] & (statistics.probability > floats[Number.EDITED].float()[requests])
-        chosen = ~masked & ~barred & surer & (statistics.token != store.tokens[places])
+        chosen = ~masked & ~barred & due[requests] & (statistics.token != stays)
+        if options is None:
+            chosen &= statistics.probability > floats[Number.EDITED].float()[requests]
         statistics.written = masked | chosen
     barred = barred | ~masked
     guaranteed, least, enough = (

@@ -211,8 +211,8 @@ class ConstrainedResponse:
         """The class of each predicted position on the most probable way to complete the response, int64
         ``[num_predicted]``.
 
-        What is decided up to ``stop`` is kept. Masks without a prediction may be anything. What is predicted behind
-        ``stop`` is left out; its class is −1.
+        What is decided up to ``stop`` and not predicted is kept. Masks without a prediction may be anything. What is
+        predicted behind ``stop`` is left out; its class is −1.
 
         Args:
             known: ``[canvas_length]``, the canvas's tokens, −1 where masked.
@@ -223,13 +223,14 @@ class ConstrainedResponse:
         stop = min(stop, self._stop)
         masked = np.flatnonzero(known[self._position : stop] < 0)
         first = self._position + int(masked[0]) if masked.size else stop
+        first = min([first, *positions[:1].tolist()])
         self._state = self.constraint.after(self._state, known[self._position : first].tolist())
         self._position = first
         table = np.zeros((stop - first, self.constraint.num_classes))
         inside = positions < stop
         table[positions[inside] - first] = np.nan_to_num(scores[inside], nan=_LEAST, posinf=-_LEAST, neginf=_LEAST)
         table[: max(self._first_end - first, 0), -1] = -np.inf
-        decided = np.flatnonzero(known[first:stop] >= 0)
+        decided = np.setdiff1d(np.flatnonzero(known[first:stop] >= 0), positions - first)
         table[decided] = -np.inf
         table[decided, self.constraint.class_of[known[first:stop][decided]]] = 0.0
         path = self.constraint.most_probable(self._state, table, self._completable[stop - self._start])

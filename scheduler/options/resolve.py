@@ -246,9 +246,7 @@ def resolve_decoding(
     unmasking, parallel = resolve_unmasking(decides, family)
     _check_several_blocks(decides, parallel)
     check_attention(options, family)
-    edit_threshold, max_post_steps = resolve_editing(
-        options, own, guided=guidance is not None, constrained=automaton_in(params, CONSTRAINT) is not None
-    )
+    edit_threshold, max_post_steps = resolve_editing(options, own, guided=guidance is not None)
     _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(

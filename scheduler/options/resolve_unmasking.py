@@ -125,17 +125,14 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
             )
 
 
-def resolve_editing(
-    options: RequestOptions, own: RequestOptions, *, guided: bool, constrained: bool
-) -> tuple[float | None, int]:
+def resolve_editing(options: RequestOptions, own: RequestOptions, *, guided: bool) -> tuple[float | None, int]:
     """The request's ``edit_threshold`` and ``max_post_steps``; None and 0: decided tokens stay.
 
     Args:
-        own: options that the request itself names. A default of the engine gives way to what does not go with it.
+        own: options that the request itself names. A default of the engine gives way to a guide.
         guided: True if a guide decides what a step fills.
-        constrained: True if the response must match something.
     """
-    threshold, asked = options.edit_threshold, own.edit_threshold is not None
+    threshold = options.edit_threshold
     if threshold is None:
         if own.max_post_steps is not None:
             raise InvalidRequestError(
@@ -143,14 +140,10 @@ def resolve_editing(
                 f"unset"
             )
         return None, 0
-    if constrained and asked:
-        raise InvalidRequestError(
-            f"edit_threshold={threshold}: structured output needs decided tokens to stay; leave one of them unset"
-        )
-    if guided and asked:
+    if not guided:
+        return threshold, RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    if own.edit_threshold is not None:
         raise InvalidRequestError(
             f"edit_threshold={threshold}: the guide decides what a step fills; leave it unset, or set guided=False"
         )
-    if constrained or guided:
-        return None, 0
-    return threshold, RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    return None, 0

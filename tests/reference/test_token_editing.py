@@ -11,11 +11,14 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA, LLADA2
 from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.constraints.automaton import unpacked
+from dllm_engine.scheduler.constraints.constraint import Constraint
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.fake_cuda_graphs import record_steps
+from tests.support.random_requests import in_constraints
 from tests.support.reference_cases import Case, reference_cases
 from tests.support.stepped_engines import Poison, abort_all, run_in_steps
 
@@ -197,7 +200,6 @@ def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
     [
         (LLADA, {"edit_threshold": 0.9}, "edit_threshold=0.9: .* LLaDA attends to the whole canvas"),
         (LLADA2, {"max_post_steps": 3}, "max_post_steps=3 counts steps of token editing; set edit_threshold"),
-        (LLADA2, {"edit_threshold": 0.9, "constraint": b"1"}, "edit_threshold=0.9: structured output needs"),
         (LLADA2, {"edit_threshold": 1.5}, "edit_threshold=1.5: .* less than or equal to 1"),
     ],
 )
@@ -207,8 +209,42 @@ def test_what_cannot_be_had_is_refused_by_name(family, asked, said):
         resolve_decoding(params, 5, family, EngineOptions())
 
 
-def test_a_default_gives_way_to_structured_output():
-    engine = EngineOptions(request_defaults={"edit_threshold": 0.9, "max_post_steps": 4})
-    for constraint, expected in (({}, (0.9, 4)), ({"constraint": b"1"}, (None, 0))):
-        spec = resolve_decoding(SamplingParams(max_tokens=8, extra_args=constraint), 5, LLADA2, engine)
-        assert (spec.edit_threshold, spec.max_post_steps) == expected
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_state_of_a_constrained_response_can_be_completed(engines, reference_checkpoints, temperature):
+    """Whatever is edited, also where no token would stay; alone as in a batch."""
+    llm = engines(reference_checkpoints / MODEL, max_model_len=512, page_size=16)
+    draw = random.Random(3)
+    requests = []
+    for number in range(12):
+        fields = {"gen_length": draw.randrange(6, 30), "block_length": 8, "threshold": draw.choice([0.0, 0.3, 0.7])}
+        fields |= {"edit_threshold": draw.choice([0.0, 0.2, 0.5]), "max_post_steps": 5, "seed": number}
+        requests.append(([draw.randrange(480) for _ in range(draw.randrange(1, 20))], fields))
+    requests = in_constraints(requests, 1, 512, 500)
+    params = [params_of(asked | {"temperature": temperature}) for _, asked in requests]
+    outputs = generate(llm, [prompt for prompt, _ in requests], params)
+    edited = 0
+    for (prompt, asked), output, own in zip(requests, outputs, params, strict=True):
+        completion, start = output.outputs[0], len(prompt)
+        if "constraint" not in asked:
+            continue
+        edited += completion.diffusion.tokens_edited
+        constraint = Constraint(unpacked(asked["constraint"]), frozenset())
+        states = states_of(completion, start, asked["gen_length"])
+        assert all(constraint.completable(state)[0][0] for state in states)
+        assert states[-1] == list(completion.token_ids)
+        assert list(generate(llm, [prompt], own)[0].outputs[0].token_ids) == states[-1]
+    assert edited > 20
+
+
+def states_of(completion: Any, start: int, gen_length: int) -> list[list[int | None]]:
+    """A response after each pass; None where masked."""
+    figures, final = completion.diffusion, list(completion.token_ids)
+    first = dict(enumerate(final, start))
+    edits = [edit for edits in figures.edited_per_step for edit in edits]
+    first |= {position: before for position, before, _ in reversed(edits)}
+    states, canvas = [], {}
+    for filled, edits in zip(figures.unmasked_per_step, figures.edited_per_step, strict=True):
+        canvas |= {position: first.get(position) for position in filled}
+        canvas |= {position: token for position, _, token in edits}
+        states.append([canvas.get(start + i) for i in range(gen_length)])
+    return states
