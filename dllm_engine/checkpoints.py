@@ -31,7 +31,11 @@ _SHAPES: dict[str, _Shape] = {
     "sdar-30b": (families.SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
     "dreamreasoner-8b": (families.DREAM_REASONER, {}, families.DREAM_REASONER.checkpoints),
     "stable-diffcoder-8b": (families.STABLE_DIFFCODER, {}, families.STABLE_DIFFCODER.checkpoints),
-    "llada2-mini": (families.LLADA2, {"num_key_value_heads": 4}, ("inclusionAI/LLaDA2.0-mini",)),
+    "llada2-mini": (
+        families.LLADA2,
+        {"num_key_value_heads": 4},
+        ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
+    ),
 }
 """By name: the family, what differs from its defaults, and the released checkpoints of this shape."""
 
