@@ -18,7 +18,6 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError, r
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not used".
@@ -209,13 +208,8 @@ def _check_size(name: str, value: int) -> None:
 def settled_params(
     params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
 ) -> SamplingParams:
-    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
-    request where they travel: vLLM resets its own fields on the way to the engine."""
+    """The parameters with a length, and with an automaton for what the text must match."""
     params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
-    if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
-        filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
-        params = params.clone()
-        params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
         params, bound = params.clone(), params.max_tokens
         length = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)

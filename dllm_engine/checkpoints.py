@@ -5,7 +5,6 @@ A mistake then ends in one sentence and not in vLLM's traceback.
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from dllm_engine import families
 from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES
 from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.text import one_line
 
@@ -103,18 +101,15 @@ def load_config(model: str) -> "Config":
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Check that ``model`` is one of ours and that what the engine needs is installed.
+    """Check that ``model`` is one of ours.
 
     Args:
         model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
         arguments: those of ``vllm.LLM`` that the caller gave.
 
     Raises:
-        ValueError: naming the folder, the file and its key, or the extra to install.
+        ValueError: naming the folder, or the file and its key.
     """
-    for name in ("distributed_executor_backend", "data_parallel_backend"):
-        if arguments.get(name) == "ray" and find_spec("ray") is None:
-            raise ValueError(f"{name}='ray': Ray is not installed; run pip install 'dllm-engine[ray]'")
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
@@ -122,8 +117,6 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     # Imports transformers, which takes seconds.
     from dllm_engine.model_executor.models.configs import parse_config
 
-    if arguments.get("quantization") == "bitsandbytes":
-        raise ValueError(f"quantization='bitsandbytes': {NO_BITSANDBYTES}")
     source = arguments.get("hf_config_path") or model_path(model)
     parse_config(_stated_config(source, arguments), source).update(overrides)
 

@@ -20,9 +20,6 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
 from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.text import did_you_mean
-from dllm_engine.vllm_hooks import patch, table
-
-patch.apply(table.SAMPLING)
 
 
 class LLM(vllm.LLM):

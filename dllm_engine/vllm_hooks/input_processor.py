@@ -22,10 +22,8 @@ from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.build import Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
-from dllm_engine.structured_output.requests import check_prompt_end, is_prepared, prepare
+from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
-
-_FILTERS = "dllm_engine_filters"
 
 
 class CheckedPrompt(dict[str, Any]):
@@ -54,8 +52,6 @@ def process_checked_inputs(
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)
-    if is_constrained:
-        check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
     check_integer("priority", kwargs.get("priority"))
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
@@ -201,26 +197,6 @@ def _checked_prompt(
     checked = CheckedPrompt(prompt)
     checked.request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
     return checked
-
-
-def remember_filters(verify: Original, self: SamplingParams) -> None:
-    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of greedy ones, then calls
-    ``_verify_greedy_sampling``."""
-    verify(self)
-    if self.temperature == 0:
-        vars(self)[_FILTERS] = self.top_p, max(self.top_k, 0)
-
-
-def settle_greedy(verify: Original, self: SamplingParams) -> None:
-    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM refuses several responses to it
-    without saying what to do about it."""
-    self.top_p, self.top_k = vars(self).pop(_FILTERS, (self.top_p, self.top_k))
-    if self.n > 1:
-        raise InvalidRequestError(
-            f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
-            f"leave n at 1"
-        )
-    verify(self)
 
 
 def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: Any) -> Any:

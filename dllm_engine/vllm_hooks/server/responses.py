@@ -17,10 +17,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anyio
-from openai.types.responses import ResponseErrorEvent
-from pydantic import ValidationError
 from vllm.exceptions import GenerationError
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import PER_TOKEN, ErrorReason
 from dllm_engine.infill.http import template_fields
@@ -73,12 +70,8 @@ async def stream_with_fields(
     """By choice, of the completions that vLLM is going to make chunks of."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
-        complete: dict[int, bool] = {}
         async for result in results:
             choices = choices_of(result)
-            complete |= {index: c.finish_reason is not None for index, c in choices}
-            if any(c.finish_reason == "abort" for _, c in choices):
-                break
             shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
             for index, c in shown:
                 step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
@@ -87,11 +80,6 @@ async def stream_with_fields(
                 fields.clear()
                 fields.update((index, fields_of(c, with_trace=with_trace)) for index, c in choices)
                 yield result
-        else:
-            if complete and all(complete.values()):
-                return
-        # vLLM would end the stream as if the response were complete.
-        raise GenerationError("the server ended the request before its response was complete")
 
     async def run() -> None:
         async with send, aclosing(make_events(passed_on())) as events:
@@ -188,24 +176,6 @@ def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | 
     if isinstance(finish_reason, ErrorReason):
         raise GenerationError(finish_reason.explanation)
     raise_if_error(self, finish_reason, request_id)
-
-
-async def end_responses_stream(stream: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-    """End a failed stream of ``/v1/responses`` with an event that says why. vLLM validates its own error as an event of
-    this route, which it is not."""
-    last = -1
-    try:
-        async for event in stream(self, *args, **kwargs):
-            last = event.sequence_number
-            yield event
-    except (ValidationError, EngineDeadError) as error:
-        refused = error.errors()[0]["input"] if isinstance(error, ValidationError) else {"error": {"message": error}}
-        if not isinstance(refused, dict) or "error" not in refused:
-            raise
-        message = str(refused["error"]["message"])
-        yield ResponseErrorEvent(
-            type="error", code="server_error", message=message, param=None, sequence_number=last + 1
-        )
 
 
 def _asks_for_trace(request: Any) -> bool:
