@@ -9,7 +9,7 @@ from typing import Any
 
 from dllm_engine.structured_output.expression import ANY, EMPTY, Either, Expression, Repeated, literal
 from dllm_engine.structured_output.json_text import INTEGER, NUMBER, Style, decimals, string
-from dllm_engine.structured_output.python_regex import sized_regex
+from dllm_engine.structured_output.python_regex import regex_expression
 
 _MOST_PLACES = 10_000
 """Schemas in a schema, counted as often as they are referred to."""
@@ -133,10 +133,11 @@ class _Reader:
         if keyword == "allOf" and len(value) > 1:
             raise ValueError(f"{here}: more than one schema is not supported")
         texts = [self.read(branch, f"{here}/{i}", types) for i, branch in enumerate(value)]
-        if keyword == "oneOf" and not all(self._are_apart(*pair, types) for pair in combinations(value, 2)):
+        apart = (self._kinds(one).isdisjoint(self._kinds(other)) for one, other in combinations(value, 2))
+        if keyword == "oneOf" and "discriminator" not in schema and not all(apart):
             raise ValueError(
-                f"{here}: a value may be valid by two of its schemas; use anyOf, or a required property with another "
-                "const in each"
+                f"{here}: a value may be valid by two of its schemas; use anyOf, or a discriminator (a property "
+                "that each requires, with another const)"
             )
         return Either(texts)
 
@@ -162,31 +163,12 @@ class _Reader:
             target = target[part]
         return target
 
-    def _resolved(self, schema: Any) -> dict[str, Any]:
-        for _ in range(8):
-            if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-                schema = self._target(schema["$ref"], "$ref")
-        return schema if isinstance(schema, dict) else {}
-
-    def _are_apart(self, one: Any, other: Any, within: list[str] | None = None) -> bool:
-        """Return True if it is clear that no value is valid by both schemas."""
-        one, other = self._resolved(one), self._resolved(other)
-        if (values := _values(one)) is not None and (others := _values(other)) is not None:
-            return not set(map(_hashable, values)) & set(map(_hashable, others))
-        kinds, other_kinds = self._kinds(one, within), self._kinds(other, within)
-        if kinds and other_kinds and not kinds & other_kinds:
-            return True
-        return kinds == other_kinds == {"object"} and any(
-            self._are_apart(one["properties"][name], other["properties"][name])
-            for name in {*one.get("required", ())} & {*other.get("required", ())}
-        )
-
-    def _kinds(self, schema: dict[str, Any], within: list[str] | None) -> set[str]:
-        """Types of JSON that a value may have; none where that is not plain."""
-        types = self._types(schema, "type", within)
-        if types is None:
-            types = [kind for kind in _BY_TYPE for value in _values(schema) or () if _is(value, kind)]
-        return {"number" if kind == "integer" else kind for kind in types}
+    def _kinds(self, schema: Any) -> set[str]:
+        """Types of JSON that a value may have, as far as the schema, or what it refers to, names them."""
+        if isinstance(schema, dict) and "$ref" in schema:
+            schema = self._target(schema["$ref"], "$ref")
+        types = self._types(schema, "type", None) if isinstance(schema, dict) else None
+        return {"number" if kind == "integer" else kind for kind in types or _BY_TYPE}
 
     def _object(self, schema: dict[str, Any], path: str) -> Expression:
         fields, required = schema.get("properties", {}), schema.get("required", [])
@@ -210,25 +192,20 @@ class _Reader:
         return self.style.array(item, least, most)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
         told = [keyword for keyword in ("pattern", "format") if keyword in schema]
         if not told:
-            return string(Repeated(ANY, least, most))
-        if len(told) == 2:
-            raise ValueError(f"{path}: 'format' beside 'pattern' is not supported")
+            return string(Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength")))
+        if others := [
+            keyword for keyword in ("format", "minLength", "maxLength") if keyword in schema and keyword != told[0]
+        ]:
+            raise ValueError(f"{path}: {others[0]!r} beside {told[0]!r} is not supported; write it into a pattern")
         value, here, is_pattern = schema[told[0]], f"{path}/{told[0]}", told == ["pattern"]
         if not is_pattern and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
         try:
-            content, shortest, longest = sized_regex(value if is_pattern else f"(?a){_FORMATS[value]}", is_pattern)
+            return string(regex_expression(value if is_pattern else f"(?a){_FORMATS[value]}", search=is_pattern))
         except ValueError as error:
             raise ValueError(f"{here}: {error}") from None
-        if shortest < least or (most is not None and longest > most):
-            raise ValueError(
-                f"{path}: {told[0]!r} beside 'minLength' or 'maxLength' is supported only where all that "
-                f"it matches is as long; write the length into a pattern, as in '^[a-z]{{2,8}}$'"
-            )
-        return string(content)
 
     def _number(self, schema: dict[str, Any], path: str) -> Expression:
         """Decimals, without exponent where there is a bound."""
@@ -271,18 +248,3 @@ def _is(value: Any, *types: str) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number" in types or ("integer" in types and value == value // 1)
     return any(type(value) is _PYTHON_TYPES.get(name) for name in types)
-
-
-def _hashable(value: Any) -> object:
-    """Equal where the values are."""
-    match value:
-        case dict():
-            return frozenset((name, _hashable(item)) for name, item in value.items())
-        case list():
-            return tuple(map(_hashable, value))
-    return value
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """All that ``const`` or ``enum`` allow."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
@@ -200,6 +200,7 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
 def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_tables):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model(config(**sizes, num_key_value_heads=2, vocab_size=150)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR).save_pretrained(tmp_path)
     in_file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     padding = num_tables * (192 - 150) * 64 * 4
     planned = deployment("demo", options=EngineOptions(guide_model=str(tmp_path)))
@@ -208,16 +209,9 @@ def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_table
     assert sizing.pool_bytes == alone.pool_bytes - sizing.guide_weight_bytes
 
 
-def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(tiny_llada):
-    sizing = plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0)))
-    assert "cannot be compared" in sizing.notes[0]
-    assert sizing.notes[0].endswith("; 3 guide tokens per token are reserved for the guide")
-
-
-def test_a_guide_whose_heads_ranks_cannot_share_is_refused(tiny_llada, tmp_path):
-    LlamaConfig(hidden_size=64, num_attention_heads=1, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(SizingError, match="--tensor-parallel-size 2 does not divide the 1 attention heads of"):
-        plan(deployment(tiny_llada, options=EngineOptions(guide_model=str(tmp_path)), tensor_parallel_size=2))
+def test_a_guide_of_a_model_without_a_tokenizer_is_refused(tiny_llada):
+    with pytest.raises(SizingError, match="--guide-model needs the tokenizers of both models"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
 
 
 def test_memory_adds_up(tiny_llada):

@@ -172,6 +172,7 @@ def test_references_and_discriminated_objects():
     schema = {
         "$defs": {"cat": cat, "a/b": dog, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/a~1b"}],
+        "discriminator": {"propertyName": "kind"},
     }
     automaton = of_schema(schema)
     assert accepts(automaton, list(b'{"kind": "cat", "lives": 9}'))
@@ -212,7 +213,8 @@ def test_references_and_discriminated_objects():
         ({"type": "object", "properties": {}, "required": [["a"]]}, "is no list of names"),
         ({"type": "string", "pattern": "(?=a)"}, "#/pattern: look-around"),
         ({"type": "string", "pattern": 1}, "#/pattern: 1 is no text"),
-        ({"type": "string", "pattern": "a", "maxLength": 5}, "'pattern' beside"),
+        ({"type": "string", "pattern": "a", "maxLength": 5}, "'maxLength' beside 'pattern'"),
+        ({"type": "string", "pattern": "a", "format": "date"}, "'format' beside 'pattern'"),
         ({"type": "string", "format": "hostname"}, "#/format: 'hostname' is none of date"),
         ({"type": "string", "maxLength": -1}, "#/maxLength: -1 is no count"),
         ({"type": "array", "prefixItems": [{}], "minItems": 2}, "exactly its 1 items"),
