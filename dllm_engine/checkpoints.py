@@ -132,15 +132,11 @@ def _stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The content of config.json, from a folder or from Hugging Face, downloaded as vLLM would."""
     from transformers import PretrainedConfig
 
-    from dllm_engine.model_executor.models.configs import read_json_object
-
-    if Path(model).is_dir():
-        return read_json_object(Path(model) / "config.json")
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"{model} holds no config.json; name the folder of a checkpoint")
     try:
         return PretrainedConfig.get_config_dict(
             model, revision=arguments.get("revision"), token=arguments.get("hf_token")
         )[0]
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {model!r} is not a folder, and Hugging Face does not give its config.json: {one_line(error)}"
-        ) from None
+        raise ValueError(f"config.json of model {model!r} cannot be read: {one_line(error)}") from None

@@ -6,7 +6,7 @@ Bytes of weights and pages are exact. Activations are an estimate, which vLLM re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
@@ -54,6 +54,13 @@ class Deployment(BaseModel):
     """Share of the GPU that vLLM may use."""
     overhead: ByteSize = Field(default="1GiB", validate_default=True)
     """Memory for everything else: processes, CUDA context, libraries, communication. An assumption."""
+
+    @field_validator("gpu_memory", "overhead")
+    @classmethod
+    def _with_unit(cls, size: ByteSize) -> ByteSize:
+        if 0 < size < 1 << 20:
+            raise ValueError(f"{size} bytes; give the unit too, as in {size}GiB")
+        return size
 
     @property
     def usable(self) -> int:

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, check_types, settled_params
+from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.families import family_of
 from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
@@ -52,7 +52,6 @@ def process_checked_inputs(
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)
-    check_integer("priority", kwargs.get("priority"))
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
     if is_constrained:

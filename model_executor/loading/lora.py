@@ -5,6 +5,7 @@ released checkpoints. vLLM's own LoRA layers add an adapter per row of a batch, 
 whole step; layer passes change the rows between layers, so one adapter serves all requests of an engine here.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.configs import read_json_object
 from dllm_engine.options import EngineOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -116,7 +116,10 @@ class LoraAdapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Content of PEFT's config; raises ``ValueError`` naming a key that means more than W + scale · B A."""
-    config = read_json_object(path)
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
     for name in _REFUSED:

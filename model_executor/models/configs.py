@@ -4,14 +4,13 @@ The classes are registered with ``transformers.AutoConfig`` so that the checkpoi
 also where ``auto_map`` names some.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
-from dllm_engine.families import FAMILIES, NOT_SUPPORTED, ModelFamily, find_family
+from dllm_engine.families import FAMILIES, ModelFamily, find_family
 from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
 from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.options import OPTIONS_KEY
@@ -134,19 +133,6 @@ def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     return None if family is None else CONFIG_CLASSES[family.architecture]
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``; raises ``ValueError`` naming the file where it holds none."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent} holds no {file.name}; name the folder of a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a JSON object, not a {type(values).__name__}")
-    return values
-
-
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
     """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the key and what it may be."""
     config_class = config_class_of(values)
@@ -160,10 +146,9 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
     """Message about a model of another kind."""
     listed = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
-    known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""
     return (
-        f"model {model!r}{listed}: model_type={model_type!r} is not a supported diffusion language model{known}; "
-        f"supported: {supported}"
+        f"model {model!r}{listed}: model_type={model_type!r} is not a supported diffusion language model; supported: "
+        f"{supported}"
     )
 
 

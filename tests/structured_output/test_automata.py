@@ -114,7 +114,7 @@ def test_grammars_are_limited_by_their_length_and_not_read(kind, of_length, monk
         ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
         (
             {"json": {"type": "integer", "maximum": 10**3000}},
-            "json: #: a bound of an integer may have",
+            "structured_outputs.json: the schema is nested too deeply",
         ),
         ({"json": {"enum": []}}, "structured_outputs.json: #/enum: [] is no list with an entry"),
     ],

@@ -185,17 +185,3 @@ def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_
     layer = runner_of(llm).model.layers[1]
     assert type(layer.out_proj.quant_method).__name__ != "UnquantizedLinearMethod"
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", EXPERTS)
-def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_path, family, scheme):
-    """Their widths are multiples of 32, as they are in released models."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    write, widths = {
-        "llada_moe": (tiny_checkpoints.write_llada_moe, {"expert_intermediate_size": 64}),
-        "sdar_moe": (tiny_checkpoints.write_sdar_moe, {"moe_intermediate_size": 64}),
-        "llada2": (tiny_checkpoints.write_llada2, {"moe_intermediate_size": 64, "intermediate_size": 128}),
-    }[family]
-    quantized = quantize(write(tmp_path / "plain", **widths), tmp_path / "quantized", scheme)
-    refuse(quantized, "quantization=", "needs AMX", "leaves the experts as they are", dtype="bfloat16")
