@@ -13,8 +13,8 @@ _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that an adapter can be merged into."""
 
 
-def check_safetensors(model: str) -> dict[str, list[int]]:
-    """Shapes of the tensors in the model folder ``model``, by name.
+def check_safetensors(model: str) -> set[str]:
+    """Names of the tensors in the model folder ``model``.
 
     A name that is no local folder is left to vLLM, which downloads it; it has none here.
 
@@ -23,18 +23,18 @@ def check_safetensors(model: str) -> dict[str, list[int]]:
     """
     folder = Path(model)
     if not folder.is_dir():
-        return {}
+        return set()
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file; copy the checkpoint's weights there")
-    shapes: dict[str, list[int]] = {}
+    names: set[str] = set()
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
-                shapes.update({name: list(file.get_slice(name).get_shape()) for name in file.keys()})  # noqa: SIM118
+                names.update(file.keys())
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
-    return shapes
+    return names
 
 
 def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
@@ -47,8 +47,8 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
     locate = MODEL_CLASSES[family_of(config).architecture].locate
-    if config.tie_word_embeddings and (head := [n for n in adapter.updates if locate(n)[0] == "lm_head.weight"]):
+    if config.tie_word_embeddings and (head := [n for n in adapter.scales if locate(n)[0] == "lm_head.weight"]):
         raise ValueError(f"{where}: the model's head is its embedding, so {head[0]!r} cannot change; {MERGE}")
     # Those of a model that has to be downloaded are checked when they are loaded.
-    if shapes := check_safetensors(model_config.model):
-        adapter.check(shapes)
+    if names := check_safetensors(model_config.model):
+        adapter.check(names)

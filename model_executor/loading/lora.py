@@ -8,8 +8,7 @@ whole step; layer passes change the rows between layers, so one adapter serves a
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +31,6 @@ _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
 
 
-@dataclass(frozen=True)
-class LowRankUpdate:
-    """Addition of an adapter to one weight."""
-
-    shape: list[int]
-    """Shape of the weight, ``[out_features, in_features]``."""
-    scale: float
-
-
 class LoraAdapter:
     """The adapter in a folder. Its tensors are read when they are needed."""
 
@@ -50,9 +40,7 @@ class LoraAdapter:
         if not self.folder.is_dir():
             raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
         check_files(folder)
-        if not (self.folder / WEIGHTS).is_file():
-            raise ValueError(f"{self.folder} holds no {WEIGHTS}; save the adapter with PEFT's save_pretrained()")
-        self.updates = self._read_updates(_read_config(self.folder / CONFIG))
+        self.scales = self._read_scales(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
     @classmethod
@@ -60,16 +48,11 @@ class LoraAdapter:
         folder = EngineOptions.from_vllm_config(vllm_config).lora_path
         return None if folder is None else cls(folder)
 
-    def check(self, shapes: Mapping[str, list[int]]) -> None:
-        """Raise ``ValueError`` naming an update of a weight that is not among a model's, of these shapes."""
-        for name, update in self.updates.items():
-            if name not in shapes:
+    def check(self, names: Collection[str]) -> None:
+        """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
+        for name in self.scales:
+            if name not in names:
                 raise ValueError(f"{self.folder / WEIGHTS}: the model has no {name!r}; is the adapter for another one?")
-            if shapes[name] != update.shape:
-                raise ValueError(
-                    f"{self.folder / WEIGHTS}: the update of {name!r} has the shape {update.shape}, the model's "
-                    f"{shapes[name]}; is the adapter for another one?"
-                )
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type.
@@ -77,41 +60,35 @@ class LoraAdapter:
         Args:
             whole: whether ``weights`` are all of the model's, so that each update must find its own.
         """
-        shapes: dict[str, list[int]] = {}
+        names = set()
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, tensor in weights:
-                update = self.updates.get(name)
-                if update is None:
+                names.add(name)
+                if name not in self.scales:
                     yield name, tensor
                     continue
-                shapes[name] = list(tensor.shape)
                 module = f"base_model.model.{name.removesuffix('.weight')}"
                 a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
-                yield name, torch.addmm(tensor.float(), b, a, alpha=update.scale).to(tensor.dtype)
+                yield name, torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(tensor.dtype)
         if whole:
-            self.check(shapes)
+            self.check(names)
 
-    def _read_updates(self, config: dict[str, Any]) -> dict[str, LowRankUpdate]:
-        path = self.folder / WEIGHTS
-        shapes: dict[str, dict[str, list[int]]] = {}
+    def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
+        path, scales = self.folder / WEIGHTS, {}
         try:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(file.keys()):
                     match = _TENSOR.fullmatch(name)
                     if match is None:
                         raise ValueError(f"{path}: tensor {name!r} is not of the kind '….lora_A.weight'; {MERGE}")
-                    shapes.setdefault(match["module"], {})[match["part"]] = file.get_slice(name).get_shape()
+                    if match["part"] == "A":
+                        rank = file.get_slice(name).get_shape()[0]
+                        scales[f"{match['module']}.weight"] = _scale(config, match["module"], rank)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
-        updates = {}
-        for module, parts in shapes.items():
-            a, b = parts.get("A", []), parts.get("B", [])
-            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-                raise ValueError(f"{path}: lora_A {a} and lora_B {b} of {module!r} make no update; copy the file again")
-            updates[f"{module}.weight"] = LowRankUpdate([b[0], a[1]], _scale(config, module, rank=a[0]))
-        if not updates:
-            raise ValueError(f"{path} holds no tensors; copy it again")
-        return updates
+            raise ValueError(
+                f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained()"
+            ) from error
+        return scales
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -129,8 +106,6 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: bias={config['bias']!r} is not supported; {MERGE}")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
         raise ValueError(f"{path}: init_lora_weights={initial!r} changes the checkpoint's own weights; {MERGE}")
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise ValueError(f"{path}: lora_alpha={config.get('lora_alpha')!r} must be a number")
     return config
 
 

@@ -61,25 +61,6 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
     assert '"diffusion"' in text
 
 
-def test_errors_and_chunks_without_choices_pass_unchanged():
-    async def source():
-        yield engine_output(tokens=[5], finish_reason="stop")
-
-    async def failing(results):
-        async for _ in results:
-            yield 'data: {"error": "no"}\n\n'
-            raise RuntimeError("broken")
-
-    async def received(events):
-        async for event in events:
-            seen.append(event)
-
-    seen: list[str] = []
-    with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(received(with_fields(failing, source())))
-    assert seen == ['data: {"error": "no"}\n\n']
-
-
 def test_a_client_that_hangs_up_closes_the_engines_results():
     closed = []
 

@@ -122,16 +122,6 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
     assert 0.7 < (estimate + FULL_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
 
 
-KIB_PER_TOKEN = {"GSAI-ML/LLaDA-8B-Instruct": 512, "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": 128}
-KIB_PER_TOKEN |= {"Dream-org/Dream-v0-Instruct-7B": 56}
-
-
-@pytest.mark.parametrize(("model", "kib"), KIB_PER_TOKEN.items())
-def test_pages_of_released_models_have_their_published_sizes(model, kib):
-    sizing = plan(deployment(model, "dual", dtype="auto", gpu_memory=80 * GIB))
-    assert sizing.page_bytes * load_config(model).num_hidden_layers == kib * 1024 * PAGE_SIZE
-
-
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
     *_, method = methods_for(family_of(load_config(model)).attention)
@@ -224,25 +214,6 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
     assert half.page_bytes * 2 == alone.page_bytes
     assert half.demand.pages == alone.demand.pages
     assert alone.weight_bytes / 2 < half.weight_bytes < alone.weight_bytes * 0.6
-
-
-def test_other_methods_have_their_papers_options():
-    others = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB)).others
-    assert {d.cache_method for d in others} == set(FULL_METHODS) - {"none"}
-    (dkv,) = (d for d in others if d.cache_method == "dkv")
-    assert dkv.cache_options == {"refresh_interval": 4}
-
-
-def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
-    """A rank's page of one token holds fewer numbers than a row of features."""
-    options = EngineOptions(page_size=1)
-    others = plan(deployment(tiny_dream, options=options, tensor_parallel_size=2)).others
-    (other,) = (d for d in others if d.cache_method == "dllm_cache")
-    assert other.requests == 0
-    assert "page_size=1 is too small" in other.limit
-    options = EngineOptions(cache_method="dllm_cache", page_size=1)
-    with pytest.raises(ValueError, match="page_size=1 is too small"):
-        plan(deployment(tiny_dream, options=options, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(

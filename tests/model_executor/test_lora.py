@@ -75,7 +75,7 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
 )
 def test_the_scale_is_pefts(tiny_llada, tmp_path, config, scales):
     adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:2], **config)))
-    assert [adapter.updates[f"{module}.weight"].scale for module in LLADA[:2]] == pytest.approx(scales)
+    assert [adapter.scales[f"{module}.weight"] for module in LLADA[:2]] == pytest.approx(scales)
 
 
 def test_the_sum_is_rounded_once(tiny_llada, tmp_path):
@@ -115,14 +115,10 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
     ("edit", "fragments"),
     [
         (lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}), ("lora_embedding_A", "lora_A")),
-        (lambda t: t.pop(B), ("lora_A [3, 64] and lora_B []", "q_proj")),
-        (lambda t: t.update({B: torch.ones(64, 4)}), ("lora_A [3, 64] and lora_B [64, 4]",)),
-        (lambda t: t.update({B: torch.ones(32, 3)}), ("the shape [32, 64], the model's [64, 64]", "q_proj.weight")),
         (
             lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),
             ("no 'model.transformer.blocks.0.w.weight'", "another"),
         ),
-        (lambda t: t.clear(), ("adapter_model.safetensors", "holds no tensors")),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_llada, tmp_path, edit, fragments):
@@ -135,7 +131,7 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_lla
 @pytest.mark.parametrize(
     ("damage", "fragment"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is damaged or incomplete"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is missing or damaged"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
     ],

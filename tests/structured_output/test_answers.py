@@ -106,12 +106,6 @@ def test_asynchronous_engines_build_before_they_check(demo):
         asyncio.run(answer("async{30}"))
 
 
-def test_parameters_are_shown_as_they_were_made():
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=REGEX), gen_length=8)
-    assert f"regex={REGEX!r}" in repr(params)
-    assert params.to_sampling_params().structured_outputs == params.structured_outputs
-
-
 def test_a_template_can_be_constrained_as_well(demo):
     params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=r" Ida=[0-9][13579], Tom=48"))
     (output,) = demo.fill_in([PROMPT], [[" Ida=", 2, ", Tom=48"]], params)
@@ -236,14 +230,12 @@ def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
     assert made.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(("regex", "status"), [("tok(ens)?", 200), ("tok{60}", 400)])
-def test_tokens_in_and_out(demo, regex, status):
+def test_tokens_in_and_out(demo):
     client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
-    asked = {"max_tokens": 16, "structured_outputs": {"regex": regex}}
+    asked = {"max_tokens": 16, "structured_outputs": {"regex": "tok(ens)?"}}
     answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": asked})
-    assert answer.status_code == status, answer.text
-    if status == 200:
-        assert re.fullmatch(regex, demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True))
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch("tok(ens)?", demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True))
 
 
 def test_other_tools_than_those_called_are_answered_as_ever(openai):
