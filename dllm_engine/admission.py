@@ -50,15 +50,12 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 
 
 def check_types(params: SamplingParams) -> None:
-    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, and for numbers that cannot be sent
-    to engine processes.
-
-    vLLM's server checks the types of most fields; in Python nobody does.
-    """
+    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, or a number that cannot be sent.
+    vLLM's server checks the types of most fields; in Python nobody does."""
     for name, kinds in _TYPES.items():
         value = getattr(params, name)
-        if isinstance(value, int):
-            _check_size(name, value)
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
         classes = tuple(kind for kind in kinds if inspect.isclass(kind) and kind.__module__ != "builtins")
         if value is None and NoneType in kinds:
             continue
@@ -190,20 +187,6 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
             f"accepts has {constraint.fewest_tokens()} tokens"
         )
     raise InvalidRequestError(reason + with_reasoning)
-
-
-def check_integer(name: str, value: object) -> None:
-    """Raise ``InvalidRequestError`` if the value is neither None nor an integer that engine processes can be sent."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequestError(f"{name}={value!r} must be an integer")
-    _check_size(name, value)
-
-
-def _check_size(name: str, value: int) -> None:
-    if not -(1 << 63) <= value < 1 << 63:
-        raise InvalidRequestError(f"{name} is out of range: an integer of {value.bit_length()} bits; it may have 64")
 
 
 def settled_params(

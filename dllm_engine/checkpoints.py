@@ -5,7 +5,6 @@ A mistake then ends in one sentence and not in vLLM's traceback.
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,6 @@ from dllm_engine import families
 from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.config_keys import NO_BITSANDBYTES
 from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.text import one_line
 
@@ -107,18 +105,15 @@ def load_config(model: str) -> "Config":
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Check that ``model`` is one of ours and that what the engine needs is installed.
+    """Check that ``model`` is one of ours.
 
     Args:
         model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
         arguments: those of ``vllm.LLM`` that the caller gave.
 
     Raises:
-        ValueError: naming the folder, the file and its key, or the extra to install.
+        ValueError: naming the folder, or the file and its key.
     """
-    for name in ("distributed_executor_backend", "data_parallel_backend"):
-        if arguments.get(name) == "ray" and find_spec("ray") is None:
-            raise ValueError(f"{name}='ray': Ray is not installed; run pip install 'dllm-engine[ray]'")
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
@@ -126,8 +121,6 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
     # Imports transformers, which takes seconds.
     from dllm_engine.model_executor.models.configs import parse_config
 
-    if arguments.get("quantization") == "bitsandbytes":
-        raise ValueError(f"quantization='bitsandbytes': {NO_BITSANDBYTES}")
     source = arguments.get("hf_config_path") or model_path(model)
     parse_config(_stated_config(source, arguments), source).update(overrides)
 
@@ -143,15 +136,11 @@ def _stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The content of config.json, from a folder or from Hugging Face, downloaded as vLLM would."""
     from transformers import PretrainedConfig
 
-    from dllm_engine.model_executor.models.configs import read_json_object
-
-    if Path(model).is_dir():
-        return read_json_object(Path(model) / "config.json")
+    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
+        raise ValueError(f"{model} holds no config.json; name the folder of a checkpoint")
     try:
         return PretrainedConfig.get_config_dict(
             model, revision=arguments.get("revision"), token=arguments.get("hf_token")
         )[0]
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model {model!r} is not a folder, and Hugging Face does not give its config.json: {one_line(error)}"
-        ) from None
+        raise ValueError(f"config.json of model {model!r} cannot be read: {one_line(error)}") from None

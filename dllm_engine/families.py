@@ -335,12 +335,6 @@ FAMILIES: dict[str, ModelFamily] = {
     for family in (LLADA, LLADA_MOE, ILLADA, DREAM, SDAR, SDAR_MOE, DREAM_REASONER, STABLE_DIFFCODER, LLADA2)
 }
 
-NOT_SUPPORTED = {
-    "Fast_dLLM_Qwen": "Fast-dLLM v2, which shifts logits and decodes parts of blocks; take SDAR or LLaDA2.0",
-    "llada2_moe_veomni": "LLaDA2 with merged experts, as dFactory trains it; split them again with moe_convertor.py",
-}
-"""Block diffusion models of other kinds, by ``model_type``: what they are, and what to do."""
-
 
 def find_family(model_type: object, architectures: object) -> ModelFamily | None:
     """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the

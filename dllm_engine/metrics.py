@@ -19,9 +19,6 @@ OF_FRONT_END = {
         "counter", "automata", "Automata built for structured output, or given up at a limit."
     ),
     "automaton_build_seconds": MetricSpec("counter", "seconds", "Seconds that building these automata took."),
-    "automaton_cache_hits": MetricSpec(
-        "counter", "requests", "Requests whose automaton was there already, or was being built for another request."
-    ),
 }
 """Counted where requests are checked (``structured_output/automata.py``), not by the scheduler."""
 METRICS: dict[str, MetricSpec] = {f.name: f.metadata["metric"] for f in fields(EngineStats)} | OF_FRONT_END

@@ -16,7 +16,7 @@ from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.text import one_line, readable_size
+from dllm_engine.text import readable_size
 
 GIB = 1 << 30
 
@@ -115,15 +115,10 @@ def plan(d: Deployment) -> Sizing:
     config = load_config(d.model)
     family, tp = family_of(config), d.tensor_parallel_size
     longest = canvas_limit(config, d.prompt, d.response, d.block_length, d.max_model_len)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
-    if tp not in fitting:
-        raise SizingError(
-            f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads ({kv_heads} KV heads) "
-            f"evenly; choose one of {', '.join(map(str, fitting))}"
-        )
+    if (heads := config.num_attention_heads) % tp:
+        raise SizingError(f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads")
     notes: list[str] = []
-    options = _with_guide(d.options.with_paper_settings(d.model, family), d, notes)
+    options = _with_guide(d.options.with_paper_settings(d.model, family), d.model, config)
     rows = max(d.max_num_batched_tokens, family.longest_canvas(longest if options.method.shortened is None else 1))
     own_dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
@@ -248,30 +243,21 @@ def canvas_limit(config: Any, prompt: int, response: int, block_length: int | No
     return max_model_len or canvas
 
 
-def _with_guide(options: EngineOptions, d: Deployment, notes: list[str]) -> EngineOptions:
+def _with_guide(options: EngineOptions, model: str, config: Any) -> EngineOptions:
     """The options with the guide's sizes."""
-    if (guide := options.guide_model) is None:
+    if options.guide_model is None:
         return options
     from transformers import AutoTokenizer
 
-    from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape  # imports vLLM
+    from dllm_engine.model_executor.guide.sizes import has_same_tokens, with_shape  # imports vLLM
     from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
 
-    if (heads := guide_config(guide).num_attention_heads) % d.tensor_parallel_size:
-        raise SizingError(
-            f"--tensor-parallel-size {d.tensor_parallel_size} does not divide the {heads} attention heads of "
-            f"--guide-model {guide} evenly"
-        )
     register_tokenizers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path(d.model), config=load_config(d.model))
-        same_tokens = has_same_tokens(guide, tokenizer.get_vocab())
-    except Exception as error:  # a tokenizer may be missing or damaged in any way
-        same_tokens = False
-        notes.append(
-            f"the tokenizers of {d.model} and {guide} cannot be compared: {one_line(error)}; "
-            f"{options.guide_tokens_per_token:g} guide tokens per token are reserved for the guide"
-        )
+        vocabulary = AutoTokenizer.from_pretrained(model_path(model), config=config).get_vocab()
+        same_tokens = has_same_tokens(options.guide_model, vocabulary)
+    except (OSError, ValueError) as error:
+        raise SizingError(f"--guide-model needs the tokenizers of both models: {error}") from None
     return with_shape(options, same_tokens=same_tokens)
 
 

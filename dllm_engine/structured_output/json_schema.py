@@ -9,12 +9,8 @@ from typing import Any
 
 from dllm_engine.structured_output.expression import ANY, EMPTY, Either, Expression, Repeated, literal
 from dllm_engine.structured_output.json_text import INTEGER, NUMBER, Style, decimals, string
-from dllm_engine.structured_output.python_regex import sized_regex
+from dllm_engine.structured_output.python_regex import regex_expression
 
-_MOST_PLACES = 10_000
-"""Schemas in a schema, counted as often as they are referred to."""
-_MOST_DIGITS = 400
-"""Most digits of a bound; a float has fewer."""
 _EXTRA_DIGITS = 6
 """Most digits of a number behind those of its bounds."""
 _EXACT_DIGITS = 15
@@ -36,21 +32,6 @@ _BY_TYPE: dict[str, tuple[str, ...]] = {
 }
 _KEYWORDS = {"type", *_COMBINING, *(keyword for names in _BY_TYPE.values() for keyword in names)}
 _PYTHON_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
-_VALUES = {
-    "no object": (lambda value: isinstance(value, dict), ("properties",)),
-    "no list of names": (
-        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
-        ("required",),
-    ),
-    "no list with an entry": (
-        lambda value: isinstance(value, list) and value,
-        ("prefixItems", "enum", "anyOf", "oneOf", "allOf"),
-    ),
-    "no count": (lambda value: type(value) is int and value >= 0, ("minItems", "maxItems", "minLength", "maxLength")),
-    "no text": (lambda value: isinstance(value, str), ("pattern", "format")),
-    "no number": (lambda value: _is(value, "number") and abs(value) < float("inf"), _BOUNDS),
-}
-"""Faults of keywords' values: what is true of a value that has none, and the keywords."""
 _DAY = (
     r"(?:(?:0[1-9]\d\d|[1-9]\d{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|"
     r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])))"
@@ -68,9 +49,15 @@ _FORMATS = {
 
 
 def schema_expression(schema: Any, style: Style) -> Expression:
-    """Raises ``ValueError`` naming a keyword that is not supported, and where."""
+    """Raises ``ValueError`` naming what is no schema, or a keyword that is not supported, and where."""
+    # Other expressions need not wait for it.
+    from jsonschema import Draft202012Validator, SchemaError
+
     try:
+        Draft202012Validator.check_schema(schema)
         return _Reader(schema, style).read(schema, "#")
+    except SchemaError as error:
+        raise ValueError(f"{error.json_path}: {error.message}") from None
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
@@ -79,13 +66,9 @@ class _Reader:
     def __init__(self, root: Any, style: Style) -> None:
         self.root, self.style = root, style
         self.references: list[str] = []
-        self.places = 0
 
     def read(self, schema: Any, path: str, within: list[str] | None = None) -> Expression:
         """``within``: types of the schema around it, such as of vLLM's schema of a tool's call."""
-        self.places += 1
-        if self.places > _MOST_PLACES:
-            raise ValueError(f"it holds over {_MOST_PLACES} schemas, counted where they are referred to")
         if schema is True and within is None:
             return self.style.anything()
         if not isinstance(schema, dict):
@@ -94,10 +77,6 @@ class _Reader:
         unknown = told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}
         if unknown:
             raise ValueError(f"{path}: the keyword {min(unknown)!r} is not supported")
-        for fault, (is_right, keywords) in _VALUES.items():
-            for keyword in keywords:
-                if keyword in schema and not is_right(schema[keyword]):
-                    raise ValueError(f"{path}/{keyword}: {schema[keyword]!r} is {fault}")
         types = self._types(schema, path, within)
         for keyword in _COMBINING:
             if keyword in told:
@@ -110,8 +89,6 @@ class _Reader:
         if "type" not in schema:
             return within
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        if not types or any(not isinstance(name, str) or name not in _BY_TYPE for name in types):
-            raise ValueError(f"{path}/type: {schema['type']!r} is none of {', '.join(_BY_TYPE)}")
         if within is not None and not {*types} <= {*within}:
             raise ValueError(f"{path}: 'type' beside schemas of other types is not supported")
         return types
@@ -133,10 +110,11 @@ class _Reader:
         if keyword == "allOf" and len(value) > 1:
             raise ValueError(f"{here}: more than one schema is not supported")
         texts = [self.read(branch, f"{here}/{i}", types) for i, branch in enumerate(value)]
-        if keyword == "oneOf" and not all(self._are_apart(*pair, types) for pair in combinations(value, 2)):
+        apart = (self._kinds(one).isdisjoint(self._kinds(other)) for one, other in combinations(value, 2))
+        if keyword == "oneOf" and "discriminator" not in schema and not all(apart):
             raise ValueError(
-                f"{here}: a value may be valid by two of its schemas; use anyOf, or a required property with another "
-                "const in each"
+                f"{here}: a value may be valid by two of its schemas; use anyOf, or a discriminator (a property "
+                "that each requires, with another const)"
             )
         return Either(texts)
 
@@ -152,7 +130,7 @@ class _Reader:
     def _target(self, reference: Any, path: str) -> Any:
         if reference == "#":
             raise ValueError(f"{path}: recursion is not supported ('#' refers to itself)")
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        if not reference.startswith("#/"):
             raise ValueError(f"{path}: {reference!r} is not supported; only '#/…' is, a place in this schema")
         target = self.root
         for part in reference[2:].split("/"):
@@ -162,31 +140,12 @@ class _Reader:
             target = target[part]
         return target
 
-    def _resolved(self, schema: Any) -> dict[str, Any]:
-        for _ in range(8):
-            if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
-                schema = self._target(schema["$ref"], "$ref")
-        return schema if isinstance(schema, dict) else {}
-
-    def _are_apart(self, one: Any, other: Any, within: list[str] | None = None) -> bool:
-        """Return True if it is clear that no value is valid by both schemas."""
-        one, other = self._resolved(one), self._resolved(other)
-        if (values := _values(one)) is not None and (others := _values(other)) is not None:
-            return not set(map(_hashable, values)) & set(map(_hashable, others))
-        kinds, other_kinds = self._kinds(one, within), self._kinds(other, within)
-        if kinds and other_kinds and not kinds & other_kinds:
-            return True
-        return kinds == other_kinds == {"object"} and any(
-            self._are_apart(one["properties"][name], other["properties"][name])
-            for name in {*one.get("required", ())} & {*other.get("required", ())}
-        )
-
-    def _kinds(self, schema: dict[str, Any], within: list[str] | None) -> set[str]:
-        """Types of JSON that a value may have; none where that is not plain."""
-        types = self._types(schema, "type", within)
-        if types is None:
-            types = [kind for kind in _BY_TYPE for value in _values(schema) or () if _is(value, kind)]
-        return {"number" if kind == "integer" else kind for kind in types}
+    def _kinds(self, schema: Any) -> set[str]:
+        """Types of JSON that a value may have, as far as the schema, or what it refers to, names them."""
+        if isinstance(schema, dict) and "$ref" in schema:
+            schema = self._target(schema["$ref"], "$ref")
+        types = self._types(schema, "type", None) if isinstance(schema, dict) else None
+        return {"number" if kind == "integer" else kind for kind in types or _BY_TYPE}
 
     def _object(self, schema: dict[str, Any], path: str) -> Expression:
         fields, required = schema.get("properties", {}), schema.get("required", [])
@@ -210,25 +169,20 @@ class _Reader:
         return self.style.array(item, least, most)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
         told = [keyword for keyword in ("pattern", "format") if keyword in schema]
         if not told:
-            return string(Repeated(ANY, least, most))
-        if len(told) == 2:
-            raise ValueError(f"{path}: 'format' beside 'pattern' is not supported")
+            return string(Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength")))
+        if others := [
+            keyword for keyword in ("format", "minLength", "maxLength") if keyword in schema and keyword != told[0]
+        ]:
+            raise ValueError(f"{path}: {others[0]!r} beside {told[0]!r} is not supported; write it into a pattern")
         value, here, is_pattern = schema[told[0]], f"{path}/{told[0]}", told == ["pattern"]
         if not is_pattern and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
         try:
-            content, shortest, longest = sized_regex(value if is_pattern else f"(?a){_FORMATS[value]}", is_pattern)
+            return string(regex_expression(value if is_pattern else f"(?a){_FORMATS[value]}", search=is_pattern))
         except ValueError as error:
             raise ValueError(f"{here}: {error}") from None
-        if shortest < least or (most is not None and longest > most):
-            raise ValueError(
-                f"{path}: {told[0]!r} beside 'minLength' or 'maxLength' is supported only where all that "
-                f"it matches is as long; write the length into a pattern, as in '^[a-z]{{2,8}}$'"
-            )
-        return string(content)
 
     def _number(self, schema: dict[str, Any], path: str) -> Expression:
         """Decimals, without exponent where there is a bound."""
@@ -241,8 +195,6 @@ class _Reader:
 
     def _integer(self, schema: dict[str, Any], path: str) -> Expression:
         bounds = _bounds(schema)
-        if any(abs(bound) >= 10**_MOST_DIGITS for bound in bounds.values()):
-            raise ValueError(f"{path}: a bound of an integer may have {_MOST_DIGITS} digits at most")
         return _bounded(bounds, 0) if bounds else INTEGER
 
     def _boolean(self, schema: dict[str, Any], path: str) -> Expression:
@@ -271,18 +223,3 @@ def _is(value: Any, *types: str) -> bool:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number" in types or ("integer" in types and value == value // 1)
     return any(type(value) is _PYTHON_TYPES.get(name) for name in types)
-
-
-def _hashable(value: Any) -> object:
-    """Equal where the values are."""
-    match value:
-        case dict():
-            return frozenset((name, _hashable(item)) for name, item in value.items())
-        case list():
-            return tuple(map(_hashable, value))
-    return value
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """All that ``const`` or ``enum`` allow."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -30,33 +30,22 @@ _STARTS = [(_constants.AT, at) for at in (_constants.AT_BEGINNING, _constants.AT
 _ENDS = [(_constants.AT, at) for at in (_constants.AT_END, _constants.AT_END_STRING)]
 
 
-def regex_expression(pattern: str) -> Expression:
-    """Texts that ``re.fullmatch`` matches; raises as ``sized_regex``."""
-    return sized_regex(pattern)[0]
-
-
-def sized_regex(pattern: str, search: bool = False) -> tuple[Expression, int, int]:
+def regex_expression(pattern: str, *, search: bool = False) -> Expression:
     """Texts that ``re.fullmatch`` matches, or with ``search`` those in which ``re.search`` finds the pattern and no
-    text after a ``$``; and the characters of the shortest and of the longest. Raises ``ValueError`` naming a construct
-    that is not supported."""
+    text after a ``$``. Raises ``ValueError`` naming a construct that is not supported."""
     edge = Repeated(ANY, 0, None) if search else EMPTY
     try:
         parsed = _parser.parse(pattern)
-        reader = _Reader(pattern)
-        expression = reader.read(parsed, parsed.state.flags, edge, edge)
+        return _Reader(pattern).read(parsed, parsed.state.flags, edge, edge)
     except (re.error, OverflowError) as error:
         raise ValueError(f"{pattern!r} is not a regex that Python can read: {error}") from None
     except RecursionError:
         raise ValueError("the regex is nested too deeply") from None
-    shortest, longest = parsed.getwidth()
-    return expression, shortest, _constants.MAXREPEAT if reader.is_open else longest
 
 
 class _Reader:
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
-        self.is_open = False
-        """True if any text may stand at an end."""
 
     def refuse(self, construct: str) -> ValueError:
         return ValueError(f"{construct} in the regex {self.pattern!r} is not supported")
@@ -72,14 +61,10 @@ class _Reader:
             right = EMPTY
             nodes.pop()
         if not nodes:
-            return self._between(left, EMPTY, right)
+            return _between(left, EMPTY, right)
         inner = [None] * (len(nodes) - 1)
         edges = zip(nodes, [left, *inner], [*inner, right], strict=True)
         return tuple(self._node(str(code), argument, flags, *edge) for (code, argument), *edge in edges)
-
-    def _between(self, left: Expression | None, middle: Expression, right: Expression | None) -> Expression:
-        self.is_open |= bool(left or right)
-        return (left or EMPTY, middle, right or EMPTY)
 
     def _node(
         self, code: str, argument: Any, flags: int, left: Expression | None, right: Expression | None
@@ -93,18 +78,22 @@ class _Reader:
             case "BRANCH":
                 return Either([self.read(branch, flags, left, right) for branch in argument[1]])
             case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
-                return self._between(left, Chars(_characters(code, argument, flags)), right)
+                return _between(left, Chars(_characters(code, argument, flags)), right)
             case "MAX_REPEAT" | "MIN_REPEAT":
                 least, most, item = argument
                 # An anchor is at an end of the text only where the item is there at most once.
                 edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
                 most = None if most is _constants.MAXREPEAT else most
-                return self._between(left, Repeated(self.read(item, flags, *edges), least, most), right)
+                return _between(left, Repeated(self.read(item, flags, *edges), least, most), right)
             case "AT" if (_constants.AT, argument) in _STARTS + _ENDS:
                 raise self.refuse("an anchor (^, $, \\A, \\Z) that is not at an end of the text")
             case "AT":
                 raise self.refuse("\\b or \\B")
         raise self.refuse(_REFUSED.get(code, code))
+
+
+def _between(left: Expression | None, middle: Expression, right: Expression | None) -> Expression:
+    return (left or EMPTY, middle, right or EMPTY)
 
 
 def _characters(code: str, argument: Any, flags: int) -> Ranges:

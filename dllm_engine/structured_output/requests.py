@@ -2,19 +2,17 @@
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import awaited_automaton
+from dllm_engine.structured_output.automata import automaton, is_built
 from dllm_engine.structured_output.build import BuildInput, Grammar, Limits
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
-from dllm_engine.structured_output.vocabulary import begun_character, vocabulary_of
+from dllm_engine.structured_output.vocabulary import vocabulary_of
 
 LONGEST_GRAMMAR = 1 << 16
 """Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
@@ -25,8 +23,6 @@ _REFUSED = {
     "disable_any_whitespace, with none",
     "disable_additional_properties": "not supported; set additionalProperties to false in the schema",
 }
-_prepared: ContextVar[Mapping[BuildInput, Automaton]] = ContextVar("_prepared")
-"""The automata of the request that a task is about."""
 
 
 def grammar_of(structured: StructuredOutputsParams) -> Grammar:
@@ -60,33 +56,25 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             f"structured_outputs.{grammar.kind}: its {len(grammar.text)} characters are more than the "
             f"{LONGEST_GRAMMAR} that are supported; give a shorter one, such as a schema without descriptions"
         )
-    try:
-        grammar.text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: a lone surrogate is not supported") from None
     return grammar
 
 
 async def prepare(
     structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any, reasoning: Iterable[Grammar] = ()
 ) -> None:
-    """Build the automaton, and those of the reasoning before its text, without holding up the event loop;
-    ``constrained`` takes them later in the same task.
+    """Build the automaton, and those of the reasoning before its text, without holding up the event loop.
 
-    Raises as ``grammar_of``, ``vocabulary_of`` and ``awaited_automaton``.
+    Raises as ``grammar_of``, ``vocabulary_of`` and ``automaton``.
     """
-    prepared = {}
     for grammar in (grammar_of(structured), *reasoning):
         wanted = await asyncio.to_thread(_build_input, grammar, tokenizer, vllm_config)
-        with awaited_automaton(wanted) as future:
-            prepared[wanted] = await asyncio.wrap_future(future)
-    _prepared.set(prepared)
+        if not is_built(wanted):
+            await asyncio.wrap_future(automaton(wanted))
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
-    """Return True if this task has the automaton, so that ``constrained`` need not wait."""
-    prepared = _prepared.get({})
-    return bool(prepared) and _build_input(grammar_of(structured), tokenizer, vllm_config) in prepared
+    """Return True if the automaton is there, so that ``constrained`` need not wait."""
+    return is_built(_build_input(grammar_of(structured), tokenizer, vllm_config))
 
 
 def constrained(
@@ -99,14 +87,15 @@ def constrained(
         params: of vLLM's own class; not changed.
         tokenizer: the model's, or None.
 
-    Raises as ``grammar_of``, ``vocabulary_of``, ``awaited_automaton`` and ``reasoning_before``.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``automaton`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
-    carried = {CONSTRAINT: _automaton(grammar_of(params.structured_outputs), tokenizer, vllm_config).packed}
+    grammar = grammar_of(params.structured_outputs)
+    carried = {CONSTRAINT: automaton(_build_input(grammar, tokenizer, vllm_config)).result().packed}
     reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
     if reasoning is not None:
-        carried[REASONING] = _automaton(reasoning, tokenizer, vllm_config).packed
+        carried[REASONING] = automaton(_build_input(reasoning, tokenizer, vllm_config)).result().packed
     asked = {
         name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
     }
@@ -114,26 +103,6 @@ def constrained(
     params.structured_outputs = None
     params.extra_args = carried | asked
     return params
-
-
-def check_prompt_end(prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any) -> None:
-    """Raise ``InvalidRequestError`` for a prompt that ends inside a character: the text of its response begins with
-    that character, which no constraint knows of."""
-    begun = begun_character(prompt_token_ids, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size))
-    if begun:
-        raise InvalidRequestError(
-            f"structured_outputs: prompt_token_ids ends inside a character, with the bytes {begun.hex(' ')} of it, so "
-            f"that the text of the response cannot match; end the prompt with a whole character"
-        )
-
-
-def _automaton(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> Automaton:
-    """The automaton of the task; otherwise blocks until it is built."""
-    wanted = _build_input(grammar, tokenizer, vllm_config)
-    if (automaton := _prepared.get({}).get(wanted)) is not None:
-        return automaton
-    with awaited_automaton(wanted) as future:
-        return future.result()
 
 
 def _build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:

@@ -1,7 +1,5 @@
 """The bytes of a tokenizer's tokens."""
 
-import codecs
-from collections.abc import Sequence
 from functools import lru_cache
 
 from tokenizers import Tokenizer
@@ -13,8 +11,6 @@ from dllm_engine.structured_output.lifting import Vocabulary
 
 _CHECKED = 256
 """Tokens that are decoded to compare."""
-_LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8."""
 
 
 @lru_cache(maxsize=4)
@@ -68,17 +64,3 @@ def _byte_fallback(token: str) -> bytes:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return bytes([int(token[3:5], 16)])
     return token.replace("▁", " ").encode()
-
-
-def begun_character(tokens: Sequence[int], vocabulary: Vocabulary) -> bytes:
-    """The bytes at the end of a text that begin a character; none where it ends with a whole one."""
-    text = b""
-    for token in reversed(tokens):
-        spelled = vocabulary.token_bytes[vocabulary.starts[token] : vocabulary.starts[token + 1]].tobytes()
-        text = spelled + text
-        if not spelled or len(text) >= _LONGEST_CHARACTER:
-            break
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(text)
-    begun: bytes = decoder.getstate()[0]
-    return begun

@@ -6,13 +6,11 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import barred_tokens, family_of
-from dllm_engine.memory.start_up import CPU_PAGE_POOL_BYTES, check_gpu_memory, check_main_memory
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.checkpoint import check_adapter, check_checkpoint
-from dllm_engine.model_executor.loading.quantization import check_quantization
-from dllm_engine.model_executor.loading.tokenizers import check_tokenizer
+from dllm_engine.model_executor.loading.checkpoint import check_adapter, check_safetensors
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
@@ -31,13 +29,15 @@ from dllm_engine.vllm_hooks.input_processor import limit_responses
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.server.bodies import leave_completion_length_open
-from dllm_engine.vllm_hooks.server.start import end_on_signals_while_loading
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
+CPU_PAGE_POOL_BYTES = 1 << 30
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
+92% of all memory fails on a machine where anything else runs."""
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
     "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
@@ -49,11 +49,13 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
-        config = model_config.hf_config
-        overrides = model_config.hf_overrides
-        if isinstance(config, Config) and isinstance(overrides, dict) and overrides:
+        config, overrides = model_config.hf_config, model_config.hf_overrides
+        if not isinstance(config, Config):
+            raise ValueError(unsupported_model(model_config.model, config.model_type, config.architectures))
+        if isinstance(overrides, dict) and overrides:
             config.update(overrides)  # vLLM sets one after another, so that two could differ
-        check_checkpoint(model_config.model, config, with_weights=False)
+        check_folder(model_config.model)
+        config.check()
         model_config.is_dllm_engine = True
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
         model_config.trust_remote_code = False
@@ -72,13 +74,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         refuse_unsupported(vllm_config)
-        check_quantization(vllm_config.model_config, current_platform.device_type)
-        # Weights or a tokenizer that cannot be read are refused before any process is started for them.
         model_config = vllm_config.model_config
         if vllm_config.load_config.load_format != "dummy":
-            check_checkpoint(model_config.model, model_config.hf_config)
-        if not model_config.skip_tokenizer_init:
-            check_tokenizer(model_config)
+            # Weights that cannot be read are refused before any process is started for them.
+            check_safetensors(model_config.model)
         if left_out := left_out_generation(model_config):
             logger.warning("%s", left_out)
         options = _settle_engine_options(vllm_config)
@@ -115,13 +114,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
             vllm_config.cache_config.block_size = options.page_size
-        if current_platform.is_cpu():
-            if vllm_config.cache_config.kv_cache_memory_bytes is None:
-                vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
-            check_main_memory(vllm_config)
-        elif parallel.distributed_executor_backend in ("uni", "mp", None):  # else the GPU may be another machine's
-            memory = current_platform.get_device_total_memory()
-            check_gpu_memory(vllm_config, int(memory * vllm_config.cache_config.gpu_memory_utilization))
+        if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
+            vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
@@ -130,7 +124,6 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         limit_responses(model_config.dllm_response_limit)
         leave_completion_length_open()
         patch.apply(table.SERVING)
-        end_on_signals_while_loading()
 
 
 def refuse_stray_options(original: Original, self: "VllmConfig") -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.model_executor.loading.checkpoint import check_checkpoint
+from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
@@ -42,9 +42,8 @@ def guard_weights(
     if method == "reload_weights":
         path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
         if path is not None:
-            # They may be missing, damaged or of other shapes than the engine's.
             check_folder(str(path))
-            check_checkpoint(str(path), self.vllm_config.model_config.hf_config)
+            check_safetensors(str(path))
         self.scheduler.weights_incomplete_since = method  # also if it fails on its way
     self.scheduler.num_weight_changes += 1
     result = collective_rpc(self, method, timeout, args, kwargs)

@@ -12,7 +12,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from dllm_engine.admission import check_integer, check_request, check_types, settled_params
+from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.families import family_of
 from dllm_engine.infill.template import check_length
 from dllm_engine.options import EngineOptions
@@ -22,7 +22,7 @@ from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.build import Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
-from dllm_engine.structured_output.requests import check_prompt_end, is_prepared, prepare
+from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _FILTERS = "dllm_engine_filters"
@@ -54,9 +54,6 @@ def process_checked_inputs(
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     is_constrained = params.structured_outputs is not None
     params = _checked_params(self, prompt, params)
-    if is_constrained:
-        check_prompt_end(prompt["prompt_token_ids"], self.tokenizer, self.vllm_config)
-    check_integer("priority", kwargs.get("priority"))
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
     if is_constrained:

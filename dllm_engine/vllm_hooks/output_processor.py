@@ -1,20 +1,15 @@
-"""vLLM's output processor attaches what our scheduler sends beside tokens, and forgets what was aborted.
+"""vLLM's output processor attaches what our scheduler sends beside tokens.
 
 A request has figures and, where it streams by step, its running block. vLLM takes every output for new tokens, in its
-latency histograms too, so outputs that only show the running block bypass it. vLLM also merges outputs that a slow
-consumer has not fetched. Of a stream by step, a waiting step is replaced by the next one of its block, so that at most
-one output per finished block and one of the running block wait. Each keeps its text.
+latency histograms too, so outputs that only show the running block bypass it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader
 from dllm_engine.scheduler.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.patch import Original
-
-# From the engine's message to the completion
 
 
 def process_messages(
@@ -61,7 +56,6 @@ def detokenize_all(update: Original, self: Any, new_token_ids: list[int], stop_t
 
 def _output_without_tokens(state: Any) -> Any:
     completion = state._new_completion_output([], None, None)
-    completion.has_new_text = False
     if completion.logprobs is not None and not completion.token_ids:
         completion.logprobs = completion.logprobs[:0]  # before the first token vLLM hands out its own list
     request = state.parent_req or state
@@ -79,65 +73,10 @@ def complete_with_figures(new_completion_output: Original, self: Any, *args: Any
 
 
 def merge_with_figures(merge: Original, self: Any, next_output: Any, aggregate: bool) -> None:
-    """Keep the latest figures where outputs are merged."""
+    """Keep the latest figures and the latest running block where a slow consumer has not fetched an output."""
     merge(self, next_output, aggregate)
     latest = {completion.index: completion for completion in next_output.outputs}
     for completion in self.outputs:
         if completion.index in latest:
             completion.diffusion = getattr(latest[completion.index], "diffusion", None)
-
-
-# What waits for a slow consumer
-
-
-def put_latest(put: Original, self: Any, output: Any) -> None:
-    """Drop the steps that a slow consumer was overtaken by, never text."""
-    backlog = vars(self).setdefault("dllm_backlog", [])
-    waits = self.output is not None and not isinstance(self.output, Exception) and not isinstance(output, Exception)
-    if waits and (backlog or _shows_block(self.output) or _shows_block(output)):
-        waiting = [other for other in (self.output, *backlog) if not _is_overtaken(other, output)]
-        self.output, *backlog[:] = *waiting, output
-    else:
-        put(self, output)
-
-
-def _shows_block(output: Any) -> bool:
-    """Return True if a ``RequestOutput`` shows the state of a block."""
-    return any(getattr(c, PROVISIONAL_KEY, None) is not None for c in getattr(output, "outputs", None) or ())
-
-
-def _is_overtaken(waiting: Any, output: Any) -> bool:
-    """Return True if ``waiting`` only shows steps of running blocks that ``output`` continues."""
-    indices = {completion.index for completion in output.outputs}
-    return all(
-        completion.index in indices and not getattr(completion, "has_new_text", True) for completion in waiting.outputs
-    )
-
-
-async def get_one(get: Original, self: Any) -> Any:
-    """Hand on one by one what waits for a slow consumer."""
-    return _fetched(self, await get(self))
-
-
-def get_one_nowait(get_nowait: Original, self: Any) -> Any:
-    """As ``get_one``."""
-    return _fetched(self, get_nowait(self))
-
-
-def _fetched(collector: Any, output: Any) -> Any:
-    if output is not None and (backlog := vars(collector).get("dllm_backlog")):
-        collector.put(backlog.pop(0))
-    return output
-
-
-def abort_with_parents(abort_requests: Original, self: Any, request_ids: Iterable[str], internal: bool) -> list[str]:
-    """Forget a request with ``n`` > 1, the parent of ``n`` children, when all of them were aborted. vLLM keeps it
-    forever if it is aborted by the id that its caller gave."""
-    request_ids = list(request_ids)
-    children = request_ids if internal else [i for name in request_ids for i in self.external_req_ids.get(name, ())]
-    states = [self.request_states[child] for child in children if child in self.request_states]
-    aborted = abort_requests(self, request_ids, internal)
-    for parent in {state.parent_req for state in states} - {None}:
-        if self.request_states.keys().isdisjoint(parent.child_requests):
-            self.parent_requests.pop(parent.request_id, None)
-    return aborted
+            completion.provisional = getattr(latest[completion.index], PROVISIONAL_KEY, None)

@@ -14,9 +14,6 @@ EVERY_PROCESS = {
     "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     f"{_PROCESSOR}:RequestState._new_completion_output": "output_processor:complete_with_figures",
     f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
-    f"{_PROCESSOR}:RequestOutputCollector.put": "output_processor:put_latest",
-    f"{_PROCESSOR}:RequestOutputCollector.get": "output_processor:get_one",
-    f"{_PROCESSOR}:RequestOutputCollector.get_nowait": "output_processor:get_one_nowait",
     "vllm.outputs:RequestOutput.add": "output_processor:merge_with_figures",
     "vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer.update": "output_processor:detokenize_all",
     "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": "metrics:init_with_metrics",
@@ -42,7 +39,6 @@ SERVING = {
     f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended": (
         "input_processor:resolve_by_prompt"
     ),
-    f"{_PROCESSOR}:OutputProcessor.abort_requests": "output_processor:abort_with_parents",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_OPENAI}.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
         "input_processor:respond_if_valid"
@@ -75,6 +71,6 @@ SERVING = {
         "server.responses:end_responses_stream"
     ),
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
-    "vllm.entrypoints.launchers.launcher:serve_http": "server.shutdown:serve_gracefully",
+    "vllm.entrypoints.launchers.launcher:serve_http": "server.start:serve_and_tell",
 }
 """Applied in the process that builds an engine's config, once it is known that the model is one of ours."""

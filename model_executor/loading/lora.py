@@ -5,21 +5,19 @@ released checkpoints. vLLM's own LoRA layers add an adapter per row of a batch, 
 whole step; layer passes change the rows between layers, so one adapter serves all requests of an engine here.
 """
 
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
 from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.configs import read_json_object
-from dllm_engine.options import EngineOptions, explain
+from dllm_engine.options import EngineOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
@@ -33,43 +31,6 @@ _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
 
 
-# Far beyond what anyone trains with; a weight cannot hold more.
-_Alpha = Annotated[float, Field(gt=0, le=1e6)]
-_Rank = Annotated[int, Field(ge=1, le=1 << 20)]
-
-
-class _LoraKeys(BaseModel):
-    """Keys of PEFT's config that are read, or whose values would be a mistake."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
-
-    r: _Rank
-    lora_alpha: _Alpha
-    alpha_pattern: dict[str, _Alpha] | None = None
-    rank_pattern: dict[str, _Rank] | None = None
-    use_rslora: bool | None = None
-    lora_dropout: Annotated[float, Field(ge=0, le=1)] | None = None
-
-    @field_validator("alpha_pattern", "rank_pattern")
-    @classmethod
-    def _expressions(cls, patterns: dict[str, Any] | None) -> dict[str, Any] | None:
-        for pattern in patterns or {}:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return patterns
-
-
-@dataclass(frozen=True)
-class LowRankUpdate:
-    """Addition of an adapter to one weight."""
-
-    shape: list[int]
-    """Shape of the weight, ``[out_features, in_features]``."""
-    scale: float
-
-
 class LoraAdapter:
     """The adapter in a folder. Its tensors are read when they are needed."""
 
@@ -79,9 +40,7 @@ class LoraAdapter:
         if not self.folder.is_dir():
             raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
         check_files(folder)
-        if not (self.folder / WEIGHTS).is_file():
-            raise ValueError(f"{self.folder} holds no {WEIGHTS}; save the adapter with PEFT's save_pretrained()")
-        self.updates = self._read_updates(_read_config(self.folder / CONFIG))
+        self.scales = self._read_scales(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
     @classmethod
@@ -89,16 +48,11 @@ class LoraAdapter:
         folder = EngineOptions.from_vllm_config(vllm_config).lora_path
         return None if folder is None else cls(folder)
 
-    def check(self, shapes: Mapping[str, list[int]]) -> None:
-        """Raise ``ValueError`` naming an update of a weight that is not among a model's, of these shapes."""
-        for name, update in self.updates.items():
-            if name not in shapes:
+    def check(self, names: Collection[str]) -> None:
+        """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
+        for name in self.scales:
+            if name not in names:
                 raise ValueError(f"{self.folder / WEIGHTS}: the model has no {name!r}; is the adapter for another one?")
-            if shapes[name] != update.shape:
-                raise ValueError(
-                    f"{self.folder / WEIGHTS}: the update of {name!r} has the shape {update.shape}, the model's "
-                    f"{shapes[name]}; is the adapter for another one?"
-                )
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type.
@@ -106,45 +60,43 @@ class LoraAdapter:
         Args:
             whole: whether ``weights`` are all of the model's, so that each update must find its own.
         """
-        shapes: dict[str, list[int]] = {}
+        names = set()
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, tensor in weights:
-                update = self.updates.get(name)
-                if update is None:
+                names.add(name)
+                if name not in self.scales:
                     yield name, tensor
                     continue
-                shapes[name] = list(tensor.shape)
                 module = f"base_model.model.{name.removesuffix('.weight')}"
                 a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
-                yield name, torch.addmm(tensor.float(), b, a, alpha=update.scale).to(tensor.dtype)
+                yield name, torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(tensor.dtype)
         if whole:
-            self.check(shapes)
+            self.check(names)
 
-    def _read_updates(self, keys: "_LoraKeys") -> dict[str, LowRankUpdate]:
-        path = self.folder / WEIGHTS
-        shapes: dict[str, dict[str, list[int]]] = {}
+    def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
+        path, scales = self.folder / WEIGHTS, {}
         try:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(file.keys()):
                     match = _TENSOR.fullmatch(name)
                     if match is None:
                         raise ValueError(f"{path}: tensor {name!r} is not of the kind '….lora_A.weight'; {MERGE}")
-                    shapes.setdefault(match["module"], {})[match["part"]] = file.get_slice(name).get_shape()
+                    if match["part"] == "A":
+                        rank = file.get_slice(name).get_shape()[0]
+                        scales[f"{match['module']}.weight"] = _scale(config, match["module"], rank)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is damaged or incomplete ({error}); copy it again") from error
-        updates = {}
-        for module, parts in shapes.items():
-            a, b = parts.get("A", []), parts.get("B", [])
-            if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-                raise ValueError(f"{path}: lora_A {a} and lora_B {b} of {module!r} make no update; copy the file again")
-            updates[f"{module}.weight"] = LowRankUpdate([b[0], a[1]], _scale(keys, module, rank=a[0]))
-        if not updates:
-            raise ValueError(f"{path} holds no tensors; copy it again")
-        return updates
+            raise ValueError(
+                f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained()"
+            ) from error
+        return scales
 
 
-def _read_config(path: Path) -> _LoraKeys:
-    config = read_json_object(path)
+def _read_config(path: Path) -> dict[str, Any]:
+    """Content of PEFT's config; raises ``ValueError`` naming a key that means more than W + scale · B A."""
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
     for name in _REFUSED:
@@ -154,15 +106,12 @@ def _read_config(path: Path) -> _LoraKeys:
         raise ValueError(f"{path}: bias={config['bias']!r} is not supported; {MERGE}")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
         raise ValueError(f"{path}: init_lora_weights={initial!r} changes the checkpoint's own weights; {MERGE}")
-    try:
-        return _LoraKeys.model_validate(config)
-    except ValidationError as error:
-        raise ValueError(f"{path}: {explain(error, '')}") from None
+    return config
 
 
-def _scale(keys: _LoraKeys, module: str, rank: int) -> float:
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
-    patterns = keys.alpha_pattern or {}
-    own = next((alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), None)
-    alpha = keys.lora_alpha if own is None else own
-    return alpha / (math.sqrt(rank) if keys.use_rslora else rank)
+    patterns = config.get("alpha_pattern") or {}
+    own = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
+    alpha: float = next(own, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

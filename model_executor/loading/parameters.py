@@ -7,7 +7,6 @@ from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.families import NamedModules, Shard
-from dllm_engine.model_executor.loading.quantization import check_group_index, is_group_index, may_be_missing
 from dllm_engine.model_executor.models.config_keys import ExpertShape
 from dllm_engine.model_executor.models.names import shards_of
 
@@ -32,24 +31,19 @@ def fill_parameters(
         whole: whether these are all of the checkpoint's tensors.
 
     Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
-    missing, of a wrong shape, or not finite.
+    missing or of a wrong shape; vLLM looks for missing norms alone.
     """
     parameters, model_name = dict(model.named_parameters()), type(model).__name__
-    wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:
         name, shard = locate(tensor_name)
         if name in ignored:
             continue
-        if (name, shard) in filled:
-            raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
-        if name not in parameters and is_group_index(name):
-            check_group_index(tensor_name, tensor)
+        if name not in parameters and _is_group_index(name):
+            _check_group_index(tensor_name, tensor)
             continue
         if name not in parameters:
             raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {model_name}")
-        if not is_finite(tensor):
-            raise ValueError(f"checkpoint tensor {tensor_name!r} contains NaN or infinite values")
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
         part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
@@ -60,8 +54,9 @@ def fill_parameters(
                 f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
+    wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
     missing = sorted(
-        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not may_be_missing(name)
+        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not _may_be_missing(name)
     )
     if missing and whole:
         raise ValueError(
@@ -71,11 +66,21 @@ def fill_parameters(
     return {name for name, _ in filled}
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has neither NaN nor infinite values."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    # In one pass and without a copy: NaN is the least and the greatest of numbers with a NaN. PyTorch compares no
-    # numbers of eight bits.
-    ends = torch.stack(torch.aminmax(tensor.half() if tensor.itemsize == 1 else tensor))
-    return bool(torch.isfinite(ends).all())
+def _is_group_index(parameter_name: str) -> bool:
+    """Return True if a parameter maps input features to groups of weights (GPTQ)."""
+    return "g_idx" in parameter_name.rpartition(".")[2]
+
+
+def _may_be_missing(parameter_name: str) -> bool:
+    """Return True if a checkpoint may lack a parameter: GPTQ's consecutive groups, and the zero biases that vLLM gives
+    experts in GPTQ's format."""
+    return _is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
+
+
+def _check_group_index(tensor_name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless groups follow each other, as vLLM's kernels have them."""
+    if (tensor.diff() < 0).any():
+        raise ValueError(
+            f"checkpoint tensor {tensor_name!r}: vLLM does not support groups that are out of order (desc_act=true); "
+            f"quantize again with desc_act=false"
+        )

@@ -21,19 +21,12 @@ from pydantic import (
 from dllm_engine.families import FAMILIES, ModelFamily
 from dllm_engine.options import explain, shortened
 
-NO_BITSANDBYTES = (
-    "vLLM 0.32 has removed it; take a checkpoint in GPTQ's, AWQ's or compressed-tensors' INT4, or make one with "
-    "examples/quantize.py"
-)
-
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 One = Annotated[float, Field(ge=1, le=1)]
 RopeBase = Annotated[float, Field(gt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
-Factor = Annotated[float, Field(ge=1, le=1000)]
-Positive = Annotated[float, Field(gt=0, le=1000)]
 WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
 ]
@@ -48,14 +41,7 @@ _WITHOUT_EFFECT = (
 """Keys of any family that say nothing about what a model computes."""
 _BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])")
 """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
-_YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-_KEYS_OF_TYPE: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings", *_YARN),
-}
-_COMMON = ("rope_type", "rope_theta", "partial_rotary_factor")
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
 @dataclass(frozen=True)
@@ -92,46 +78,6 @@ class ExpertGroups:
     """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
 
 
-class RopeKeys(BaseModel):
-    """``rope_parameters`` of a config.json, or ``rope_scaling``, as older ones call it."""
-
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-
-    rope_type: Literal["default", "linear", "dynamic", "yarn"] = "default"
-    rope_theta: RopeBase | None = None
-    partial_rotary_factor: Share | None = None
-    factor: Factor | None = None
-    original_max_position_embeddings: Size | None = None
-    attention_factor: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    mscale: Positive | None = None
-    mscale_all_dim: Positive | None = None
-    truncate: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _renamed(cls, values: Any) -> Any:
-        """``rope_type`` was ``type`` once."""
-        if not isinstance(values, dict) or "type" not in values:
-            return values
-        new = {name: value for name, value in values.items() if name != "type"}
-        if new.setdefault("rope_type", values["type"]) != values["type"]:
-            raise ValueError(f"type={values['type']!r} and rope_type={new['rope_type']!r} differ; state one of them")
-        return new
-
-    @model_validator(mode="after")
-    def _fits_its_type(self) -> Self:
-        keys = _KEYS_OF_TYPE[self.rope_type]
-        for name, value in self:
-            if value is not None and name not in (*_COMMON, *keys):
-                known = f"which has {', '.join(keys)}" if keys else "which has none"
-                raise ValueError(f"{name}={value!r} is no key of rope_type={self.rope_type!r}, {known}")
-        if keys and self.factor is None:
-            raise ValueError(f"rope_type={self.rope_type!r} needs a factor")
-        return self
-
-
 def rotary_dim(config: Any, head_dim: int) -> int:
     """Numbers of each head that RoPE turns, from the first on."""
     return int(head_dim * (getattr(config, "partial_rotary_factor", None) or 1))
@@ -151,13 +97,13 @@ class CheckpointKeys(BaseModel):
     vocab_size: Size
     rms_norm_eps: Epsilon
     rope_theta: RopeBase
-    rope_scaling: RopeKeys | None = None
-    rope_parameters: RopeKeys | None = None
-    """Replacement of the two keys above in transformers 5."""
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    """Replacement of the two keys above in transformers 5, which checks the values of its keys."""
     partial_rotary_factor: Share | None = None
     mask_token_id: Count | None = None
-    end_of_turn_token_id: Any = None
-    eos_token_id: Any = None
+    end_of_turn_token_id: int | list[int] | None = None
+    eos_token_id: int | list[int] | None = None
 
     @field_validator("architectures")
     @classmethod
@@ -166,24 +112,6 @@ class CheckpointKeys(BaseModel):
             model_type = cls.family.model_type
             known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
             raise ValueError(f"model_type={model_type!r} goes with the architecture {' or '.join(known)}")
-        return value
-
-    @field_validator("quantization_config")
-    @classmethod
-    def _with_a_method(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        method = "" if value is None else value.get("quant_method")
-        if not isinstance(method, str):
-            raise ValueError("must name a 'quant_method'")
-        if method == "bitsandbytes":
-            raise ValueError(f"quant_method='bitsandbytes': {NO_BITSANDBYTES}")
-        return value
-
-    @field_validator("end_of_turn_token_id", "eos_token_id")
-    @classmethod
-    def _token_ids(cls, value: Any) -> Any:
-        ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(type(token) is int for token in ids):
-            raise ValueError("must be a token id or a list of token ids")
         return value
 
     @model_validator(mode="after")
@@ -209,13 +137,8 @@ class CheckpointKeys(BaseModel):
     def _sizes_fit(self) -> Self:
         names = self.size_keys()
         hidden, heads, kv_heads, _ = (getattr(self, name) for name in names)
-        head_dim = getattr(self, "head_dim", None)
-        if head_dim is not None and head_dim % 2:
-            raise ValueError(f"head_dim={head_dim} is odd; RoPE needs heads of an even size")
-        if head_dim is None and (hidden % heads or hidden // heads % 2):
-            raise ValueError(
-                f"{names[1]}={heads} does not divide {names[0]}={hidden} into heads of an even size, which RoPE needs"
-            )
+        if (getattr(self, "head_dim", None) or hidden / heads) % 2:
+            raise ValueError(f"{names[0]}={hidden}, {names[1]}={heads}: RoPE needs heads of an even size")
         if kv_heads is None:
             setattr(self, names[2], heads)
         elif heads % kv_heads:
@@ -231,25 +154,27 @@ class CheckpointKeys(BaseModel):
     def _one_rope(self) -> Self:
         """Collect everything about RoPE in ``rope_parameters``; base and share keep keys of their own too."""
         own = {name: getattr(self, name) for name in ("rope_theta", "partial_rotary_factor")}
-        rope = {name: value for name, value in own.items() if name in self.model_fields_set and value is not None}
-        for place in ("rope_scaling", "rope_parameters"):
-            inside = (getattr(self, place) or RopeKeys()).model_dump(exclude_unset=True, exclude_none=True)
-            for name, value in inside.items():
-                if rope.setdefault(name, value) != value:
-                    raise ValueError(
-                        f"{place}: {name}={value!r}, but {name}={rope[name]!r} elsewhere; state one of them"
-                    )
-        rope = own | rope
-        self.rope_theta, self.partial_rotary_factor = rope["rope_theta"], rope["partial_rotary_factor"]
-        self.rope_scaling, self.rope_parameters = None, (keys := RopeKeys.model_validate(rope))
-        hidden, heads, _, longest = (getattr(self, name) for name in self.size_keys())
-        if keys.rope_type == "yarn" and keys.original_max_position_embeddings is None:
-            keys.original_max_position_embeddings = longest
-        turned = rotary_dim(self, getattr(self, "head_dim", None) or hidden // heads)
-        if not self.family.turns_parts and keys.partial_rotary_factor not in (None, 1):
-            raise ValueError(f"partial_rotary_factor={keys.partial_rotary_factor!r} is not supported, only 1")
-        if turned % 2 or turned < (4 if keys.rope_type == "dynamic" else 2):
-            raise ValueError(f"rope_type={keys.rope_type!r} cannot turn {turned} numbers of each head")
+        stated = {name: value for name, value in own.items() if name in self.model_fields_set}
+        rope: dict[str, Any] = {}
+        for place in (stated, self.rope_scaling or {}, self.rope_parameters or {}):
+            for key, value in place.items():
+                name = "rope_type" if key == "type" else key
+                if value is not None and rope.setdefault(name, value) != value:
+                    raise ValueError(f"{name}={rope[name]!r}, but {name}={value!r} elsewhere; state one of them")
+        rope = {"rope_type": "default"} | own | rope
+        kind, base, share = rope["rope_type"], rope["rope_theta"], rope["partial_rotary_factor"]
+        if kind not in _ROPE_TYPES:
+            raise ValueError(f"rope_type={kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
+        if kind != "default" and not isinstance(rope.get("factor"), int | float):
+            raise ValueError(f"rope_type={kind!r} needs a number as factor")
+        if not isinstance(base, int | float) or base <= 1:
+            raise ValueError(f"rope_theta={base!r} must be a number above 1")
+        if share not in (None, 1) and not self.family.turns_parts:
+            raise ValueError(f"partial_rotary_factor={share!r} is not supported, only 1")
+        if kind == "yarn":
+            rope.setdefault("original_max_position_embeddings", getattr(self, self.size_keys()[3]))
+        self.rope_theta, self.partial_rotary_factor, self.rope_scaling = base, share, None
+        self.rope_parameters = {name: value for name, value in rope.items() if value is not None}
         return self
 
     @classmethod

@@ -4,22 +4,19 @@ The classes are registered with ``transformers.AutoConfig`` so that the checkpoi
 also where ``auto_map`` names some.
 """
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
 
-from dllm_engine.families import FAMILIES, NOT_SUPPORTED, ModelFamily, find_family
+from dllm_engine.families import FAMILIES, ModelFamily, find_family
 from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
 from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.options import OPTIONS_KEY
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
 """Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
-_ROPE_NUMBERS, _ROPE_TABLES = ("rope_theta", "partial_rotary_factor"), ("rope_scaling", "rope_parameters")
-"""Keys that state RoPE; the tables may hold numbers as well."""
 
 
 class Config(PretrainedConfig):
@@ -42,26 +39,11 @@ class Config(PretrainedConfig):
 
     def update(self, config_dict: dict[str, Any]) -> None:
         """Change keys; raises ``ValueError`` as ``__init__`` does."""
-        new_names = self.attribute_map | {"torch_dtype": "dtype"}
+        new_names = self.attribute_map | {"torch_dtype": "dtype", "rope_scaling": "rope_parameters"}
         changed = {new_names.get(name, name): value for name, value in config_dict.items()}
-        stated = dict(self._stated)
-        if not changed.keys().isdisjoint(_ROPE_NUMBERS + _ROPE_TABLES):
-            # What callers say of RoPE takes the place of what the file says, wherever that says it.
-            stated = {name: value for name, value in stated.items() if name not in _ROPE_NUMBERS + _ROPE_TABLES}
-            rope, tables = self.rope_parameters, [changed[name] for name in _ROPE_TABLES if name in changed]
-            inside = {name for table in tables if isinstance(table, dict) for name in table}
-            stated |= {name: rope[name] for name in _ROPE_NUMBERS if name in rope and name not in inside}
-            if not tables:
-                stated["rope_parameters"] = {name: rope[name] for name in rope if name not in _ROPE_NUMBERS}
+        replaced = ("rope_scaling", "rope_parameters") if "rope_parameters" in changed else ()
+        stated = {name: value for name, value in self._stated.items() if name not in replaced}
         self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        name = "rope_parameters" if name == "rope_scaling" else self.attribute_map.get(name, name)
-        is_settled = "_stated" in self.__dict__ and name in self.schema.model_fields
-        if is_settled and value != getattr(self, name):
-            self.update({name: value})
-        else:
-            super().__setattr__(name, value)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -104,8 +86,6 @@ class Config(PretrainedConfig):
         super().__init__(**kept)
         for name, value in stated.model_dump(exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}).items():
             setattr(self, name, value)
-        assert stated.rope_parameters is not None  # validators see to it
-        self.rope_parameters = stated.rope_parameters.model_dump(exclude_none=True)
         self._stated = values
 
     def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,19 +133,6 @@ def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     return None if family is None else CONFIG_CLASSES[family.architecture]
 
 
-def read_json_object(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``; raises ``ValueError`` naming the file where it holds none."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{file.parent} holds no {file.name}; name the folder of a checkpoint") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold a JSON object, not a {type(values).__name__}")
-    return values
-
-
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
     """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the key and what it may be."""
     config_class = config_class_of(values)
@@ -176,16 +143,12 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
-    """Message about a model of another kind, with the type that its architecture goes with where that is known."""
-    listed = architectures if isinstance(architectures, list) else []
-    found = f" of architecture {', '.join(map(str, listed))}" if listed else ""
+    """Message about a model of another kind."""
+    listed = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
-    known = f" ({NOT_SUPPORTED[model_type]})" if isinstance(model_type, str) and model_type in NOT_SUPPORTED else ""
-    nearest = next((family for name, family in FAMILIES.items() if name in listed), None)
-    goes_with = f"; {nearest.architecture} goes with model_type={nearest.model_type!r}" if nearest else ""
     return (
-        f"model {model!r}{found}: model_type={model_type!r} is not a supported diffusion language model{known}"
-        f"{goes_with}; supported: {supported}"
+        f"model {model!r}{listed}: model_type={model_type!r} is not a supported diffusion language model; supported: "
+        f"{supported}"
     )
 
 

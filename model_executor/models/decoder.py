@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
@@ -226,7 +225,8 @@ class DiffusionDecoder(nn.Module):
         super().__init__()
         self.vllm_config = vllm_config
         self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
-        self.takes_parts = False  # whether ``load_weights`` is given some tensors at a time
+        self.takes_parts = False
+        """True while ``load_weights`` is given some tensors at a time."""
         model_config = vllm_config.model_config
         self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
             model_config.max_model_len
@@ -234,12 +234,6 @@ class DiffusionDecoder(nn.Module):
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.config = hf_config or model_config.hf_config
         self.shape = DecoderShape.of(self.config)
-        tp_size = get_tensor_model_parallel_world_size()
-        if self.shape.num_heads % tp_size:
-            raise ValueError(
-                f"tensor_parallel_size={tp_size} does not divide the model's {self.shape.num_heads} attention heads; "
-                f"choose a divisor"
-            )
         self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(
@@ -323,7 +317,7 @@ class DiffusionDecoder(nn.Module):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Fill the parameters from a checkpoint's tensors.
 
-        Raises ``ValueError`` naming the tensor where one is unknown, missing, of a wrong shape, or not finite.
+        Raises ``ValueError`` naming the tensor where one is unknown, missing or of a wrong shape.
         """
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)

@@ -128,12 +128,6 @@ class SDARMoeKeys(DenseKeys):
             renormalize=config.norm_topk_prob,
         )
 
-    @model_validator(mode="after")
-    def _layers_exist(self) -> Self:
-        if (last := max(self.mlp_only_layers or [0])) >= self.num_hidden_layers:
-            raise ValueError(f"mlp_only_layers names layer {last} of num_hidden_layers={self.num_hidden_layers}")
-        return self
-
 
 class LLaDA2Keys(DenseKeys):
     """LLaDA2's experts, and RoPE on a part of each head."""
@@ -168,22 +162,7 @@ class LLaDA2Keys(DenseKeys):
         )
 
     @model_validator(mode="after")
-    def _experts_fit(self) -> Self:
-        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
-            raise ValueError(
-                f"n_group={self.n_group} does not divide num_experts={self.num_experts} into groups of two or more"
-            )
-        if self.topk_group > self.n_group:
-            raise ValueError(f"topk_group={self.topk_group} of n_group={self.n_group}")
-        if self.num_experts_per_tok > (most := self.topk_group * self.num_experts // self.n_group):
-            raise ValueError(f"num_experts_per_tok={self.num_experts_per_tok} of the {most} in topk_group groups")
-        if self.expert_capacity and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts:
-            raise ValueError(
-                f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
-                f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
-            )
-        if self.first_k_dense_replace > self.num_hidden_layers:
-            raise ValueError(f"first_k_dense_replace={self.first_k_dense_replace} of {self.num_hidden_layers} layers")
+    def _rope_fits(self) -> Self:
         if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
             raise ValueError(
                 f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"

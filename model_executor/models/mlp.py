@@ -91,31 +91,17 @@ class ExpertMLP(nn.Module):
                 name="mlp.shared_expert",
                 reduce_results=False,
             )
-        try:
-            self.experts = FusedMoEFactory(
-                num_experts=shape.num_experts,
-                top_k=shape.top_k,
-                hidden_size=hidden_size,
-                intermediate_size=shape.intermediate_size,
-                quant_config=quant_config,
-                renormalize=shape.renormalize,
-                custom_routing_function=self._route,
-                shared_experts=self.shared_expert,
-                prefix=prefix_of("mlp.experts"),
-            )
-            method = self.experts.routed_experts.quant_method
-            if getattr(getattr(method, "fp8_backend", None), "name", None) == "NONE":
-                raise NotImplementedError("none for FP8")  # vLLM says so after loading
-        except (NotImplementedError, ValueError) as error:
-            if quant_config is not None:
-                raise ValueError(
-                    f"quantization={quant_config.get_name()!r}: vLLM has no kernel for such experts on this device "
-                    f"({error}); on a CPU it needs AMX. Use a checkpoint that leaves the experts as they are"
-                ) from error
-            raise ValueError(
-                f"vLLM has no kernel for experts of hidden_size={hidden_size} and width {shape.intermediate_size} on "
-                f"this device ({error}); on a CPU hidden_size must be a multiple of 32"
-            ) from error
+        self.experts = FusedMoEFactory(
+            num_experts=shape.num_experts,
+            top_k=shape.top_k,
+            hidden_size=hidden_size,
+            intermediate_size=shape.intermediate_size,
+            quant_config=quant_config,
+            renormalize=shape.renormalize,
+            custom_routing_function=self._route,
+            shared_experts=self.shared_expert,
+            prefix=prefix_of("mlp.experts"),
+        )
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to the same shape, within ``DiffusionDecoder.forward_context``."""

@@ -15,7 +15,6 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor
 from dllm_engine.vllm_hooks.input_processor import CheckedPrompt, generate_if_valid
 from dllm_engine.vllm_hooks.server.bodies import create_if_known
-from tests.support.engines import assert_nothing_left
 
 PROMPT = {"type": "token", "prompt_token_ids": [3, 1, 4]}
 PARAMS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
@@ -95,39 +94,6 @@ def test_a_checked_prompt_that_is_used_again_is_checked_again(engine):
     first, second = (next(engine.generate(prompt, DiffusionParams(**PARAMS), name)) for name in "ab")
     assert first is not second
     assert len(engine.checked) == 2
-
-
-@pytest.mark.parametrize("internal", [False, True])
-@pytest.mark.parametrize("steps", [0, 3])
-def test_an_aborted_request_with_several_responses_leaves_nothing(engines, tiny_llada, internal, steps):
-    llm = engines(tiny_llada)
-    add = llm.llm_engine.add_request
-    name = add("several", PROMPT, DiffusionParams(**PARAMS, n=3, temperature=1.0))
-    other = add("other", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
-    for _ in range(steps):
-        llm.llm_engine.step()
-    processor = llm.llm_engine.output_processor
-    assert set(processor.parent_requests) == {name, other}
-    llm.llm_engine.abort_request([name if internal else "several"], internal=internal)
-    assert set(processor.parent_requests) == {other}
-    responses = []
-    while llm.llm_engine.has_unfinished_requests():
-        responses += [completion for output in llm.llm_engine.step() for completion in output.outputs]
-    assert {completion.index for completion in responses if completion.finished()} == {0, 1}
-    assert not processor.parent_requests
-    assert not processor.external_req_ids
-    assert_nothing_left(llm)
-
-
-def test_a_parent_stays_while_one_of_its_responses_is_awaited(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    name = llm.llm_engine.add_request("several", PROMPT, DiffusionParams(**PARAMS, n=2, temperature=1.0))
-    processor = llm.llm_engine.output_processor
-    llm.llm_engine.abort_request([f"0_{name}"], internal=True)
-    assert set(processor.parent_requests) == {name}
-    llm.llm_engine.abort_request([f"1_{name}"], internal=True)
-    assert not processor.parent_requests
-    assert_nothing_left(llm)
 
 
 def test_a_response_longer_than_the_context_is_refused_before_anything_is_made_for_its_tokens(demo):

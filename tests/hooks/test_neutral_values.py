@@ -61,12 +61,3 @@ def test_neutral_values_are_served(demo, path):
     for name, value in values:
         answer = client.post(path, json={"model": "demo"} | body | {name: value})
         assert answer.status_code == 200, f"{name}={value!r}: {answer.text}"
-
-
-def test_they_are_served_within_sampling_params_too(demo):
-    client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
-    for name, value in [*OFF.items(), *dict.fromkeys(OFF).items()]:
-        body = {"token_ids": [5], "sampling_params": {"max_tokens": 1, name: value}}
-        answer = client.post("/inference/v1/generate", json=body)
-        refused_type = value is None and '"type":"Bad Request"' in answer.text
-        assert answer.status_code == 200 or refused_type, f"{name}={value!r}: {answer.text}"

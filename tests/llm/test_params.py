@@ -96,7 +96,6 @@ REFUSED = [
     ({"slow_fast": {"span_steps": 0}}, "slow_fast option span_steps=0: Input should be greater than or equal to 1"),
     ({"slow_fast": "{"}, "slow_fast='{': it is no JSON"),
     ({"slow_fast": {}, "threshold": 0.9}, "threshold=0.9 and slow_fast={}: a step unmasks by one rule"),
-    ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),
     ({"extra_args": {"steps": 0}}, "steps=0"),
 ]

@@ -215,7 +215,6 @@ def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(
         (None, {"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
         (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
         (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
-        ({"max_new_tokens": 0}, None, ("generation_config.json", "max_new_tokens=0", "greater than or equal to 1")),
     ],
     ids=str,
 )

@@ -1,6 +1,5 @@
 """``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
 
-import asyncio
 import copy
 import math
 from dataclasses import replace
@@ -250,73 +249,18 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, shown=True, finished=False):
+def output(tokens=(), *, passes, finished=False):
     made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
-    made.diffusion = DiffusionFigures(passes, passes, passes, 0)
-    made.provisional = SimpleNamespace() if shown else None
-    made.has_new_text = bool(tokens) or not shown
+    made.diffusion, made.provisional = DiffusionFigures(passes, passes, passes, 0), SimpleNamespace(step=passes)
     return RequestOutput("r", None, [1], None, [made], finished=finished)
 
 
-@pytest.fixture
-def collector():
+def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
     register()
-    return RequestOutputCollector(RequestOutputKind.DELTA, "r")
-
-
-def fetched(collector) -> list:
-    """All that waits."""
-    return [*iter(collector.get_nowait, None)]
-
-
-def test_a_slow_consumer_gets_the_latest_step_and_all_text_in_order(collector):
-    collector.put(output([5], passes=1))
-    collector.put(output(passes=2))
-    collector.put(output([6], passes=3))  # ends the block
-
-    async def fetch():
-        first = await collector.get()
-        collector.put(output(passes=4))  # after what waits already
-        collector.put(output([7], passes=5, finished=True))
-        return [first, await collector.get(), *fetched(collector)]
-
-    received = asyncio.run(fetch())
-    assert [r.outputs[0].diffusion.forward_passes for r in received] == [1, 3, 5]
-    assert [r.outputs[0].token_ids for r in received] == [[5], [6], [7]]
-    assert [r.finished for r in received] == [False, False, True]
-
-
-def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
-    """By the response: a state per block and its text, of each of its choices."""
-    outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
-    assert [sum(o.outputs[0].index == i for o in outputs) for i in (0, 1)] == [24, 24]
-    assert [o.finished for o in outputs] == [False] * 47 + [True]
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    most = 0
-    for each in copy.deepcopy(outputs):
+    for each in (output([5], passes=1), output(passes=2), output([6], passes=3), output(passes=4)):
         collector.put(each)
-        most = max(most, 1 + len(collector.dllm_backlog))
-    assert most <= 2 * 3
-    received = fetched(collector)
-    for index in (0, 1):
-        mine = [o.outputs[0] for o in received if o.outputs[0].index == index]
-        assert [b.provisional.block for b in mine] == [0, 1, 2]
-        assert [token for c in mine for token in c.token_ids] == [
-            token for o in outputs if o.outputs[0].index == index for token in o.outputs[0].token_ids
-        ]
-
-
-def test_finished_blocks_merge_as_ever(collector):
-    collector.put(output([5], passes=3, shown=False))
-    collector.put(output([6], passes=4, shown=False))
     merged = collector.get_nowait().outputs[0]
-    assert (merged.token_ids, merged.diffusion.forward_passes) == ([5, 6], 4)
+    assert (merged.token_ids, merged.text) == ([5, 6], "xx")
+    assert (merged.diffusion.forward_passes, merged.provisional.step) == (4, 4)
     assert collector.get_nowait() is None
-
-
-def test_an_error_does_not_wait_its_turn(collector):
-    collector.put(output([5], passes=1))
-    collector.put(output(passes=2))
-    collector.put(RuntimeError("the engine died"))
-    with pytest.raises(RuntimeError, match="died"):
-        collector.get_nowait()

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
@@ -122,16 +122,6 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
     assert 0.7 < (estimate + FULL_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
 
 
-KIB_PER_TOKEN = {"GSAI-ML/LLaDA-8B-Instruct": 512, "inclusionAI/LLaDA-MoE-7B-A1B-Instruct": 128}
-KIB_PER_TOKEN |= {"Dream-org/Dream-v0-Instruct-7B": 56}
-
-
-@pytest.mark.parametrize(("model", "kib"), KIB_PER_TOKEN.items())
-def test_pages_of_released_models_have_their_published_sizes(model, kib):
-    sizing = plan(deployment(model, "dual", dtype="auto", gpu_memory=80 * GIB))
-    assert sizing.page_bytes * load_config(model).num_hidden_layers == kib * 1024 * PAGE_SIZE
-
-
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
     *_, method = methods_for(family_of(load_config(model)).attention)
@@ -200,6 +190,7 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
 def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_tables):
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     model(config(**sizes, num_key_value_heads=2, vocab_size=150)).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR).save_pretrained(tmp_path)
     in_file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
     padding = num_tables * (192 - 150) * 64 * 4
     planned = deployment("demo", options=EngineOptions(guide_model=str(tmp_path)))
@@ -208,16 +199,9 @@ def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_table
     assert sizing.pool_bytes == alone.pool_bytes - sizing.guide_weight_bytes
 
 
-def test_a_guide_is_taken_to_have_another_tokenizer_where_that_cannot_be_seen(tiny_llada):
-    sizing = plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo", guide_tokens_per_token=3.0)))
-    assert "cannot be compared" in sizing.notes[0]
-    assert sizing.notes[0].endswith("; 3 guide tokens per token are reserved for the guide")
-
-
-def test_a_guide_whose_heads_ranks_cannot_share_is_refused(tiny_llada, tmp_path):
-    LlamaConfig(hidden_size=64, num_attention_heads=1, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(SizingError, match="--tensor-parallel-size 2 does not divide the 1 attention heads of"):
-        plan(deployment(tiny_llada, options=EngineOptions(guide_model=str(tmp_path)), tensor_parallel_size=2))
+def test_a_guide_of_a_model_without_a_tokenizer_is_refused(tiny_llada):
+    with pytest.raises(SizingError, match="--guide-model needs the tokenizers of both models"):
+        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
 
 
 def test_memory_adds_up(tiny_llada):
@@ -230,25 +214,6 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
     assert half.page_bytes * 2 == alone.page_bytes
     assert half.demand.pages == alone.demand.pages
     assert alone.weight_bytes / 2 < half.weight_bytes < alone.weight_bytes * 0.6
-
-
-def test_other_methods_have_their_papers_options():
-    others = plan(deployment("Dream-org/Dream-v0-Instruct-7B", "none", dtype="auto", gpu_memory=80 * GIB)).others
-    assert {d.cache_method for d in others} == set(FULL_METHODS) - {"none"}
-    (dkv,) = (d for d in others if d.cache_method == "dkv")
-    assert dkv.cache_options == {"refresh_interval": 4}
-
-
-def test_a_method_that_the_page_size_does_not_suit_says_so(tiny_dream):
-    """A rank's page of one token holds fewer numbers than a row of features."""
-    options = EngineOptions(page_size=1)
-    others = plan(deployment(tiny_dream, options=options, tensor_parallel_size=2)).others
-    (other,) = (d for d in others if d.cache_method == "dllm_cache")
-    assert other.requests == 0
-    assert "page_size=1 is too small" in other.limit
-    options = EngineOptions(cache_method="dllm_cache", page_size=1)
-    with pytest.raises(ValueError, match="page_size=1 is too small"):
-        plan(deployment(tiny_dream, options=options, tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +236,7 @@ def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
 def test_a_model_that_is_nowhere_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name: "):
-        with pytest.raises(ValueError, match="is not a folder, and Hugging Face does not give"):
+        with pytest.raises(ValueError, match=r"config\.json of model .* cannot be read"):
             load_config(name)
 
 

@@ -75,7 +75,7 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
 )
 def test_the_scale_is_pefts(tiny_llada, tmp_path, config, scales):
     adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:2], **config)))
-    assert [adapter.updates[f"{module}.weight"].scale for module in LLADA[:2]] == pytest.approx(scales)
+    assert [adapter.scales[f"{module}.weight"] for module in LLADA[:2]] == pytest.approx(scales)
 
 
 def test_the_sum_is_rounded_once(tiny_llada, tmp_path):
@@ -108,40 +108,6 @@ def test_a_config_that_means_more_is_refused_by_name(tiny_llada, tmp_path, confi
     refuse(tiny_llada, *fragments, lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)))
 
 
-WRONG_NUMBERS = [0, -1, 1e308, "8", [8], {"a": 8}, None, True]
-
-
-@pytest.mark.parametrize("value", WRONG_NUMBERS, ids=str)
-@pytest.mark.parametrize("key", ["r", "lora_alpha", "alpha_pattern", "rank_pattern", "lora_dropout", "use_rslora"])
-def test_what_is_no_number_where_one_belongs_is_named(tiny_llada, tmp_path, key, value):
-    means_nothing = {
-        "alpha_pattern": [None],
-        "rank_pattern": [None],
-        "lora_dropout": [0, None],
-        "use_rslora": [None, True],
-    }
-    inside = key.endswith("pattern") and value is not None
-    folder = write_adapter(tmp_path, tiny_llada, LLADA[:1], **{key: {"q_proj": value} if inside else value})
-    if any(value is none for none in means_nothing.get(key, ())):
-        LoraAdapter(str(folder))
-        return
-    with pytest.raises(ValueError, match=r"adapter_config\.json: ") as caught:
-        LoraAdapter(str(folder))
-    assert f"{key}.q_proj={value!r}" in str(caught.value) if inside else f"{key}={value!r}" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("patterns", ["q_proj", [8], 8, {"(a": 8}], ids=str)
-@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
-def test_patterns_that_are_none_are_named(tiny_llada, tmp_path, key, patterns):
-    refuse(
-        tiny_llada,
-        "adapter_config.json: ",
-        f"{key}={patterns!r}",
-        lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **{key: patterns})),
-    )
-
-
 A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
 
 
@@ -149,14 +115,10 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
     ("edit", "fragments"),
     [
         (lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}), ("lora_embedding_A", "lora_A")),
-        (lambda t: t.pop(B), ("lora_A [3, 64] and lora_B []", "q_proj")),
-        (lambda t: t.update({B: torch.ones(64, 4)}), ("lora_A [3, 64] and lora_B [64, 4]",)),
-        (lambda t: t.update({B: torch.ones(32, 3)}), ("the shape [32, 64], the model's [64, 64]", "q_proj.weight")),
         (
             lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),
             ("no 'model.transformer.blocks.0.w.weight'", "another"),
         ),
-        (lambda t: t.clear(), ("adapter_model.safetensors", "holds no tensors")),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_llada, tmp_path, edit, fragments):
@@ -169,9 +131,9 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_lla
 @pytest.mark.parametrize(
     ("damage", "fragment"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is damaged or incomplete"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is missing or damaged"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "holds no adapter_config.json"),
+        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragment):

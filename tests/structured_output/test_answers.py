@@ -5,26 +5,21 @@ import json
 import re
 import threading
 from itertools import cycle
-from types import SimpleNamespace
 
 import httpx
 import pytest
 from openai import BadRequestError, OpenAI
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.constraints.automaton import unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output import automata, requests
+from dllm_engine.structured_output import automata
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import EngineInProcess, served
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
-BYTE_LETTERS = bytes_to_unicode()
-"""How byte-level tokens are written."""
 REGEX, CHOICES = r"[a-z]{3,8} [0-9]{2}", ["yes", "no, never"]
 WIDE = "[a-z ]*[aeiou][a-z ]{11}"
 """Its automaton has a state for each set of places that a vowel may have had."""
@@ -109,28 +104,6 @@ def test_asynchronous_engines_build_before_they_check(demo):
     assert asyncio.run(answer("async|await")).outputs[0].text in ("async", "await")
     with pytest.raises(InvalidRequestError, match="too short"):
         asyncio.run(answer("async{30}"))
-
-
-def test_what_is_prepared_for_one_engine_is_not_taken_by_another(demo):
-    config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
-    size = config.model_config.hf_config.vocab_size
-    model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=size + 1))
-    unset = SimpleNamespace(reasoning_parser="")
-    other = SimpleNamespace(additional_config={}, model_config=model_config, structured_outputs_config=unset)
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="two (engines)?"))
-
-    async def sizes():
-        await requests.prepare(params.structured_outputs, tokenizer, config)
-        found = [requests.constrained(params, [5], tokenizer, of_engine) for of_engine in (config, other)]
-        return [len(unpacked(constrained.extra_args["constraint"]).class_of) for constrained in found]
-
-    assert asyncio.run(sizes()) == [size, size + 1]
-
-
-def test_parameters_are_shown_as_they_were_made():
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=REGEX), gen_length=8)
-    assert f"regex={REGEX!r}" in repr(params)
-    assert params.to_sampling_params().structured_outputs == params.structured_outputs
 
 
 def test_a_template_can_be_constrained_as_well(demo):
@@ -218,13 +191,11 @@ def test_a_stream_begins_when_its_automaton_is_built(demo, route, stream):
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_full_queue_of_builds_is_answered_with_503(client, monkeypatch, stream):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    for limit in ("_AT_ONCE", "MOST_WAITING"):
-        monkeypatch.setattr(automata, limit, 0)
+    monkeypatch.setattr(automata, "MOST_WAITING", -automata._AT_ONCE)
     body = {"model": "demo", "prompt": PROMPT, "structured_outputs": {"regex": "a"}, "stream": stream}
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 503, answer.text
     assert "send the request again later" in answer.json()["error"]["message"]
-    assert int(answer.headers["retry-after"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -259,14 +230,12 @@ def test_a_tool_parser_reads_the_calls_that_the_model_is_free_to_make(demo):
     assert made.json()["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(("regex", "status"), [("tok(ens)?", 200), ("tok{60}", 400)])
-def test_tokens_in_and_out(demo, regex, status):
+def test_tokens_in_and_out(demo):
     client = served(demo, "--served-model-name", "demo", "--enable-scale-out")
-    asked = {"max_tokens": 16, "structured_outputs": {"regex": regex}}
+    asked = {"max_tokens": 16, "structured_outputs": {"regex": "tok(ens)?"}}
     answer = client.post("/inference/v1/generate", json={"token_ids": [5, 6, 7], "sampling_params": asked})
-    assert answer.status_code == status, answer.text
-    if status == 200:
-        assert re.fullmatch(regex, demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True))
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch("tok(ens)?", demo.get_tokenizer().decode(answer.json()["choices"][0]["token_ids"], True))
 
 
 def test_other_tools_than_those_called_are_answered_as_ever(openai):
@@ -301,19 +270,3 @@ def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
     plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
     assert plain == " Ida=07, Tom=48"
     assert re.fullmatch("built(once)?", constrained)
-
-
-@pytest.mark.parametrize("text", ["é", "你", "🙂"])
-def test_a_prompt_that_ends_inside_a_character_is_refused_by_its_bytes(client, demo, text):
-    """A plain response goes on with the character."""
-    spelled = demo.get_tokenizer().convert_tokens_to_ids([BYTE_LETTERS[byte] for byte in text.encode()])
-    for count in range(len(spelled) + 1):
-        body = {"model": "demo", "prompt": [*demo.get_tokenizer().encode("Tom"), *spelled[:count]], "max_tokens": 4}
-        assert client.post("/v1/completions", json=body).status_code == 200
-        answer = client.post("/v1/completions", json=body | {"structured_outputs": {"regex": "[0-9]{2}"}})
-        if count in (0, len(spelled)):
-            assert re.fullmatch("[0-9]{2}", answer.json()["choices"][0]["text"]), answer.text
-        else:
-            assert answer.status_code == 400
-            assert f"ends inside a character, with the bytes {text.encode()[:count].hex(' ')} of it" in answer.text
-    assert_nothing_left(demo)

@@ -6,7 +6,6 @@ from itertools import cycle
 
 import pytest
 from openai import BadRequestError, OpenAI
-from pydantic import BaseModel
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -16,11 +15,6 @@ from tests.structured_output.test_answers import ASKED, CHAT, FORMAT, PROMPT, SC
 FORMS = {name: {"structured_outputs": fields} for name, (fields, _) in ASKED.items()}
 FORMS["format"] = {"response_format": FORMAT}
 UNBOUNDED = ["[a-z]+", r"[0-9]{3}.*", "(ab|c)*"]
-
-
-class Person(BaseModel):
-    name: str
-    is_old: bool
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +46,6 @@ def test_a_text_that_fills_its_response(client, form, path, stream):
     chunks = chunks_of(answer.text) if stream else [answer.json()]
     reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None]
     assert reasons == ["stop"] * 2
-
-
-def test_openais_client_parses_it(openai):
-    def ask(length):
-        return openai.chat.completions.parse(
-            model="demo", messages=CHAT, response_format=Person, max_tokens=length
-        ).choices[0]
-
-    choice = ask(fewest_tokens(ask))
-    assert choice.finish_reason == "stop"
-    assert choice.message.parsed.is_old in (True, False)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -172,6 +172,7 @@ def test_references_and_discriminated_objects():
     schema = {
         "$defs": {"cat": cat, "a/b": dog, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
         "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/a~1b"}],
+        "discriminator": {"propertyName": "kind"},
     }
     automaton = of_schema(schema)
     assert accepts(automaton, list(b'{"kind": "cat", "lives": 9}'))
@@ -181,18 +182,21 @@ def test_references_and_discriminated_objects():
     assert not accepts(without_spaces, list(b'{"kind": "wolf"}'))
 
 
+UNSUPPORTED: dict[str, object] = {"not": {}, "if": {}, "contains": {}, "patternProperties": {}, "dependentRequired": {}}
+UNSUPPORTED |= {"uniqueItems": True, "minProperties": 1, "$dynamicRef": "#a", "$anchor": "a", "$id": "a", "x-own": {}}
+"""Keywords, and values that they may have."""
+
+
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
         (False, "#: False is no schema"),
-        ({"type": "strin"}, "#/type: 'strin' is none of"),
+        ({"type": "strin"}, "$.type: 'strin' is not valid"),
+        ({"properties": {"a": {"minLength": None}}}, "$.properties.a.minLength: None is not of type 'integer'"),
         ({"type": "array", "items": {"type": "integer", "multipleOf": 2}}, "#/items: the keyword 'multipleOf'"),
         *(
-            ({"type": "object", "properties": {"a": {keyword: {}}}}, f"#/properties/a: the keyword '{keyword}'")
-            for keyword in (
-                "uniqueItems patternProperties propertyNames minProperties maxProperties not if contains "
-                "dependentRequired unevaluatedProperties contentEncoding $dynamicRef $anchor $id x-unknown"
-            ).split()
+            ({"type": "object", "properties": {"a": {keyword: value}}}, f"#/properties/a: the keyword '{keyword}'")
+            for keyword, value in UNSUPPORTED.items()
         ),
         ({"$ref": "#"}, "recursion"),
         (
@@ -202,33 +206,23 @@ def test_references_and_discriminated_objects():
         ({"$ref": "https://example.com/schema"}, "only '#/…' is"),
         ({"$ref": "#/$defs/b"}, "there is no"),
         ({"allOf": [{}, {}]}, "#/allOf: more than one schema"),
-        ({"anyOf": []}, "#/anyOf: [] is no list"),
+        ({"anyOf": []}, "$.anyOf: [] should be non-empty"),
         ({"anyOf": [{"type": "string"}], "type": "object"}, "'type' beside schemas of other types"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf: a value may be valid by two"),
         ({"oneOf": [{"type": "object"}, {"type": "object"}]}, "#/oneOf: a value may be valid by two"),
         ({"enum": [1], "minimum": 0}, "'minimum' beside 'enum'"),
         ({"enum": [float("nan")]}, "#/enum: "),
         ({"type": "object", "required": ["a"]}, "#/required: 'a' is not in properties"),
-        ({"type": "object", "properties": {}, "required": [["a"]]}, "is no list of names"),
         ({"type": "string", "pattern": "(?=a)"}, "#/pattern: look-around"),
-        ({"type": "string", "pattern": 1}, "#/pattern: 1 is no text"),
-        ({"type": "string", "pattern": "a", "maxLength": 5}, "'pattern' beside"),
+        ({"type": "string", "pattern": "a", "maxLength": 5}, "'maxLength' beside 'pattern'"),
+        ({"type": "string", "pattern": "a", "format": "date"}, "'format' beside 'pattern'"),
         ({"type": "string", "format": "hostname"}, "#/format: 'hostname' is none of date"),
-        ({"type": "string", "maxLength": -1}, "#/maxLength: -1 is no count"),
         ({"type": "array", "prefixItems": [{}], "minItems": 2}, "exactly its 1 items"),
-        ({"type": "array", "items": [{}]}, "#/items: [{}] is no schema"),
+        ({"type": "array", "items": [{}]}, "$.items: [{}] is not of type"),
         ({"type": "number", "minimum": 1e300}, "9 digits"),
-        ({"type": "number", "minimum": "1"}, "#/minimum: '1' is no number"),
     ],
 )
 def test_refused(schema, named):
     with pytest.raises(ValueError) as refused:
         schema_expression(schema, Style())
     assert named in str(refused.value)
-
-
-def test_a_schema_that_grows_by_its_references():
-    doubled = {f"d{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
-    schema = {"$defs": {**doubled, "d40": {"type": "null"}}, "$ref": "#/$defs/d0"}
-    with pytest.raises(ValueError, match="over 10000 schemas"):
-        schema_expression(schema, Style())

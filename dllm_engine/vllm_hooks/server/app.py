@@ -1,8 +1,8 @@
 """Additions to vLLM's HTTP application for our models.
 
-The playground, a check of request bodies, the API key for routes that vLLM leaves open, and refusals while the server
-shuts down. vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and
-users would have to list every other plugin there too. So ours are added together with vLLM's routes.
+The playground, a check of request bodies, and the API key for routes that vLLM leaves open. vLLM's own hook for routes,
+``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would have to list every other
+plugin there too. So ours are added together with vLLM's routes.
 """
 
 from typing import Any
@@ -15,7 +15,6 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
-from dllm_engine.vllm_hooks.server.shutdown import RefuseWhileShuttingDown
 
 REMOVED_ROUTES = ("/scale_elastic_ep",)
 """Routes of vLLM that would stop an engine without experts."""
@@ -35,7 +34,6 @@ def extend_app(
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
     authenticate.GUARDED_PREFIX = (*dict.fromkeys((*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES)),)
-    app.add_middleware(RefuseWhileShuttingDown)
     from dllm_engine.evaluation import likelihood_route
 
     likelihood_route.add_route(app)

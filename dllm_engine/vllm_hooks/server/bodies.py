@@ -5,10 +5,8 @@
 """
 
 import json
-import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
-from itertools import accumulate
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,17 +26,12 @@ _FIELDS_OF_VLLM = {"top_p", "top_k"}
 _MESSAGES_ROUTE = "/v1/messages"
 """The route that ignores fields it does not know. Others have ``VLLM_OPTIONS``, or their models keep such fields."""
 _TOKENS_ROUTE = "/inference/v1/generate"
-_DEEPEST = 200
-"""Most nested objects and lists; Python's parser fails somewhat below a thousand, depending on its caller."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)).difference(b"[]{}"))
 
 
 class BodyCheck:
     """ASGI middleware: answers 400 to bodies for which vLLM would answer 500, or of which it would ignore a part.
 
-    vLLM looks into ``structured_outputs`` before it checks its type, so here it must be null or an object. Lists and
-    objects may be nested too deeply to be parsed. And vLLM ignores fields that it does not know.
+    vLLM looks into ``structured_outputs`` before it checks its type, and ignores fields that it does not know.
     """
 
     def __init__(self, app: Any) -> None:
@@ -64,11 +57,10 @@ class BodyCheck:
 
 def _refusal(body: bytes, path: str) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    if max(accumulate((1 if bracket in b"[{" else -1 for bracket in brackets), initial=0)) > _DEEPEST:
-        return error_response(f"the body has more than {_DEEPEST} lists and objects within each other")
     try:
         fields = json.loads(body)
+    except RecursionError:
+        return error_response("the body has too many lists and objects within each other")
     except ValueError:  # vLLM says what is wrong with it
         return None
     if not isinstance(fields, dict):
@@ -101,24 +93,20 @@ def _check_places(fields: dict[str, Any], path: str) -> None:
         raise InvalidRequestError(f"vllm_xargs: {path} takes options in {'.'.join(places)}; move them there")
 
 
-def error_response(message: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST, field: str | None = None) -> Any:
-    """An error as vLLM's server answers it."""
+def error_response(message: str, field: str | None = None) -> Any:
+    """A refusal as vLLM's server answers it."""
     from starlette.responses import JSONResponse
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
-    kind = "BadRequestError" if status is HTTPStatus.BAD_REQUEST else status.phrase
-    error = create_error_response(message, err_type=kind, status_code=status, param=field)
+    status = HTTPStatus.BAD_REQUEST
+    error = create_error_response(message, err_type="BadRequestError", status_code=status, param=field)
     return JSONResponse(error.model_dump(), status_code=status)
 
 
 async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
     if is_ours(self):
-        extra = request.model_extra or {}
-        check_place(extra)
-        for name in ("stream", "tools"):
-            if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
-                raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
+        check_place(request.model_extra or {})
         _check_num_responses(request)
         await settle_template(request, self)
     return await create(self, request, *args, **kwargs)

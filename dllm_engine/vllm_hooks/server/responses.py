@@ -73,12 +73,8 @@ async def stream_with_fields(
     """By choice, of the completions that vLLM is going to make chunks of."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
-        complete: dict[int, bool] = {}
         async for result in results:
             choices = choices_of(result)
-            complete |= {index: c.finish_reason is not None for index, c in choices}
-            if any(c.finish_reason == "abort" for _, c in choices):
-                break
             shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
             for index, c in shown:
                 step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
@@ -87,11 +83,6 @@ async def stream_with_fields(
                 fields.clear()
                 fields.update((index, fields_of(c, with_trace=with_trace)) for index, c in choices)
                 yield result
-        else:
-            if complete and all(complete.values()):
-                return
-        # vLLM would end the stream as if the response were complete.
-        raise GenerationError("the server ended the request before its response was complete")
 
     async def run() -> None:
         async with send, aclosing(make_events(passed_on())) as events:
@@ -187,6 +178,9 @@ def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | 
     """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a stream."""
     if isinstance(finish_reason, ErrorReason):
         raise GenerationError(finish_reason.explanation)
+    if finish_reason == "abort":
+        # vLLM would answer as if the response were complete.
+        raise GenerationError("the server ended the request before its response was complete")
     raise_if_error(self, finish_reason, request_id)
 
 

@@ -1,16 +1,17 @@
-"""Start of a server: its address is checked, and signals end it while the model loads."""
+"""Start and end of a server: its address, signals while the model loads, and the exit status of a failed one."""
 
 import os
 import signal
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import psutil
 
-INTERRUPTED, STOPPED = 130, 0
-"""Exit statuses after Ctrl-C and after SIGTERM, with which a supervisor stops a server."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+INTERRUPTED, STOPPED, ENGINE_DIED = 130, 0, 1
+"""Exit statuses after Ctrl-C, after SIGTERM, with which a supervisor stops a server, and where its engine died."""
 
 
 def check_address(host: str, port: int) -> None:
@@ -29,18 +30,11 @@ def check_address(host: str, port: int) -> None:
 def end_on_signals() -> None:
     """Let SIGTERM and Ctrl-C end this process, the main one of a server, until vLLM's server listens and installs its
     own handlers. vLLM waits for the engine's process, which notes a signal and goes on loading."""
-    for number in SIGNALS:
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_now)
     # vLLM forks the engine's process, except on a CPU, while an event loop runs. A signal to the engine would wake that
     # loop, which would take it for one to the server.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-
-
-def end_on_signals_while_loading() -> None:
-    """``end_on_signals`` if vLLM is starting a server in this process; other uses of vLLM keep their handlers."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if getattr(handler, "__qualname__", "") == "run_server.<locals>._interrupt_init":
-        end_on_signals()
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
@@ -54,3 +48,23 @@ def end_now(number: int, frame: FrameType | None = None) -> None:
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                 child.kill()
     os._exit(INTERRUPTED if interrupted else STOPPED)
+
+
+async def serve_and_tell(serve_http: Callable[..., Awaitable[Any]], app: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's ``serve_http``, which returns what is awaited last. vLLM's server ends with status 0 if its engine died; a
+    supervisor would not start it again."""
+    engine, was_stopped = app.state.engine_client, False
+
+    def stop(*args: Any, **kwargs: Any) -> None:
+        nonlocal was_stopped
+        was_stopped = True
+        stop_engine(*args, **kwargs)
+
+    async def fail() -> None:
+        await closing
+        raise SystemExit(ENGINE_DIED)
+
+    if engine is not None:  # a server may only render prompts
+        stop_engine, engine.shutdown = engine.shutdown, stop
+    closing = await serve_http(app, *args, **kwargs)
+    return fail() if engine is not None and engine.errored and not was_stopped else closing

