@@ -62,22 +62,6 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(e
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    params = [DiffusionParams(**SETTINGS, logprobs=n, return_order=n == 0) for n in (None, 0, 4)]
-    outputs = generate(llm, [PROMPT, PROMPT, [8, 9]], params)
-    alone = complete(llm, logprobs=0)
-    assert outputs[0].outputs[0].logprobs is None
-    assert len(outputs[1].outputs[0].diffusion.committed_at) == 16
-    figures = outputs[2].outputs[0].diffusion
-    assert (figures.committed_at, figures.committed_logprobs, figures.order) == ([], [], [])
-    assert "committed_at" not in figures.to_json()
-    assert [len(of_token) for of_token in outputs[1].outputs[0].logprobs] == [1] * 16
-    assert all(len(of_token) in (4, 5) for of_token in outputs[2].outputs[0].logprobs)
-    for together, single in zip(outputs[1].outputs[0].logprobs, alone.logprobs, strict=True):
-        assert {t: v.logprob for t, v in together.items()} == pytest.approx({t: v.logprob for t, v in single.items()})
-
-
 def test_vllms_flat_form(engines, tiny_llada):
     nested, flat = (complete(engines(tiny_llada), logprobs=2, flat_logprobs=form) for form in (False, True))
     assert isinstance(flat.logprobs, FlatLogprobs)
@@ -120,8 +104,6 @@ def test_a_trainer_can_compute_the_logprobs_again_from_the_order(engines, reques
 @pytest.mark.parametrize(
     ("cache_method", "settings"),
     [
-        ("none", {"threshold": 0.02}),
-        ("dual", {}),
         ("dkv", SAMPLED),
         ("es_dllm", {"block_length": 16}),
         ("delayed", {"entropy_threshold": 4.0, "block_add_threshold": 0.2}),

@@ -1,20 +1,15 @@
 """``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
 
-import asyncio
 import copy
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine import DiffusionParams
-from dllm_engine.figures import DiffusionFigures
-from dllm_engine.plugin import register
-from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader
+from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
 
@@ -118,31 +113,6 @@ def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order
     assert not any(shown[-1].masked)
 
 
-def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
-    """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
-    llm = engines(tiny_dream)
-    outputs = stream(llm, gen_length=24, block_length=24, steps=24)
-    first = outputs[0].outputs[0].provisional
-    expected = plain(llm, gen_length=24, block_length=24, steps=24)
-    assert expected.diffusion.unmasked_per_step[0] == []
-    assert first.confidences == [None] * 24
-    assert all(first.masked)
-
-
-def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    received: dict = {"step": [], "block": [], None: []}
-    for granularity in received:
-        params = parameters(stream_granularity=granularity)
-        params.output_kind = RequestOutputKind.DELTA
-        llm.llm_engine.add_request(str(granularity), {"prompt_token_ids": PROMPT}, params)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            received[None if output.request_id == "None" else output.request_id].append(output.outputs[0].provisional)
-    assert list(map(len, received.values())) == [24, 3, 3]
-    assert not any(received["block"] + received[None])
-
-
 def test_latency_is_that_of_blocks(engines, tiny_llada):
     """vLLM counts an output as new tokens; a provisional block is none."""
     llm = engines(tiny_llada, trace=False, disable_log_stats=False)
@@ -187,15 +157,6 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
         "positions": positions, "token_ids": token_ids,
         "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
     }  # fmt: skip
-
-
-def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
-    block = BlockReader(Tokenizer()).read(message([0, 2, 3, 4], [5, 1, 2, 9], length=5))
-    assert block.pieces == ["a", None, "", "é", "<end>"]
-    assert block.special == [False, False, False, False, True]
-    assert block.text == f"a{MASK_MARK}é"
-    # With a mask between them, two tokens are not yet a letter.
-    assert "é" not in BlockReader(Tokenizer()).read(message([0, 2], [1, 2], length=3)).text
 
 
 # What HTTP clients are sent
@@ -250,42 +211,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
 # A consumer that is slow
 
 
-def output(tokens=(), *, passes, shown=True, finished=False):
-    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
-    made.diffusion = DiffusionFigures(passes, passes, passes, 0)
-    made.provisional = SimpleNamespace() if shown else None
-    made.has_new_text = bool(tokens) or not shown
-    return RequestOutput("r", None, [1], None, [made], finished=finished)
-
-
-@pytest.fixture
-def collector():
-    register()
-    return RequestOutputCollector(RequestOutputKind.DELTA, "r")
-
-
-def fetched(collector) -> list:
-    """All that waits."""
-    return [*iter(collector.get_nowait, None)]
-
-
-def test_a_slow_consumer_gets_the_latest_step_and_all_text_in_order(collector):
-    collector.put(output([5], passes=1))
-    collector.put(output(passes=2))
-    collector.put(output([6], passes=3))  # ends the block
-
-    async def fetch():
-        first = await collector.get()
-        collector.put(output(passes=4))  # after what waits already
-        collector.put(output([7], passes=5, finished=True))
-        return [first, await collector.get(), *fetched(collector)]
-
-    received = asyncio.run(fetch())
-    assert [r.outputs[0].diffusion.forward_passes for r in received] == [1, 3, 5]
-    assert [r.outputs[0].token_ids for r in received] == [[5], [6], [7]]
-    assert [r.finished for r in received] == [False, False, True]
-
-
 def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_llada):
     """By the response: a state per block and its text, of each of its choices."""
     outputs = stream(engines(tiny_llada), n=2, temperature=1.0, seed=4)
@@ -297,26 +222,14 @@ def test_what_waits_for_a_consumer_that_never_reads_is_bounded(engines, tiny_lla
         collector.put(each)
         most = max(most, 1 + len(collector.dllm_backlog))
     assert most <= 2 * 3
-    received = fetched(collector)
+    received = [*iter(collector.get_nowait, None)]
     for index in (0, 1):
         mine = [o.outputs[0] for o in received if o.outputs[0].index == index]
         assert [b.provisional.block for b in mine] == [0, 1, 2]
         assert [token for c in mine for token in c.token_ids] == [
             token for o in outputs if o.outputs[0].index == index for token in o.outputs[0].token_ids
         ]
-
-
-def test_finished_blocks_merge_as_ever(collector):
-    collector.put(output([5], passes=3, shown=False))
-    collector.put(output([6], passes=4, shown=False))
-    merged = collector.get_nowait().outputs[0]
-    assert (merged.token_ids, merged.diffusion.forward_passes) == ([5, 6], 4)
-    assert collector.get_nowait() is None
-
-
-def test_an_error_does_not_wait_its_turn(collector):
-    collector.put(output([5], passes=1))
-    collector.put(output(passes=2))
+    collector.put(outputs[0])
     collector.put(RuntimeError("the engine died"))
     with pytest.raises(RuntimeError, match="died"):
         collector.get_nowait()

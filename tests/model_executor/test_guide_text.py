@@ -48,45 +48,6 @@ def guide_ids(*tokens: str) -> list[int]:
     return GUIDE.convert_tokens_to_ids(list(tokens))
 
 
-def answer(tokens, drafted, *said):
-    """What is unmasked where the guide says ``said`` in place of what it reads the drafted token as."""
-    reading = retokenizer().read(own_ids(*tokens), [drafted])
-    token = retokenizer().answer(reading, 0, own_ids(*tokens)[drafted], guide_ids(*said))
-    return OWN.convert_ids_to_tokens(token)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "drafted", "said", "expected"),
-    [
-        ([".", "he", "llo"], 1, ["hello"], "he"),  # agrees with the whole word
-        ([".", "he", "llo"], 1, ["Ġo"], "Ġ"),  # its text, as far as a token of the model begins it
-        ([".", "he", "llo"], 1, ["hell"], "he"),
-        ([".", "he", "llo"], 2, ["hell"], "ll"),  # behind the "he" that is there already
-        ([".", "he", "llo"], 2, ["go"], "llo"),  # says something else before: nothing about this one
-        ([".", "he", "llo"], 2, ["he"], "llo"),  # says nothing from there on
-        ([".", "one"], 1, ["o", "n", "e"], "one"),
-        ([".", "one"], 1, ["o", "n", "Ġ"], "on"),  # its own text as far as it goes along, then its own word
-        ([".", "one"], 1, ["o", "n", "<stop>"], "on"),
-        ([".", "one"], 1, ["<stop>", "n", "e"], "<end>"),
-        ([".", "one"], 1, ["<shared>", "n", "e"], "<shared>"),
-        ([".", "ä½", "Ġ"], 1, ["ï", "¿", "½"], "ä½"),  # agrees that it is unreadable
-    ],
-)
-def test_answers_in_the_models_tokens(tokens, drafted, said, expected):
-    assert answer(tokens, drafted, *said) == expected
-
-
-def test_special_tokens_stand_for_special_tokens():
-    translator = retokenizer()
-    begin, shared, end = OWN.convert_tokens_to_ids(["<begin>", "<shared>", "<end>"])
-    stop, guide_shared = GUIDE.convert_tokens_to_ids(["<stop>", "<shared>"])
-    reading = translator.read([begin, *own_ids("h"), shared, end, END], [0, 1, 2, 3, 4])
-    assert reading.tokens == [*guide_ids("h"), guide_shared, stop, stop], "one that begins a text is left out"
-    assert reading.spelling == [Span(0, 0), Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]
-    assert translator.answer(reading, 4, END, [stop]) == END, "the guide agrees"
-    assert translator.answer(reading, 3, end, guide_ids("go")) == own_ids("g")[0]
-
-
 def test_markers_that_the_guide_does_not_have_are_shown_as_text():
     own = tokenizer_of([], {"eos_token": "<end>", "additional_special_tokens": ["<g"]})
     translator = retokenizer(own)
@@ -95,11 +56,6 @@ def test_markers_that_the_guide_does_not_have_are_shown_as_text():
     assert reading.tokens == guide_ids("h", "<", "g", "o"), "and do not merge with what is beside them"
     assert reading.spelling == [Span(1, 3)]
     assert translator.answer(reading, 0, marker, guide_ids("<", "hello")) == own.convert_tokens_to_ids("<")
-
-
-def test_text_is_never_taken_for_a_special_token():
-    reading = retokenizer().read(own_ids(*"<stop>"), [0])
-    assert reading.tokens == guide_ids(*"<stop>")
 
 
 def test_the_mask_is_never_an_answer():
@@ -156,12 +112,3 @@ def test_tokenizers_that_do_not_spell_bytes_are_refused():
         retokenizer(guide=PreTrainedTokenizerFast(tokenizer_object=spacing, eos_token="<stop>"))
     with pytest.raises(ValueError, match=r"'guide' has no tokenizer\.json"):
         retokenizer(guide=SimpleNamespace())
-
-
-def test_a_normalizer_does_not_change_what_is_read():
-    from tokenizers import normalizers
-
-    lowering = Tokenizer.from_str(GUIDE.backend_tokenizer.to_str())
-    lowering.normalizer = normalizers.Lowercase()
-    translator = retokenizer(guide=PreTrainedTokenizerFast(tokenizer_object=lowering, eos_token="<stop>"))
-    assert translator.read(own_ids("H", "he"), [1]).tokens == guide_ids("H", "he")

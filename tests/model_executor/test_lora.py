@@ -102,44 +102,16 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
         ({"modules_to_save": ["lm_head"]}, ("modules_to_save=['lm_head']", "merge_and_unload")),
         ({"bias": "all"}, ("bias='all'", "merge_and_unload")),
         ({"init_lora_weights": "pissa"}, ("init_lora_weights='pissa'", "merge_and_unload")),
+        ({"r": 0}, ("adapter_config.json: ", "r=0")),
+        ({"lora_alpha": "8"}, ("adapter_config.json: ", "lora_alpha='8'")),
+        ({"lora_dropout": [8]}, ("adapter_config.json: ", "lora_dropout=[8]")),
+        ({"alpha_pattern": {"q_proj": True}}, ("adapter_config.json: ", "alpha_pattern.q_proj=True")),
+        ({"rank_pattern": [8]}, ("adapter_config.json: ", "rank_pattern=[8]")),
+        ({"rank_pattern": {"(a": 8}}, ("adapter_config.json: ", "rank_pattern={'(a': 8}")),
     ],
 )
-def test_a_config_that_means_more_is_refused_by_name(tiny_llada, tmp_path, config, fragments):
+def test_a_config_that_means_more_or_nothing_is_refused_by_name(tiny_llada, tmp_path, config, fragments):
     refuse(tiny_llada, *fragments, lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)))
-
-
-WRONG_NUMBERS = [0, -1, 1e308, "8", [8], {"a": 8}, None, True]
-
-
-@pytest.mark.parametrize("value", WRONG_NUMBERS, ids=str)
-@pytest.mark.parametrize("key", ["r", "lora_alpha", "alpha_pattern", "rank_pattern", "lora_dropout", "use_rslora"])
-def test_what_is_no_number_where_one_belongs_is_named(tiny_llada, tmp_path, key, value):
-    means_nothing = {
-        "alpha_pattern": [None],
-        "rank_pattern": [None],
-        "lora_dropout": [0, None],
-        "use_rslora": [None, True],
-    }
-    inside = key.endswith("pattern") and value is not None
-    folder = write_adapter(tmp_path, tiny_llada, LLADA[:1], **{key: {"q_proj": value} if inside else value})
-    if any(value is none for none in means_nothing.get(key, ())):
-        LoraAdapter(str(folder))
-        return
-    with pytest.raises(ValueError, match=r"adapter_config\.json: ") as caught:
-        LoraAdapter(str(folder))
-    assert f"{key}.q_proj={value!r}" in str(caught.value) if inside else f"{key}={value!r}" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("patterns", ["q_proj", [8], 8, {"(a": 8}], ids=str)
-@pytest.mark.parametrize("key", ["alpha_pattern", "rank_pattern"])
-def test_patterns_that_are_none_are_named(tiny_llada, tmp_path, key, patterns):
-    refuse(
-        tiny_llada,
-        "adapter_config.json: ",
-        f"{key}={patterns!r}",
-        lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **{key: patterns})),
-    )
 
 
 A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
@@ -150,7 +122,6 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
     [
         (lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}), ("lora_embedding_A", "lora_A")),
         (lambda t: t.pop(B), ("lora_A [3, 64] and lora_B []", "q_proj")),
-        (lambda t: t.update({B: torch.ones(64, 4)}), ("lora_A [3, 64] and lora_B [64, 4]",)),
         (lambda t: t.update({B: torch.ones(32, 3)}), ("the shape [32, 64], the model's [64, 64]", "q_proj.weight")),
         (
             lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),

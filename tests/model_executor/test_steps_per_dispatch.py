@@ -7,7 +7,6 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
-    EACH_METHOD_WITH_A_FAMILY,
     assert_nothing_left,
     generate,
     runner_of,
@@ -56,29 +55,6 @@ def count_dispatches(llm, monkeypatch):
 
     monkeypatch.setattr(scheduler, "update_from_output", counting)
     return ran
-
-
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_answers_and_records_are_those_of_single_steps(engine, monkeypatch, method, family):
-    llm = engine(method, family)
-    params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]
-    expected = generate(llm, PROMPTS, params)
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    found = generate(llm, PROMPTS, params)
-    for a, b in zip(expected, found, strict=True):
-        assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
-        assert a.outputs[0].diffusion == b.outputs[0].diffusion
-    assert_nothing_left(llm)
-
-
-def test_a_dispatch_ends_with_its_steps_or_with_a_block(several, monkeypatch):
-    llm = several("sparse")
-    ran = count_dispatches(llm, monkeypatch)
-    generate(llm, PROMPTS[:1], asked())
-    assert ran == [5, 3] * 3
-    ran.clear()
-    generate(llm, PROMPTS[:1], asked(threshold=1e-6))
-    assert ran == [1] * 3
 
 
 def count_runs(runner, monkeypatch):
@@ -161,18 +137,6 @@ def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, 
     assert_nothing_left(llm)
 
 
-@pytest.mark.parametrize("settings", [{}, {"threshold": 1.0}])
-def test_steps_that_repeat_the_last_one_are_not_laid_out_again(engine, monkeypatch, settings):
-    """Of the 8 steps of a block, the first refreshes, and the others reuse what it computed."""
-    llm = engine("dual")
-    runner, laid_out = runner_of(llm), []
-    make = runner.make_layer_pass
-    monkeypatch.setattr(runner, "make_layer_pass", lambda *args: laid_out.append(1) or make(*args))
-    (output,) = generate(llm, PROMPTS[:1], asked(**settings))
-    assert output.outputs[0].diffusion.forward_passes == 24
-    assert len(laid_out) == 2 * 3
-
-
 def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(engine, monkeypatch):
     """The first request leaves room in front of the second. The third needs more, takes it, and then fails."""
     llm = engine("dual")
@@ -202,35 +166,3 @@ def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch)
     generate(llm, PROMPTS[:3], asked(gen_length=8))
     # Two run while the third waits, then the third alone.
     assert ran == [1] * 8 + [5, 3]
-
-
-def test_requests_of_unlike_size_are_scheduled_step_by_step(several, monkeypatch):
-    llm = several("dual")
-    ran = count_dispatches(llm, monkeypatch)
-    generate(llm, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
-    assert set(ran) == {1}
-
-
-def test_a_request_that_streams_by_step_is_reported_by_step(several, monkeypatch):
-    from vllm.sampling_params import RequestOutputKind
-
-    llm = several("dual")
-    ran = count_dispatches(llm, monkeypatch)
-    params = asked(gen_length=8, stream_granularity="step")
-    params.output_kind = RequestOutputKind.DELTA
-    run = run_in_steps(llm, PROMPTS[:1], [params])
-    assert run.figures[0].forward_passes == 8
-    assert [n for n in ran if n] == [1] * 8
-
-
-def test_requests_may_join_and_leave_between_dispatches(engine, monkeypatch):
-    llm = engine("dllm_cache")
-    params = [asked(gen_length=8 * (1 + i)) for i in range(3)]
-    expected = [generate(llm, [prompt], p)[0].outputs[0] for prompt, p in zip(PROMPTS, params, strict=False)]
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 1, 2])
-    assert run.tokens == [list(output.token_ids) for output in expected]
-    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, params[2])
-    llm.llm_engine.step()
-    llm.llm_engine.abort_request(["gone"])
-    assert_nothing_left(llm)
