@@ -75,15 +75,6 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(rows, kv_he
         torch.testing.assert_close(pages[1:], expected_pages[1:], **EXACT)
 
 
-def test_rows_that_are_read_or_added_may_share_a_slot():
-    rows = feature_rows(torch.arange(16.0).view(1, 2, 2, 4), 8)
-    slots = torch.tensor([1, 1, 0])
-    hidden = torch.ones(3, 8)
-    add_features(hidden, rows, slots)
-    torch.testing.assert_close(hidden, 1 + read_features(rows, slots))
-    assert hidden[:, 0].tolist() == [9, 9, 1]
-
-
 @pytest.mark.parametrize("width", [1, 7, 23, 24])
 def test_rows_fill_a_page_from_its_start(width):
     memory = torch.arange(2 * 2 * 3 * 4).view(2, 2, 3, 4)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -49,31 +48,6 @@ def attend(case, attend_fresh, limited, return_lse):
 @settings(max_examples=80, deadline=None)
 def test_equals_the_formula_and_reads_only_what_is_retained(arguments, semantics):
     check_paged_attention(attend, paged_case(**arguments), *semantics, rtol=1e-5)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_row_with_nothing_to_attend_to_is_zero(packed):
-    case = paged_case([3, 2], [[0, 4], [0, 0]], heads=4, dim=8, packed=packed)
-    for return_lse in (False, True):
-        out, lse = attend(case, False, False, return_lse)
-        assert not out[3:].any()
-        assert not out[:3, :2].any()
-        assert out[:3, 2:].all()
-    assert (lse[3:] == -torch.inf).all()
-    # Five rows as the last of four tokens, each sees what is before it: the first sees none.
-    case = paged_case([5], [[4, 4]], heads=2, dim=8, packed=packed)
-    out = paged_attention(*case, attend_fresh=False, limits=torch.arange(5).int())
-    assert not out[0].any()
-    assert out[1:].all()
-
-
-def test_rows_behind_the_last_request_change_nothing():
-    case = paged_case([5, 7], [[6, 6], [9, 9]], heads=4, dim=16)
-    expected = paged_attention(*case, attend_fresh=True)
-    longer = [torch.cat((x, x.new_full((9, *x.shape[1:]), torch.nan))) for x in case[:3]]
-    for tokens in (case.tokens, case.tokens._replace(max_head_len=64)):
-        out = paged_attention(*longer, case.cu_seqlens, tokens, attend_fresh=True, max_seqlen=8)
-        torch.testing.assert_close(out[:12], expected)
 
 
 def test_kernels_work_on_a_cpu_without_triton():

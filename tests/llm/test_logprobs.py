@@ -75,32 +75,6 @@ def ordered(llm, **settings):
     return complete(llm, **({"return_order": True} | settings))
 
 
-WHOLE_BLOCKS = {"gen_length": 18}
-"""Nothing is decoded behind the response, for a model whose attention goes by blocks."""
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("llada", {}), ("dream", {}), ("sdar", {"block_length": 4, "steps": 9} | WHOLE_BLOCKS), ("llada2", WHOLE_BLOCKS)],
-)
-def test_a_trainer_can_compute_the_logprobs_again_from_the_order(engines, request, family, settings):
-    """Without a cache, or with an exact one, each pass sees what was committed before it and masks elsewhere, as a
-    trainer's would."""
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), trace=False)
-    completion = ordered(llm, **SAMPLED, **settings)
-    figures = completion.diffusion
-    assert not figures.trace
-    sequence = PROMPT + list(completion.token_ids)
-    again = [0.0] * len(completion.token_ids)
-    for number, committed in enumerate(figures.order, start=1):
-        masked = [index for index, of_pass in enumerate(figures.committed_at) if of_pass >= number]
-        found = dict(zip(masked, *llm.masked_logprobs([(sequence, [len(PROMPT) + i for i in masked])]), strict=True))
-        for index in committed:
-            again[index] = found[index]
-    assert figures.committed_logprobs == pytest.approx(again, abs=1e-4)
-    assert sorted(index for committed in figures.order for index in committed) == list(range(len(again)))
-
-
 @pytest.mark.parametrize(
     ("cache_method", "settings"),
     [

@@ -106,9 +106,16 @@ def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in ask(llm, lengths, **options)]
 
 
-def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
-    """The engine against the plain version: folders of the model and its guide, a name in ``SETTINGS``."""
-    plain_model, judge = PlainModel(model), AutoModelForCausalLM.from_pretrained(guide).eval()
+@pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(GUIDED_BY))))
+@pytest.mark.parametrize("has_texts", [False, True], ids=["same tokenizer", "another tokenizer"])
+def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, pairs, settings, model, has_texts):
+    texts, folders = None, (reference_checkpoints / model, guides[GUIDED_BY[model]])
+    llm = engine(model, **(OTHER_TOKENIZER if has_texts else {}))
+    if has_texts:
+        folders, (own, other) = pairs[model], (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+        special = {llm.model_config.hf_config.eos_token_id: other.eos_token_id}
+        texts = Texts(spelled(own), lambda text: other.encode(text, add_special_tokens=False), spelled(other), special)
+    plain_model, judge = PlainModel(folders[0]), AutoModelForCausalLM.from_pretrained(folders[1]).eval()
 
     def judged(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -118,46 +125,20 @@ def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
         name if name == "speculation_length" else f"guide_{name.removeprefix('confidence_')}": value
         for name, value in SETTINGS[settings].items()
     }
-    outputs = [ask(llm, [lengths], response_template=TEMPLATES.get(lengths[1]), **options)[0] for lengths in LENGTHS]
     compared = 0
-    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
-        plain = plain_guided(
-            plain_model,
-            judged,
-            prompt(length),
-            gen_length=gen_length,
-            block_length=block_length,
-            texts=texts,
-            response_template=TEMPLATES.get(gen_length),
-            **SETTINGS[settings],
-        )
+    for length, gen_length, block_length in LENGTHS:
+        template = TEMPLATES.get(gen_length)
+        (output,) = ask(llm, [(length, gen_length, block_length)], response_template=template, **options)
+        asked = {"gen_length": gen_length, "block_length": block_length, "response_template": template}
+        plain = plain_guided(plain_model, judged, prompt(length), texts=texts, **asked, **SETTINGS[settings])
         # A decision between numbers this close is rounding's, not the method's.
         if plain.closest < 1e-4:
             continue
-        answer = answer_of(output, num_given=gen_length - TEMPLATES.get(gen_length, [None] * gen_length).count(None))
+        answer = answer_of(output, num_given=sum(token is not None for token in template or ()))
         assert answer.tokens == plain.tokens
         assert answer.order == plain.order
         compared += 1
     assert compared >= 2, "the cases decide by rounding; choose others"
-
-
-@pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(reversed(GUIDED_BY)))))
-def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, settings, model):
-    folders = reference_checkpoints / model, guides[GUIDED_BY[model]]
-    assert_decodes_as_the_plain_one(engine(model), *folders, settings)
-
-
-@pytest.mark.parametrize(("model", "settings"), list(zip(cycle(GUIDED_BY), SETTINGS)))
-def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(engine, pairs, model, settings):
-    own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
-    llm = engine(model, **OTHER_TOKENIZER)
-    texts = Texts(
-        spelled(own),
-        lambda text: other.encode(text, add_special_tokens=False),
-        spelled(other),
-        {llm.model_config.hf_config.eos_token_id: other.eos_token_id},
-    )
-    assert_decodes_as_the_plain_one(llm, *pairs[model], settings, texts)
 
 
 @pytest.mark.parametrize("overflows", [True, False])

@@ -167,20 +167,6 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
     assert recorder.num_recorded == 2 * recorded
 
 
-@pytest.fixture
-def few_rows(monkeypatch):
-    """Graphs have at most 16 rows, and launching takes as long as 8."""
-    for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
-        monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
-
-
-def test_long_steps_are_launched(recording, tiny_llada, few_rows):
-    llm, _ = recording(tiny_llada, cache_method="dual")
-    answers(llm)
-    assert set(forward_sizes(llm)) == {(1, 8)}
-    assert set(filling_sizes(llm)) == {(8, 8)}
-
-
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
     monkeypatch.setattr("dllm_engine.model_executor.graphs.recording.MAX_GRAPHS", 2)

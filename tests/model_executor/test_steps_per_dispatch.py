@@ -101,25 +101,6 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
     assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"threshold": 0.1},
-        {"unmasking": "origin", "seed": 1},
-        {"early_stop": True, "ignore_eos": False},
-        {"logprobs": 1},
-    ],
-)
-def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, settings):
-    llm = engine("dual")
-    expected = generate(llm, PROMPTS, asked(**settings))
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    lengths = count_runs(runner_of(llm), monkeypatch)
-    found = generate(llm, PROMPTS, asked(**settings))
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
-    assert set(lengths) == {1}
-
-
 @pytest.mark.parametrize("method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"])
 def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, method):
     """Those behind a block's end fill nothing, and are neither reported nor counted."""

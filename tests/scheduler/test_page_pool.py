@@ -4,28 +4,6 @@ import pytest
 
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 
-
-@pytest.fixture
-def pool() -> PagePool:
-    return PagePool(num_pages=11, hash_block_size=16)  # one of them is vLLM's null block
-
-
-def test_what_cannot_be_had_is_refused_with_numbers(pool):
-    with pytest.raises(KeyError):
-        pool.resize("a", [1])
-    pool.reserve("a", 4)
-    pool.resize("a", [3])
-    with pytest.raises(ValueError, match="request a has reserved pages already"):
-        pool.reserve("a", 1)
-    with pytest.raises(ValueError, match=r"request a wants 5 pages, but reserved 4"):
-        pool.resize("a", [3, 2])
-    assert pool.can_reserve(6)
-    assert not pool.can_reserve(7)
-    with pytest.raises(ValueError, match=r"7 pages wanted, 6 of 10 left"):
-        pool.reserve("b", 7)
-    assert (pool.num_reserved, pool.num_allocated) == (4, 3)
-
-
 # Shared pages
 
 HASHES = [bytes([i]) * 32 for i in range(6)]

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from functools import partial
 
 import openai
 import pytest
@@ -58,18 +57,6 @@ def figures_of(choice) -> dict:
     return choice.model_extra["diffusion"]
 
 
-@pytest.fixture(params=["chat", "completions"])
-def endpoint(request, client, model, examples):
-    """Functions that ask an endpoint a question, and that read the text of a choice."""
-    prompt = examples[0].prompt
-    if request.param == "chat":
-        return partial(
-            ask, client, model, prompt
-        ), lambda choice: (getattr(choice, "delta", None) or choice.message).content
-    asked = {"model": model, "prompt": prompt, "max_tokens": GEN_LENGTH}
-    return partial(client.completions.create, **asked), lambda choice: choice.text
-
-
 def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
     """Usage does not count the tokens of the last block that lie behind the end."""
     for example, expected in zip(examples, offline, strict=True):
@@ -87,47 +74,11 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, ex
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
-def test_streaming_by_step_shows_the_running_block(endpoint):
-    create, text_of = endpoint
-    (whole,) = create(extra_body=BLOCK).choices
-    by_step = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
-    chunks = list(create(stream=True, extra_body=by_step))
-    usual = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(text_of(chunk) or "" for chunk in usual) == text_of(whole)
-    assert usual[-1].finish_reason == whole.finish_reason
-    assert figures_of(usual[-1]) == figures_of(whole)
-    steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
-    assert not any(chunk.choices for chunk in chunks if "provisional" in chunk.model_extra)
-    pieces = {}
-    for step in steps:
-        pieces |= zip(step["positions"], step["pieces"], strict=True)
-        pieces |= dict.fromkeys(step["special"], "")
-        filled = sum(p // 8 == step["block"] for p in pieces)
-        if step["step"] == 8:  # the last of its block
-            assert filled == 8
-    assert "".join(pieces[p] for p in sorted(pieces)).startswith(text_of(whole))
-    assert steps[-1]["forward_pass"] == steps[-1]["diffusion"]["forward_passes"] == figures_of(whole)["forward_passes"]
-    assert len({(chunk.id, chunk.model) for chunk in chunks if chunk.id}) == 1
-
-
 def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server):
     prompts = ["Hello!", "say <|mdm_mask|>"]
     with pytest.raises(openai.BadRequestError, match="mask token"):
         client.completions.create(model=model, prompt=prompts, stream=True, max_tokens=GEN_LENGTH)
     assert scrape(server.url)["vllm:num_requests_running"] == 0
-
-
-def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
-    before = scrape(server.url)
-    regex = {"structured_outputs": {"regex": "Ida=[0-9]{2}"}}
-    answers = [ask(client, model, examples[i].prompt, extra_body=regex if i == 2 else {}) for i in range(3)]
-    figures = [figures_of(answer.choices[0]) for answer in answers]
-    after = scrape(server.url)
-    grown = {name: after[name] - before[name] for name in after}
-    assert grown["vllm:diffusion_num_committed_tokens_total"] == sum(f["tokens_unmasked"] for f in figures)
-    assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
-    assert grown["vllm:dllm_request_pages_held_count"] == 3
-    assert grown["vllm:dllm_constrained_requests_total"] == grown["vllm:dllm_automaton_builds_total"] == 1
 
 
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
