@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_engine.kernels import noise
-from dllm_engine.kernels.noise import NO_TOKEN, filtered_logits, gumbel, uniform
+from dllm_engine.kernels.noise import NO_TOKEN, gumbel, uniform
 from tests.kernels.checks import FILTERS, check_filtered_logits, draw
 
 
@@ -56,19 +56,3 @@ def test_draws_equal_the_formula(temperature, first_token):
 def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
     monkeypatch.setattr(noise, "_NUMBERS_AT_ONCE", 300)
     check_filtered_logits(noise.filtered_logits, 150, top_p, top_k, torch.bfloat16)
-
-
-def test_of_equal_tokens_top_p_takes_the_first_and_top_k_all():
-    logits = torch.tensor([[1.0, 2, 1, 2, 2, 1, 0, 2]])
-
-    def kept(top_p: float, top_k: int, forbidden: int = -1) -> list[int]:
-        return (filtered_logits(logits, 1.0, top_p, top_k, forbidden)[0] >= 0).nonzero()[:, 0].tolist()
-
-    assert kept(0.3, 0) == [1, 3]  # each of the likeliest is 0.21
-    assert kept(0.9, 0) == [0, 1, 2, 3, 4, 7]  # 0.85 before the first of the others, 0.93 before the second but one
-    assert kept(1.0, 2) == [1, 3, 4, 7]
-    assert kept(1.0, 5) == [0, 1, 2, 3, 4, 5, 7]
-    assert kept(0.3, 1) == [1, 3]
-    assert kept(1e-9, 0) == [1]
-    assert kept(1e-9, 0, forbidden=1) == [1, 3]
-    assert kept(1.0, 99) == list(range(8))

@@ -16,7 +16,6 @@ from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
 from dllm_engine.kernels.triton import filters, noise, paged_attention
 from dllm_engine.kernels.triton import token_statistics as statistics
-from dllm_engine.kernels.triton.tiles import splits_by_rule
 from tests.kernels import checks
 from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
 
@@ -43,14 +42,6 @@ def test_programs_that_share_keys_leave_their_counters_at_zero():
         expected, expected_lse = checks.paged_attention(case, attend_fresh=True)
         assert error(out, expected) < TOLERANCE[out.dtype]
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("requests", "kv_heads", "num_keys", "splits"),
-    [(1, 32, 608, 4), (1, 32, 1056, 8), (1, 32, 9000, 8), (1, 4, 4096, 32), (4, 32, 1056, 2), (64, 32, 1056, 1)],
-)
-def test_programs_share_keys_until_two_are_on_each_multiprocessor(requests, kv_heads, num_keys, splits):
-    assert splits_by_rule(requests * kv_heads, num_keys, num_multiprocessors=132) == splits
 
 
 @pytest.fixture

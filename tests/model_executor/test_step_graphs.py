@@ -74,16 +74,6 @@ def filling_sizes(llm) -> list[tuple[int, int]]:
     return [size[:2] for size in runner_of(llm).denoiser.graphs.fillings.graphs]
 
 
-def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
-    llm, recorder = recording(tiny_llada, cache_method="dual")
-    answers(llm)
-    assert set(forward_sizes(llm)) == {(1, 8), (4, 24), (8, 48)}
-    assert set(filling_sizes(llm)) == {(4, 8), (8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
-    wholes = [size.num_rows for size in runner_of(llm).denoiser.graphs.forwards.graphs if not size.reads]
-    assert wholes == [48, 128, 256, 64]  # of canvases of 33, of 99, and of 165 positions in all, and of 49
-    assert recorder.num_recorded == 9 + len(wholes)
-
-
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""

@@ -32,31 +32,6 @@ def engine(engines, tiny_llada, tiny_dream):
     return make
 
 
-@pytest.fixture
-def several(engine, monkeypatch):
-    """``several(method)``: an engine that runs five steps per dispatch until the test ends."""
-
-    def make(method):
-        llm = engine(method)
-        set_steps_per_dispatch(llm, 5, monkeypatch)
-        return llm
-
-    return make
-
-
-def count_dispatches(llm, monkeypatch):
-    """A list that grows by the number of steps of each dispatch."""
-    scheduler, ran = scheduler_of(llm), []
-    update = scheduler.update_from_output
-
-    def counting(scheduled, output):
-        ran.append(len(getattr(output, "reports", ())))
-        return update(scheduled, output)
-
-    monkeypatch.setattr(scheduler, "update_from_output", counting)
-    return ran
-
-
 def count_runs(runner, monkeypatch):
     """A list that grows by the number of steps of each run of steps without a look at the device."""
     run, lengths = runner.denoiser.run, []
@@ -140,10 +115,18 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(e
     assert_nothing_left(llm)
 
 
-def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch):
-    llm = several("dual")
-    monkeypatch.setattr(scheduler_of(llm), "max_num_running", 2)
-    ran = count_dispatches(llm, monkeypatch)
+def test_requests_that_wait_are_looked_at_after_every_step(engine, monkeypatch):
+    llm, ran = engine("dual"), []
+    scheduler = scheduler_of(llm)
+    update = scheduler.update_from_output
+
+    def counting(scheduled, output):
+        ran.append(len(output.reports))
+        return update(scheduled, output)
+
+    set_steps_per_dispatch(llm, 5, monkeypatch)
+    monkeypatch.setattr(scheduler, "max_num_running", 2)
+    monkeypatch.setattr(scheduler, "update_from_output", counting)
     generate(llm, PROMPTS[:3], asked(gen_length=8))
     # Two run while the third waits, then the third alone.
     assert ran == [1] * 8 + [5, 3]

@@ -8,8 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,16 +96,6 @@ def is_healthy(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-@contextmanager
-def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterator[Server]:
-    server = Server(program, *arguments, log=log, **options)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 def scrape(url: str) -> dict[str, float]:
