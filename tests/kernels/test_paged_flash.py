@@ -9,7 +9,7 @@ from dllm_engine.kernels import dense_backends, paged_attention
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.dense_backends import choose_paged_flash
 from tests.kernels import checks
-from tests.kernels.checks import paged_case, refused
+from tests.kernels.checks import paged_case
 from tests.support.engines import generate, runner_of
 from tests.support.fake_cuda_graphs import record_steps
 
@@ -56,27 +56,6 @@ def flash(monkeypatch):
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", Operator(stand_in, ":flash"), raising=False)
     monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
     return stand_in
-
-
-def test_what_it_is_given_means_the_same(flash):
-    case = paged_case([5, 3, 1], [[40, 40], [16, 16], [1, 1]], heads=4, dim=16, page_size=16)
-    token_lens = case.tokens.head_len[:, 0].contiguous()
-    case = case._replace(tokens=case.tokens._replace(token_lens=token_lens))
-    call = {"attend_fresh": False, "max_seqlen": 8}
-    expected, lse = checks.paged_attention(case, attend_fresh=False)
-    torch.testing.assert_close(paged_attention.paged_attention(*case, **call).double(), expected, rtol=1e-5, atol=1e-5)
-    assert flash.num_calls == 1
-    # What it does not take, the kernel computes.
-    unknown = case._replace(tokens=case.tokens._replace(token_lens=None))
-    paged_attention.paged_attention(*unknown, **call)
-    paged_attention.paged_attention(*case, attend_fresh=True, max_seqlen=8)
-    paged_attention.paged_attention(*case, **call, limits=case.limits())
-    out_lse = torch.empty(9, 4)
-    paged_attention.paged_attention(*case, **call, lse=out_lse)
-    torch.testing.assert_close(out_lse.double(), lse, rtol=1e-5, atol=1e-5)
-    assert flash.num_calls == 1
-    wrong = case._replace(tokens=case.tokens._replace(token_lens=token_lens[:2]))
-    refused(r"token_lens \[2\] does not fit 3 requests", paged_attention.paged_attention, *wrong, **call)
 
 
 @pytest.mark.parametrize(
