@@ -89,6 +89,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
             ("min_tokens=5", "4 tokens come back", "0 … 4"),
         ),
         ({"logit_bias": {150: 1.0}}, ("logit_bias holds 150", "vocabulary of 150", "leave it out")),
+        ({"logit_bias": {5: float("nan")}}, ("logit_bias[5]=nan", "−10000 … 10000")),
         ({"logit_bias": dict.fromkeys(range(8193), 1.0)}, ("logit_bias has 8193 tokens", "at most 8192")),
         ({"structured_outputs": Match(choice=["yes"])}, ("structured_outputs", "skip_tokenizer_init")),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),

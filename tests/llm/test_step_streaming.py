@@ -177,6 +177,7 @@ def test_a_chunk_brings_what_changed_since_the_last_one():
         "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
         "guess_positions": [], "guess_percents": [],
     }  # fmt: skip
+    assert reader.read(message([2], [5], length=3, step=3)).text == "aa"
     third = changes.to(reader.read(message([1], [5], length=3, block=1) | {"guesses": [None, None]}))
     assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
 

@@ -10,6 +10,7 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from dllm_engine import DiffusionParams
+from dllm_engine.vllm_hooks import engine_core
 from tests.support.engines import assert_nothing_left, scheduler_of, tokens_of
 from tests.support.tiny_checkpoints import write_llada, write_sdar
 
@@ -208,3 +209,24 @@ def test_steps_are_profiled(engines, tiny_llada, tmp_path_factory, answers):
     llm.stop_profile()
     assert list(folder.glob("*steps*"))
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
+
+
+@pytest.mark.parametrize("num_running", [0, 1])
+def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
+    monkeypatch.setattr(engine_core, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    done = []
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=True)),
+        scheduler=SimpleNamespace(num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")),
+    )
+    calls = [
+        lambda: engine_core.sleep_if_possible(lambda self, level, mode: done.append(mode), engine, 1, "keep"),
+        lambda: engine_core.release_if_unused(lambda self: done.append("released"), engine),
+    ]
+    for call in calls:
+        if num_running:
+            with pytest.raises(ValueError, match="1 requests are running, and their pages would be lost"):
+                call()
+        else:
+            call()
+    assert done == ([] if num_running else ["keep", "reset", "released"])

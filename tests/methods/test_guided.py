@@ -9,13 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from dllm_engine import DiffusionParams
+from dllm_engine.model_executor import token_prediction
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.constrained import PlainConstraint
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel
 from tests.support.answers import answer_of
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
-from tests.support.engines import assert_nothing_left, generate, runner_of, start_engine
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
 from tests.support.random_requests import random_automaton
 
 VOCABULARY = 512
@@ -220,3 +221,32 @@ def test_a_guide_keeps_to_a_constraint(engine):
         outputs = ask(engine(), [(10, 24, 8), (7, 24, 24)], extra_args={"constraint": automaton.packed}, **options)
         for output in outputs:
             assert plain.accepts(output.outputs[0].token_ids)
+
+
+def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
+    llm = engine(has_texts=True, guide_tokens_per_token=1.25)
+    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
+    (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
+    first, *others = output.outputs[0].diffusion.unmasked_per_step
+    assert first == [*range(6, 6 + len(first))]
+    assert 1 < len(first) < 24, "what there is room for is checked, and passes"
+    assert others == [[position] for position in range(6 + len(first), 30)]
+    assert_nothing_left(llm)
+
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(6)}, DiffusionParams(**settings))
+    llm.llm_engine.step()
+    pool = scheduler_of(llm).pages
+    # 1.25 · 29 are 37 tokens. A page holds 8 tokens of 4 heads of 32, or 16 of the guide's 4 heads of 16, in each of
+    # its 3 layers.
+    assert pool.num_allocated == pool.num_reserved == 3 * 3
+    llm.llm_engine.abort_request(["one"])
+
+
+def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    runner, judged = runner_of(llm), []
+    judge = runner.guide._judge
+    monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.shape.vocab_size)
+    runner.profile_run()
+    assert judged == [7]

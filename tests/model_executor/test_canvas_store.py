@@ -33,3 +33,12 @@ def test_canvases_stay_what_they_are_while_others_come_and_go(store):
             other, part = int(name), slice(canvas.start, canvas.start + canvas.spec.canvas_length)
             assert canvas.tokens.tolist() == store.tokens[part].tolist() == [other] * (5 + other % 7)
             assert canvas.masked.tolist() == store.masked[part].tolist() == [other % 2 == 0] * (5 + other % 7)
+
+
+def test_canvases_close_ranks_in_the_same_tensors(store):
+    tokens = store.tokens
+    for number in range(50):
+        add(store, number, 3)
+        store.close(str(number - 1))
+        assert store.canvases[str(number)].tokens.tolist() == [number] * 3
+    assert store.tokens is tokens

@@ -25,20 +25,21 @@ def own() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def guide() -> PreTrainedTokenizerFast:
-    return train_tokenizer(NOTE, 400, "<stop>")
+    return copy.deepcopy(train_tokenizer(NOTE, 400, "<stop>"))
 
 
 def retokenizer(own, guide, mask=MASK):
     return Retokenizer(own, "own", guide, "guide", [own.eos_token_id], mask)
 
 
-def test_special_tokens_that_the_guide_does_not_have_are_shown_as_text(own, guide):
+def test_special_tokens_stand_for_the_same_or_are_shown_as_text(own, guide):
     """One that begins a text is left out."""
-    own.add_special_tokens({"additional_special_tokens": ["<g"], "bos_token": "<begin>"})
-    begin, h, marker, o = own.convert_tokens_to_ids(["<begin>", "h", "<g", "o"])
+    own.add_special_tokens({"additional_special_tokens": ["<g", "<shared>"], "bos_token": "<begin>"})
+    guide.add_special_tokens({"additional_special_tokens": ["<shared>"]})
+    begin, h, marker, o, shared = own.convert_tokens_to_ids(["<begin>", "h", "<g", "o", "<shared>"])
     translator = retokenizer(own, guide)
-    reading = translator.read([begin, h, marker, o], [2])
-    assert reading.tokens == guide.convert_tokens_to_ids(["h", "<", "g", "o"]), "which merge with nothing beside them"
+    reading = translator.read([begin, h, marker, o, shared], [2])
+    assert reading.tokens == guide.convert_tokens_to_ids(["h", "<", "g", "o", "<shared>"]), "which do not merge"
     assert reading.spelling == [Span(1, 3)]
     assert translator.answer(reading, 0, marker, guide.convert_tokens_to_ids(["<", "h"])) == own.convert_tokens_to_ids(
         "<"

@@ -177,3 +177,17 @@ def test_graphs_are_for_gpus():
     assert not settled("cpu", cache_method="dual")
     with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and the device is 'cpu'"):
         settled("cpu", cache_method="dual", cuda_graphs=True)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Graphs have at most 16 rows, and launching takes as long as 8."""
+    for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
+        monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
+
+
+def test_long_steps_are_launched(recording, tiny_llada, few_rows):
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    answers(llm)
+    assert set(forward_sizes(llm)) == {(1, 8)}
+    assert set(filling_sizes(llm)) == {(8, 8)}

@@ -10,6 +10,7 @@ from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking.biased import BiasedRows
+from dllm_engine.model_executor.unmasking.constrained import best_of_class
 from tests.support.engines import generate, runner_of
 
 VOCAB = 150
@@ -148,3 +149,19 @@ def test_logits_are_made_for_the_masked_positions_of_the_block_alone(engines, re
     monkeypatch.setattr(predictor, "compute_logits", lambda hidden: found.append(len(hidden)) or compute(hidden))
     generate(llm, [[3, 1, 4, 1, 5]], DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True))
     assert found == rows
+
+
+@pytest.mark.parametrize("first", [0, 50])
+def test_the_best_token_of_a_class_is_of_that_class_whatever_its_score(first):
+    """``first``: of a shard, which holds no token of some class."""
+    scores = random_logits(4)[:, first:]
+    class_of = (torch.arange(VOCAB) // 50)[first:]
+    scores[1] = -torch.inf
+    scores[3, 1] = 99
+    score, column = best_of_class(scores, class_of, torch.tensor([0, 1, 2, -1]), forbidden_token=1)
+    assert class_of[column[1:3]].tolist() == [1, 2]
+    assert score[1] > -torch.inf
+    assert score[0] == (scores[0, :50].max() if not first else -torch.inf)
+    others = scores[3].clone()
+    others[1] = -torch.inf
+    assert column[3] == others.argmax(), "any class, without the forbidden token"

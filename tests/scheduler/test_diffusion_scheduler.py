@@ -290,3 +290,14 @@ def test_every_request_ends_whatever_the_bound(arrivals, ratio, max_rows, method
         assert output.plans or not scheduler.has_unfinished_requests()
         scheduler.update_from_output(output, runner.execute(output))
     assert_empty(scheduler)
+
+
+def test_finished_ids_go_to_the_client_that_asked():
+    requests = [request(name, client=client, gen_length=4, steps=1) for client, name in enumerate("abc")]
+    scheduler, runner = scheduler_with(*requests[:2], finished_sets=True, log_stats=True)
+    _, outputs = step(scheduler, runner)
+    assert [outputs[client].finished_requests for client in (0, 1)] == [{"a"}, {"b"}]
+    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1, "one gets the stats"
+    scheduler.add_request(requests[2])
+    _, outputs = step(scheduler, runner)
+    assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}

@@ -114,3 +114,13 @@ def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, n
                 received[out.request_id] = received.get(out.request_id, 0) + len(out.new_token_ids)
     assert all(received.get(name, 0) >= length for name, length in lengths.items() if name not in aborted)
     assert_empty(scheduler)
+
+
+def test_running_requests_can_be_made_to_compute_their_pages_again():
+    scheduler, runner = make(*[of_blocks(name, 1, 3) for name in "abc"], num_blocks=20)
+    step(scheduler, runner)
+    assert scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert (scheduler.running, scheduler.pages.num_reserved) == ([], 0)
+    output = scheduler.schedule()
+    assert [(name, plan.span) for name, plan in output.plans.items()] == [(name, (0, 12)) for name in "abc"]
+    assert not output.new_requests
