@@ -7,26 +7,25 @@ import pytest
 
 from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import demo_answers
-from tests.support.server import running
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(("model", "method"), [("demo", "sparse"), ("demo-blocks", "block")])
-def test_two_data_parallel_engines_answer_as_one_process(engines, monkeypatch, tmp_path, model, method):
+def test_two_data_parallel_engines_answer_as_one_process(engines, servers, monkeypatch, model, method):
     examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
     expected = [answer.text for answer in demo_answers(engines, examples, model, cache_method=method, page_size=32)]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
-    with running("dllm", "serve", model, *options, log=tmp_path / "log") as server:
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    server = servers("dllm", "serve", model, *options)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
 
-        def ask(example):
-            messages, body = [{"role": "user", "content": example.prompt}], {"vllm_xargs": {"block_length": 8}}
-            answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32, extra_body=body)
-            return answer.choices[0].message.content
+    def ask(example):
+        messages, body = [{"role": "user", "content": example.prompt}], {"vllm_xargs": {"block_length": 8}}
+        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32, extra_body=body)
+        return answer.choices[0].message.content
 
-        with ThreadPoolExecutor(len(examples)) as clients:
-            assert list(clients.map(ask, examples)) == expected
-        assert server.stop() == 0, server.tail()
+    with ThreadPoolExecutor(len(examples)) as clients:
+        assert list(clients.map(ask, examples)) == expected
+    assert server.stop() == 0, server.tail()

@@ -162,7 +162,9 @@ def test_two_ranks_share_an_adapter(engines, tiny_llada, tmp_path):
     modules = [f"model.transformer.blocks.{part}" for part in ("0.k_proj", "1.attn_out", "0.up_proj", "1.ff_out")]
     adapter = str(write_adapter(tmp_path, tiny_llada, modules))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
-    alone = generate(engines(tiny_llada, lora_path=adapter), [[5, 6, 7]], params)
+    llm, canvas = engines(tiny_llada, lora_path=adapter), [([5, 6, 7, 90, 149], [3, 4])]
+    alone, (likelihood,) = generate(llm, [[5, 6, 7]], params), llm.masked_logprobs(canvas)
     with two_ranks(tiny_llada, max_model_len=256, lora_path=adapter) as sharded:
         answers = generate(sharded, [[5, 6, 7]], params)
+        assert [*sharded.masked_logprobs(canvas)] == [pytest.approx(likelihood, abs=1e-4)]
     assert answers[0].outputs[0].token_ids == alone[0].outputs[0].token_ids

@@ -128,13 +128,6 @@ def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
     assert not [snippet for snippet in ALL if snippet.language == "python" and snippet.of(NOT_RUN) is not None]
 
 
-def test_every_server_of_the_pages_and_who_asks_it_can_run_on_another_port():
-    servers = [snippet.on_port(7) for snippet in ALL if snippet.is_server]
-    assert servers
-    assert all(text.count("--port 7") == 1 for text in servers)
-    assert not [snippet.first_line for snippet in ALL if snippet.is_program and str(PORT) in snippet.on_port(7)]
-
-
 @pytest.fixture
 def folder(tmp_path):
     """What the pages speak of, and the environment where README has it made."""

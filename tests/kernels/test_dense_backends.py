@@ -15,7 +15,7 @@ from vllm.v1.attention.backends import fa_utils
 from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, dense_backends
 from dllm_engine.kernels.dense_backends import attend_with_sdpa, choose_backend
-from tests.kernels import formulas
+from tests.kernels import checks
 from tests.support.engines import generate, start_engine
 from tests.support.kernels import TOLERANCE, error
 
@@ -45,34 +45,7 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     out = attention.bidirectional_attention(q, k, v, *bounds)
     assert out.shape == q.shape
     assert out.dtype == dtype
-    assert error(out, formulas.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "v", "cu_seqlens", "message"),
-    [
-        ((4, 2, 8), (4, 2, 8), (4, 1, 8), [0, 4], r"v \[4, 1, 8\] do not belong together"),
-        ((4, 2, 8), (5, 2, 8), (5, 2, 8), [0, 4], r"k \[5, 2, 8\]"),
-        ((4, 2, 8), (4, 2, 16), (4, 2, 16), [0, 4], r"q \[4, 2, 8\]"),
-        ((4, 16), (4, 16), (4, 16), [0, 4], r"q \[4, 16\]"),
-        ((4, 3, 8), (4, 2, 8), (4, 2, 8), [0, 4], "3 query heads are not a multiple of 2 KV heads"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"bounds=\[0, 3\] does not divide 4 rows"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"bounds=\[1, 4\]"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"bounds=\[0, 3, 2, 4\]"),
-    ],
-)
-def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
-    with pytest.raises(ValueError, match=message):
-        attention.bidirectional_attention(
-            *map(torch.zeros, (q, k, v)), cu_seqlens, torch.tensor(cu_seqlens, dtype=torch.int32)
-        )
-
-
-@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0, 4]), torch.tensor([0, 2, 4], dtype=torch.int32)])
-def test_bounds_on_the_device_must_be_the_same(cu_seqlens):
-    x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match=r"is not int32 \[2\]"):
-        attention.bidirectional_attention(x, x, x, [0, 4], cu_seqlens)
+    assert error(out, checks.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
 
 
 # Libraries
@@ -94,7 +67,7 @@ class FlashStandIn:
         assert type(max_seqlen_q) is int
         assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        return formulas.bidirectional_attention(q, k, v, cu_seqlens_q.tolist()).to(q.dtype)
+        return checks.bidirectional_attention(q, k, v, cu_seqlens_q.tolist()).to(q.dtype)
 
 
 @pytest.fixture
@@ -113,17 +86,6 @@ def log(caplog):
     dense_backends.logger.addHandler(caplog.handler)
     yield caplog
     dense_backends.logger.removeHandler(caplog.handler)
-
-
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
-@pytest.mark.parametrize("name", ["auto", "flash"])
-def test_what_flash_attention_is_given_means_the_same(flash, monkeypatch, name, lengths, heads, kv_heads):
-    monkeypatch.setattr(attention, "_attend", attend_with_sdpa)
-    attention.use_dense_backend(choose_backend(name, CUDA, torch.bfloat16, 128))
-    q, k, v, *bounds = inputs(lengths, heads, kv_heads)
-    expected = formulas.bidirectional_attention(q, k, v, bounds[0])
-    torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
-    assert flash.calls == [(3, len(lengths))]
 
 
 @pytest.mark.parametrize("method", ["dual", "dkv", "es_dllm"])
@@ -146,21 +108,14 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(flash, monkeypa
     ("name", "device", "dtype", "head_dim", "version", "chosen", "reason"),
     [
         ("auto", CUDA, torch.bfloat16, 128, 3, "flash", ""),
-        ("auto", CUDA, torch.float16, 64, 2, "flash", ""),
         ("auto", CUDA, torch.float32, 128, 3, "sdpa", "needs a CUDA device and float16 or bfloat16, here cuda"),
         ("auto", CPU, torch.bfloat16, 128, None, "sdpa", "needs a CUDA device and float16 or bfloat16, here cpu"),
-        ("auto", CUDA, torch.bfloat16, 12, 3, "sdpa", "needs heads of a multiple of 8 and at most 256"),
-        ("auto", CUDA, torch.bfloat16, 264, 3, "sdpa", "here 264"),
-        ("auto", CUDA, torch.bfloat16, 128, None, "sdpa", "needs a GPU that vLLM's FlashAttention is built for"),
-        ("flash", CUDA, torch.bfloat16, 256, 2, "flash", ""),
-        ("flash", CUDA, torch.float32, 128, 3, None, "here cuda and torch.float32"),
-        ("flash", CPU, torch.float32, 128, None, None, "here cpu and torch.float32"),
+        ("auto", CUDA, torch.bfloat16, 264, 3, "sdpa", "needs heads of a multiple of 8 and at most 256 numbers"),
+        ("flash", CUDA, torch.float16, 256, 2, "flash", ""),
         ("flash", CUDA, torch.bfloat16, 12, 3, None, "here 12"),
-        ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that"),
+        ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that vLLM's FlashAttention is built for"),
         ("sdpa", CUDA, torch.bfloat16, 128, 3, "sdpa", ""),
-        ("sdpa", CPU, torch.float32, 12, None, "sdpa", ""),
         ("xformers", CPU, torch.bfloat16, 128, None, None, "here cpu and torch.bfloat16"),
-        ("xformers", CUDA, torch.float32, 128, 3, None, "here cuda and torch.float32"),
     ],
 )  # fmt: skip
 def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
@@ -188,7 +143,7 @@ def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_h
     monkeypatch.setattr(ops, "memory_efficient_attention", formula)
     monkeypatch.setattr(attention, "_attend", choose_backend("xformers", CUDA, torch.float16, 16))
     q, k, v, *bounds = inputs(lengths, heads, kv_heads)
-    expected = formulas.bidirectional_attention(q, k, v, bounds[0])
+    expected = checks.bidirectional_attention(q, k, v, bounds[0])
     torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
 
 
@@ -200,7 +155,7 @@ def test_on_a_gpu(name, lengths, heads, kv_heads):
         pytest.importorskip("xformers.ops")
     q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
     attend = choose_backend(name, CUDA, torch.float16, 16)
-    assert error(attend(q, k, v, *bounds), formulas.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
+    assert error(attend(q, k, v, *bounds), checks.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

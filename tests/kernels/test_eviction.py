@@ -2,13 +2,19 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.voting import summed_probabilities, voting_scores
-from tests.kernels.checks import check_mean_query_scores, check_voting, log_sum_exp, refused
-from tests.support.kernels import TOLERANCE
+from tests.kernels.checks import attention, draw
+from tests.support.kernels import TOLERANCE, error
+
+
+def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return torch.einsum("hd,jhd->j", q.double().mean(dim=0), keys)
 
 
 @given(
@@ -20,8 +26,23 @@ from tests.support.kernels import TOLERANCE
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_scores_equal_the_formula(**arguments):
-    check_mean_query_scores(mean_query_scores, **arguments)
+def test_scores_equal_the_formula(block_rows, candidates, heads, dim, dtype, seed):
+    """Two requests, the second with fewer candidates and no gap among them; between their keys lie others."""
+    fewer = candidates // 3
+    fused = draw(dtype, seed).normal(candidates + fewer + 2 * block_rows + 4, sum(heads), dim)
+    q, k = fused[:, : heads[0]], fused[:, heads[0] :]
+    second = candidates + block_rows + 2
+    spans = [(2, fewer, block_rows, candidates, 2 + fewer, block_rows), (second, fewer, 0, fewer, second, block_rows)]
+    scores = mean_query_scores(q, k, torch.tensor(spans), candidates)
+    assert scores.dtype == torch.float32
+    assert scores.shape == (2, candidates)
+    for found, (first, before, gap, count, query, queries) in zip(scores, spans, strict=True):
+        block = q[query : query + queries]
+        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
+        # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a
+        # score's terms without their signs, because a few candidates' terms may cancel to almost nothing.
+        expected, unsigned = mean_scores(block, keys), mean_scores(block.abs(), keys.abs())
+        assert ((found[:count].double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
 @given(
@@ -39,14 +60,13 @@ def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, po
     assert sorted(pooled[i] for i in retained) == sorted(pooled)[len(scores) - count :]
 
 
-def test_errors_name_what_does_not_fit():
-    x = torch.zeros(4, 2, 8)
-    spans = torch.zeros(1, 6, dtype=torch.int64)
-    odd = torch.zeros(4, 3, 8)
-    refused(r"q \[4, 3, 8\] and k \[4, 2, 8\] do not belong together", mean_query_scores, odd, x, spans, 4)
-    refused(r"spans \[1, 5\] torch.int64 are not", mean_query_scores, x, x, spans[:, :5], 4)
-    refused(r"count=5 of scores \[4\]", select_retained, torch.zeros(4), 5, 3)
-    refused("pool_kernel_size=2 is not a positive odd number", select_retained, torch.zeros(4), 1, 2)
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_equal_scores_on_a_gpu_are_ordered_by_position():
+    scores = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0, 5.0]])
+    assert top_indices(scores.as_subclass(OnGpu), 3).tolist() == [[1, 2, 4], [4, 0, 1]]
 
 
 @given(
@@ -59,22 +79,25 @@ def test_errors_name_what_does_not_fit():
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_votes_equal_the_formula_for_views_of_one_projection(**arguments):
-    check_voting((voting_scores, summed_probabilities), **arguments)
+def test_votes_equal_the_formula_for_views_of_one_projection(voters, keys, others, heads, dim, dtype, seed):
+    """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read."""
+    num_heads, kv_heads = heads
+    fused = draw(dtype, seed).normal(keys + others + voters, sum(heads), dim)
+    fused = torch.cat((fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1)))[: len(fused)]
+    q, k = fused[keys + others :, :num_heads], fused[:, num_heads:]
+    lse = F.pad(attention(q, k, k)[1].float(), (0, 0, 3, 0), value=torch.nan)[3:]
+    per_head = k[:keys].double().repeat_interleave(num_heads // kv_heads, dim=1)
+    logits = torch.einsum("ihd,jhd->hij", q.double(), per_head) * dim**-0.5
+    probabilities = (logits - lse.double().T[:, :, None]).exp()
+    scores, sums = (kernel(q, k[:keys], lse) for kernel in (voting_scores, summed_probabilities))
+    assert scores.dtype == sums.dtype == torch.float32
+    # The products are exact in float32 whatever the type of the inputs.
+    assert error(scores, probabilities.sum(dim=1).unflatten(0, (kv_heads, -1)).mean(dim=1)) < 1e-5
+    assert error(sums, probabilities.sum(dim=0)) < 1e-5
 
 
 @pytest.mark.parametrize("scale", [1e3, -1e3])
 def test_large_votes_do_not_overflow(scale):
     q, k = torch.full((3, 1, 4), scale), torch.ones(5, 1, 4)
-    torch.testing.assert_close(voting_scores(q, k, log_sum_exp(q, k)), torch.full((1, 5), 0.6), rtol=1e-3, atol=0)
-
-
-def test_errors_of_votes_name_what_does_not_fit():
-    q, k, lse = torch.zeros(3, 4, 8), torch.zeros(5, 2, 8), torch.zeros(3, 4)
-    refused(r"q \[3, 4, 8\] .* and k \[5, 16\] .* do not belong", voting_scores, q, k.flatten(1), lse)
-    refused(r"k \[5, 2, 7\]", voting_scores, q, k[..., :7], lse)
-    refused(r"torch.float32 and k \[5, 2, 8\] torch.float16", voting_scores, q, k.half(), lse)
-    refused("3 query heads are not a multiple of 2 KV heads", voting_scores, q[:, :3], k, lse[:, :3])
-    refused("4 query heads are not a multiple of 0 KV heads", voting_scores, q, k[:, :0], lse)
-    refused(r"lse \[4, 3\] torch.float32 is not float32 \[3, 4\]", voting_scores, q, k, lse.T)
-    refused(r"lse \[3, 4\] torch.float16 is not float32", voting_scores, q, k, lse.half())
+    lse = attention(q, k, k)[1].float()
+    torch.testing.assert_close(voting_scores(q, k, lse), torch.full((1, 5), 0.6), rtol=1e-3, atol=0)

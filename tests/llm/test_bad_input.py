@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams as Match
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate, start_engine, tokens_of
+from tests.support.engines import assert_nothing_left, generate, tokens_of
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 MASK = tiny_checkpoints.MASK
@@ -84,21 +84,14 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
         ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
         ({"extra_args": {"block_lenght": 8}}, ("option 'block_lenght'=8; did you mean 'block_length'",)),
-        ({"extra_args": {"temprature": 1}}, ("'temprature'", "block_length, steps, steps_per_block")),
-        ({"temperature": -0.5}, ("temperature", "-0.5")),
-        ({"top_p": 0.0}, ("top_p", "0.0")),
-        ({"top_k": -2}, ("top_k", "-2")),
-        ({"min_tokens": 9}, ("min_tokens must be less than or equal to max_tokens=8", "9")),
         (
             {"min_tokens": 5, "gen_length": None, "response_template": [None, 5] * 4, "return_given": False},
             ("min_tokens=5", "4 tokens come back", "0 … 4"),
         ),
         ({"logit_bias": {150: 1.0}}, ("logit_bias holds 150", "vocabulary of 150", "leave it out")),
         ({"logit_bias": {5: float("nan")}}, ("logit_bias[5]=nan", "−10000 … 10000")),
-        ({"logit_bias": {5: "high"}}, ("logit_bias={5: 'high'}", "Expected `float`")),
         ({"logit_bias": dict.fromkeys(range(8193), 1.0)}, ("logit_bias has 8193 tokens", "at most 8192")),
         ({"structured_outputs": Match(choice=["yes"])}, ("structured_outputs", "skip_tokenizer_init")),
-        ({"extra_args": {"kv_transfer_params": {"a": 1}}}, ("unknown request option 'kv_transfer_params'",)),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -160,19 +153,9 @@ def test_temperature_at_its_edges_is_sampling(llm, healthy):
 
 
 def test_what_is_not_supported_is_named(llm, healthy):
-    unsupported = {
-        "logprobs": -1,
-        "prompt_logprobs": 1,
-        "presence_penalty": 0.5,
-        "frequency_penalty": -0.5,
-        "min_p": 0.1,
-    }
-    unsupported |= {
-        "repetition_penalty": 1.1,
-        "logprob_token_ids": [5],
-        "allowed_token_ids": [5, 6],
-        "bad_words": ["x"],
-    }
+    unsupported = {"logprobs": -1, "prompt_logprobs": 1, "min_p": 0.1, "bad_words": ["x"]}
+    unsupported |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1}
+    unsupported |= {"logprob_token_ids": [5], "allowed_token_ids": [5, 6]}
     for name, value in unsupported.items():
         params = DiffusionParams(gen_length=8, block_length=8, temperature=1.0)
         setattr(params, name, value)
@@ -209,22 +192,12 @@ def test_the_trace_is_refused_by_name_where_none_is_recorded(engines, tiny_llada
 
 
 @pytest.mark.parametrize(
-    ("options", "fragments"),
+    ("options", "message"),
     [
-        ({"cache": 1}, ("'cache'", "cache_method, cache_options, page_size, dense_attention, refresh_ratio")),
-        ({"cache_metod": "none"}, ("unknown engine option 'cache_metod'='none'; did you mean 'cache_method'",)),
-        ("none", ("additional_config['dllm']='none'",)),
+        ({"cache_metod": "none"}, "unknown engine option 'cache_metod'='none'; did you mean 'cache_method'"),
+        ("none", r"additional_config\['dllm'\]='none'"),
     ],
 )
-def test_option_is_refused_by_stock_vllm_too(tiny_llada, options, fragments):
-    with pytest.raises(ValueError) as error:
+def test_option_is_refused_by_stock_vllm_too(tiny_llada, options, message):
+    with pytest.raises(ValueError, match=message):
         vllm.LLM(str(tiny_llada), skip_tokenizer_init=True, additional_config={"dllm": options})
-    for fragment in fragments:
-        assert fragment in str(error.value), str(error.value)
-
-
-def test_engine_that_fails_to_start_leaves_the_others_alone(llm, healthy, tmp_path):
-    folder = tiny_checkpoints.write_llada(tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight"))
-    with pytest.raises(ValueError, match="final_norm"):
-        start_engine(folder)
-    assert answer(llm) == healthy

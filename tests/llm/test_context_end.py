@@ -1,7 +1,6 @@
 """Block diffusion up to the end of the context, and responses that end before theirs."""
 
 import pytest
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import generate
@@ -33,13 +32,6 @@ def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, setti
         (CONTEXT - 5, "length"),
         (1, "length"),
     ]
-
-
-def test_a_length_that_is_left_open_ends_with_the_context(engines, checkpoint):
-    llm = engines(checkpoint, max_model_len=CONTEXT)
-    for params in (DiffusionParams(ignore_eos=True), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True)):
-        (output,) = generate(llm, [[*range(50)]], params)
-        assert len(output.outputs[0].token_ids) == CONTEXT - 50
 
 
 def test_what_does_not_fit_the_context_is_refused_with_the_numbers(engines, checkpoint):

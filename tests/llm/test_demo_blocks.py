@@ -9,9 +9,7 @@ from safetensors.torch import load_file
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_BLOCKS, DEMO_BLOCKS_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
-from scripts.train_demo.network import BlockModel
 from scripts.train_demo.recipes import RECIPES
-from scripts.train_demo.samples import BLOCK_LENGTH, MASK, VOCAB_SIZE
 
 MAX_BYTES = 4 * 1024 * 1024
 PER_TASK = 4
@@ -55,15 +53,3 @@ def test_its_training_runs_and_writes_its_tensors(tmp_path):
     shapes = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (trained, shipped)]
     assert shapes[0] == shapes[1]
     assert any(not torch.equal(tensor, shipped[name]) for name, tensor in trained.items())
-
-
-@torch.inference_mode()
-def test_a_block_with_masks_is_trained_as_it_is_decoded():
-    torch.manual_seed(0)
-    model = BlockModel(RECIPES["blocks"].shape)
-    clean, first = torch.randint(MASK + 1, VOCAB_SIZE, (2, 4 * BLOCK_LENGTH)), BLOCK_LENGTH
-    noisy = clean.masked_fill(torch.rand(clean.shape) < 0.5, MASK)
-    trained = model.denoise(clean, noisy, first)
-    for start in range(first, clean.shape[1], BLOCK_LENGTH):
-        canvas = torch.cat([clean[:, :start], noisy[:, start : start + BLOCK_LENGTH]], dim=1)
-        torch.testing.assert_close(trained[:, start - first :][:, :BLOCK_LENGTH], model(canvas, start))

@@ -62,22 +62,6 @@ def test_each_token_and_the_likeliest_have_those_of_the_step_that_committed_it(e
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def test_requests_of_a_batch_get_what_each_asks_for(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    params = [DiffusionParams(**SETTINGS, logprobs=n, return_order=n == 0) for n in (None, 0, 4)]
-    outputs = generate(llm, [PROMPT, PROMPT, [8, 9]], params)
-    alone = complete(llm, logprobs=0)
-    assert outputs[0].outputs[0].logprobs is None
-    assert len(outputs[1].outputs[0].diffusion.committed_at) == 16
-    figures = outputs[2].outputs[0].diffusion
-    assert (figures.committed_at, figures.committed_logprobs, figures.order) == ([], [], [])
-    assert "committed_at" not in figures.to_json()
-    assert [len(of_token) for of_token in outputs[1].outputs[0].logprobs] == [1] * 16
-    assert all(len(of_token) in (4, 5) for of_token in outputs[2].outputs[0].logprobs)
-    for together, single in zip(outputs[1].outputs[0].logprobs, alone.logprobs, strict=True):
-        assert {t: v.logprob for t, v in together.items()} == pytest.approx({t: v.logprob for t, v in single.items()})
-
-
 def test_vllms_flat_form(engines, tiny_llada):
     nested, flat = (complete(engines(tiny_llada), logprobs=2, flat_logprobs=form) for form in (False, True))
     assert isinstance(flat.logprobs, FlatLogprobs)
@@ -91,37 +75,9 @@ def ordered(llm, **settings):
     return complete(llm, **({"return_order": True} | settings))
 
 
-WHOLE_BLOCKS = {"gen_length": 18}
-"""Nothing is decoded behind the response, for a model whose attention goes by blocks."""
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [("llada", {}), ("dream", {}), ("sdar", {"block_length": 4, "steps": 9} | WHOLE_BLOCKS), ("llada2", WHOLE_BLOCKS)],
-)
-def test_a_trainer_can_compute_the_logprobs_again_from_the_order(engines, request, family, settings):
-    """Without a cache, or with an exact one, each pass sees what was committed before it and masks elsewhere, as a
-    trainer's would."""
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), trace=False)
-    completion = ordered(llm, **SAMPLED, **settings)
-    figures = completion.diffusion
-    assert not figures.trace
-    sequence = PROMPT + list(completion.token_ids)
-    again = [0.0] * len(completion.token_ids)
-    for number, committed in enumerate(figures.order, start=1):
-        masked = [index for index, of_pass in enumerate(figures.committed_at) if of_pass >= number]
-        found = dict(zip(masked, *llm.masked_logprobs([(sequence, [len(PROMPT) + i for i in masked])]), strict=True))
-        for index in committed:
-            again[index] = found[index]
-    assert figures.committed_logprobs == pytest.approx(again, abs=1e-4)
-    assert sorted(index for committed in figures.order for index in committed) == list(range(len(again)))
-
-
 @pytest.mark.parametrize(
     ("cache_method", "settings"),
     [
-        ("none", {"threshold": 0.02}),
-        ("dual", {}),
         ("dkv", SAMPLED),
         ("es_dllm", {"block_length": 16}),
         ("delayed", {"entropy_threshold": 4.0, "block_add_threshold": 0.2}),

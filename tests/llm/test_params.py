@@ -14,7 +14,6 @@ patch.apply(table.SERVING)  # as an engine does when it starts: some refusals ar
 
 SETTINGS = [
     {},
-    {"gen_length": 32, "block_length": 8},
     {"max_tokens": 32, "steps": 4, "unmasking": "random", "temperature": 0.7, "seed": 3},
     {"threshold": 0.9, "top_p": 0.5, "top_k": 4},  # greedy: vLLM would reset the last two
     {"stop": ["\n"], "stop_token_ids": [5], "ignore_eos": True, "n": 2, "temperature": 1.0, "logprobs": 2},
@@ -78,24 +77,19 @@ def test_what_the_caller_put_into_extra_args_is_shown_and_kept():
 REFUSED = [
     ({"block_length": 0}, "block_length=0: Input should be greater than or equal to 1"),
     ({"gen_length": 0}, "gen_length=0 is out of range: it must be a whole number, at least 1"),
-    ({"gen_length": "8"}, "gen_length='8'"),
     ({"gen_length": 8, "max_tokens": 9}, "name the same length"),
     ({"unmasking": "best"}, "unmasking='best' is unknown; choose one of low_confidence"),
     ({"threshold": 0.9, "margin": 0.5}, "threshold=0.9 and margin=0.5: a step unmasks by one rule"),
     ({"factor": math.inf}, "factor=inf: Input should be a finite number"),
-    ({"entropy_bound": "wide"}, "entropy_bound='wide': Input should be a valid number"),
-    ({"steps": 8, "tokens_per_step": 2}, "tokens_per_step=2 and steps=8 both say how many tokens"),
     ({"steps_per_block": 4, "tokens_per_step": 2}, "tokens_per_step=2 and steps_per_block=4 both say how many tokens"),
     ({"steps_per_block": 4, "slow_fast": {}}, "steps_per_block=4: with slow_fast, passes do not count"),
     ({"certainty_sigma": 9.0, "unmasking": "entropy"}, "certainty_sigma=9.0 weights probabilities and margins"),
-    ({"certainty_sigma": 9.0, "entropy_bound": 0.5}, "unmasking='low_entropy' does not measure"),
     ({"alg_temp": 0.1, "unmasking": "origin"}, "alg_temp=0.1 draws positions by their probability, entropy or margin"),
     ({"alg_temp": 0.1, "threshold": 0.9}, "alg_temp=0.1 draws a fixed count of positions, and threshold counts them"),
     ({"confidence_eos_eot_inf": True, "unmasking": "random"}, "unmasking='random' does not measure; choose low_conf"),
     ({"slow_fast": {"span_step": 3}}, "unknown slow_fast option 'span_step'=3; did you mean 'span_steps'?"),
-    ({"slow_fast": {"span_steps": 0}}, "slow_fast option span_steps=0: Input should be greater than or equal to 1"),
     ({"slow_fast": "{"}, "slow_fast='{': it is no JSON"),
-    ({"slow_fast": {}, "threshold": 0.9}, "threshold=0.9 and slow_fast={}: a step unmasks by one rule"),
+    ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),
     ({"extra_args": {"steps": 0}}, "steps=0"),
 ]
@@ -108,11 +102,11 @@ def test_a_bad_value_is_refused_where_the_parameters_are_made(settings, message)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "value"), [("block_length", 0), ("margin", 0.5), ("gen_length", 0)])
-def test_a_bad_value_that_is_set_later_changes_nothing(name, value):
+def test_a_bad_value_that_is_set_later_changes_nothing():
     params = DiffusionParams(gen_length=16, block_length=8, threshold=0.9)
-    with pytest.raises(InvalidRequestError, match=name):
-        setattr(params, name, value)
+    for name, value in (("block_length", 0), ("margin", 0.5), ("gen_length", 0)):
+        with pytest.raises(InvalidRequestError, match=name):
+            setattr(params, name, value)
     assert params == DiffusionParams(gen_length=16, block_length=8, threshold=0.9)
 
 

@@ -1,6 +1,5 @@
 """What an engine logs: errors and our warnings, unless vLLM's own settings say otherwise; one line on its pages."""
 
-import ast
 import logging
 import re
 import sys
@@ -21,18 +20,6 @@ def nothing_asked_for(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def vllm_logger():
-    """vLLM's logger, with ours at no level of its own; both are put back as they were."""
-    root, ours = logging.getLogger("vllm"), logging.getLogger("vllm.dllm_engine")
-    before = root.level, ours.level, root.handlers[:]
-    ours.setLevel(logging.NOTSET)  # a quiet engine of another test may have set it
-    yield root
-    root.setLevel(before[0])
-    ours.setLevel(before[1])
-    root.handlers[:] = before[2]
-
-
 @pytest.mark.parametrize("variable", [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_an_engine_is_quiet_where_nobody_says_what_to_log(monkeypatch, variable, is_terminal):
@@ -42,53 +29,6 @@ def test_an_engine_is_quiet_where_nobody_says_what_to_log(monkeypatch, variable,
         monkeypatch.setenv(variable, "INFO")
     expected = {"log_level": "ERROR", "use_tqdm_on_load": is_terminal} if variable is None else {}
     assert quiet.quiet_arguments({}) == expected
-
-
-@pytest.mark.parametrize(
-    ("level", "asked_to_be_quiet", "shown"),
-    [
-        ("ERROR", True, ["ours: warning", "ours: error", "vllm: error"]),
-        ("ERROR", False, ["ours: error", "vllm: error"]),
-        ("INFO", True, [f"{who}: {level}" for who in ("ours", "vllm") for level in ("info", "warning", "error")]),
-    ],
-)
-def test_a_quiet_engine_still_shows_our_warnings(monkeypatch, vllm_logger, level, asked_to_be_quiet, shown):
-    if asked_to_be_quiet:
-        monkeypatch.setenv("DLLM_QUIET", "1")
-    lines = []
-    handler = logging.Handler(level)
-    handler.emit = lambda record: lines.append(record.getMessage())
-    vllm_logger.handlers[:] = [handler]
-    vllm_logger.setLevel(level)
-    quiet.keep_our_warnings()
-    for who, name in (("ours", "vllm.dllm_engine.scheduler"), ("vllm", "vllm.v1.engine")):
-        for severity in ("info", "warning", "error"):
-            getattr(logging.getLogger(name), severity)(f"{who}: {severity}")
-    assert lines == shown
-
-
-@pytest.mark.parametrize(("is_terminal", "is_quiet"), [(True, True), (True, False), (False, True)])
-def test_a_line_on_a_terminal_says_what_takes_so_long(monkeypatch, capsys, is_terminal, is_quiet):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    if is_quiet:
-        quiet.quiet_arguments({})
-    with quiet.progress_line("Importing vLLM"):
-        during = capsys.readouterr().err
-    assert (during, capsys.readouterr().err) == (
-        ("Importing vLLM …", "\r\x1b[K") if is_terminal and is_quiet else ("", "")
-    )
-
-
-def test_every_logger_lies_in_vllms_tree():
-    calls = [
-        (path.name, ast.unparse(call.args[0]))
-        for folder in ("dllm_engine", "model_executor", "scheduler", "kernels")
-        for path in (CHECKOUT / folder).rglob("*.py")
-        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "init_logger"
-    ]
-    assert calls
-    assert {name for _, name in calls} == {"f'vllm.{__name__}'"}, calls
 
 
 def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
@@ -119,3 +59,19 @@ def test_one_line_says_which_method_and_pages_are_in_use(monkeypatch, tiny_llada
     start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings)
     assert len(lines) == 1
     assert re.fullmatch(message, lines[0]), lines[0]
+
+
+def test_a_quiet_engine_still_shows_our_warnings(monkeypatch):
+    monkeypatch.setenv("DLLM_QUIET", "1")
+    root, ours = logging.getLogger("vllm"), logging.getLogger("vllm.dllm_engine")
+    for logger, level in ((root, logging.ERROR), (ours, logging.NOTSET)):
+        monkeypatch.setattr(logger, "level", level)
+    lines = []
+    handler = logging.Handler("ERROR")
+    handler.emit = lambda record: lines.append(record.getMessage())
+    monkeypatch.setattr(root, "handlers", [handler])
+    quiet.keep_our_warnings()
+    for who, name in (("ours", "vllm.dllm_engine.scheduler"), ("vllm", "vllm.v1.engine")):
+        for severity in ("info", "warning", "error"):
+            getattr(logging.getLogger(name), severity)(f"{who}: {severity}")
+    assert lines == ["ours: warning", "ours: error", "vllm: error"]

@@ -40,17 +40,12 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         (DEFAULTS, OWN := {"block_length": 8, "steps": 64, "unmasking": "low_confidence"}, OWN),
         # A rule is for requests that name neither steps nor another rule.
         (THRESHOLD, {}, {"parallel": ("threshold", 0.9)}),
-        (THRESHOLD, {"threshold": 0.5}, {"parallel": ("threshold", 0.5)}),
         (THRESHOLD, {"steps": 16}, {"parallel": None}),
-        ({"block_length": 16}, {"family": DREAM}, {"block_length": 16}),
         ({"retention_ratio": 0.4}, SPARSE, {"retention_ratio": 0.4}),
-        ({"retention_ratio": 0.4}, SPARSE | {"retention_ratio": 0.5}, {"retention_ratio": 0.5}),
         # They are fitted to the response, with a step per block at least.
         (FITTED, {"gen_length": 8}, {"block_length": 8, "steps": 8}),
         (FITTED, {"gen_length": 2048}, {"block_length": 32, "steps": 64}),
-        ({}, {"gen_length": 33, "block_length": 32}, {"steps": 33}),
         # Who names steps, or SlowFast sampling, runs one block at a time.
-        (SEVERAL, {}, {"block_add_threshold": 0.1}),
         (SEVERAL, {"threshold": 0.9}, {"block_add_threshold": 0.1}),
         (SEVERAL, {"steps": 8}, {"block_add_threshold": None, "parallel": None, "steps": 8}),
         (SEVERAL, {"slow_fast": {}}, {"block_add_threshold": None}),
@@ -61,9 +56,7 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         (DRAWN := {"alg_temp": 0.5}, {}, {"alg_temp": 0.5, "parallel": None}),
         (DRAWN, {"threshold": 0.5}, {"alg_temp": 0.0, "parallel": ("threshold", 0.5)}),
         (SEVERAL, {"alg_temp": 0.5}, {"alg_temp": 0.5, "block_add_threshold": None, "parallel": None}),
-        (SEVERAL, {"alg_temp": 0.0}, {"alg_temp": 0.0, "block_add_threshold": 0.1}),
         ({"logits_eos_inf": True}, {"logits_eos_inf": False}, {"logits_eos_inf": False}),
-        ({}, {"slow_fast": {}}, {"slow_fast": SlowFast()}),
         ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
         ({"slow_fast": '{"fast_threshold": 0.5}'}, {}, {"parallel": ("slow_fast", 0.5), "unmasking": "low_confidence"}),
         ({"slow_fast": {}}, THRESHOLD, {"slow_fast": None}),
@@ -82,14 +75,12 @@ LENIENT = {"guide_top_k": 2, "guide_threshold": 0.5}
 @pytest.mark.parametrize(
     ("defaults", "asked", "expected"),
     [
-        (LENIENT, {}, Guidance(top_k=2, threshold=0.5)),
         (LENIENT, {"guide_top_k": 3}, Guidance(top_k=3, threshold=0.5)),
         (LENIENT, {"guided": False}, None),
         # Defaults that the guide has no use for are for those that do without it.
         (LENIENT | {"threshold": 0.9}, {}, Guidance(top_k=2, threshold=0.5)),
         # Guided only where a request says so, or how.
         (LENIENT | {"guided": False}, {}, None),
-        (LENIENT | {"guided": False}, {"guided": True}, Guidance(top_k=2, threshold=0.5)),
         ({"guided": False}, {"guide_correction": True}, Guidance(correction=True)),
     ],
     ids=str,
@@ -107,7 +98,6 @@ BLOCKS = {"block_add_threshold": 0.2, "ignore_eos": True}
     ("asked", "message"),
     [
         # Nothing is fitted that a request names itself.
-        ({"block_length": 32}, "block_length=32 is out of range"),
         ({"steps": 2}, "steps=2 is out of range"),
         (BLOCKS | {"slow_fast": {}}, r"block_add_threshold=0.2 and slow_fast=\{\}: SlowFast sampling runs"),
         (BLOCKS, "block_add_threshold=0.2: several blocks at once need a rule of parallel unmasking"),
@@ -128,13 +118,9 @@ def test_what_a_request_cannot_have_is_named(asked, message):
     ("defaults", "fragments"),
     [
         ({"block_length": 0}, ("request_defaults: request default block_length=0", "greater than or equal to 1")),
-        ({"steps": "many"}, ("request default steps='many'",)),
-        ({"unmasking": "best"}, ("unmasking='best' is unknown", "low_confidence")),
         ({"retention_ratio": 0.5}, ("retention_ratio=0.5", "cache_method='auto' evicts nothing")),
         ({"stream_granularity": "step"}, ("no 'stream_granularity'", "block_length, steps")),
         ({"steps": 8, "tokens_per_step": 2}, ("tokens_per_step=2 and steps=8",)),
-        ({"block_add_threshold": 0.1}, ("block_add_threshold=0.1", "need a rule")),
-        ({"stepz": 3}, ("no 'stepz'",)),
         ({"guide_top_k": 2}, ("guide_top_k=2: the engine has no guide",)),
     ],
     ids=str,
@@ -183,26 +169,6 @@ def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
     assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
 
 
-@pytest.mark.parametrize(
-    ("stated", "default"),
-    [
-        # As Dream-v0-Instruct-7B is released.
-        (
-            {"alg": "origin", "alg_temp": None, "eps": 0.001, "steps": 512, "temperature": 0.0, "top_k": None}
-            | {"top_p": None, "mask_token_id": None, "output_history": False},
-            {},
-        ),
-        ({"temperature": 0.1, "top_p": 0.9}, {"temperature": 0.1, "top_p": 0.9}),
-    ],
-    ids=str,
-)
-def test_sampling_is_by_default_as_a_generation_config_states(engines, tmp_path, stated, default):
-    llm = engines(checkpoint(tmp_path, stated))
-    params = llm.get_default_sampling_params()
-    expected = {"temperature": 0.0, "top_p": 1.0, "top_k": 0} | default
-    assert {name: getattr(params, name) for name in expected} == expected
-
-
 def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
@@ -225,12 +191,6 @@ def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(
         start_engine(checkpoint(tmp_path, generation_config, dllm=section))
     for fragment in fragments:
         assert fragment in str(error.value)
-
-
-def test_an_override_comes_before_the_checkpoints_length(engines, opinionated):
-    llm = engines(opinionated, override_generation_config={"max_new_tokens": 16})
-    assert decoded(llm, DiffusionParams(ignore_eos=True))[0] == 16
-    assert llm.get_default_sampling_params().max_tokens == 16
 
 
 @pytest.mark.parametrize("model", DEMO_MODELS)

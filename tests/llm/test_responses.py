@@ -1,12 +1,11 @@
 """Where a response ends, and what a request that leaves things open gets."""
 
 import pytest
-import vllm
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate, keep
+from tests.support.engines import generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 32, "block_length": 8}
@@ -52,13 +51,6 @@ def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", full[cut])
 
 
-def test_samples_of_one_request_differ(engines, tiny_llada):
-    params = DiffusionParams(**SETTINGS, n=3, temperature=1.0, seed=4, ignore_eos=True)
-    first, again = (generate(engines(tiny_llada), [PROMPT], params)[0].outputs for _ in range(2))
-    assert len({tuple(sample.token_ids) for sample in first}) == 3
-    assert [sample.token_ids for sample in again] == [sample.token_ids for sample in first]
-
-
 # Lengths nobody asked for
 
 
@@ -71,17 +63,6 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
         assert len(generate(llm, [prompt], params)[0].outputs[0].token_ids) == expected
     figures = generate(llm, [prompt], None)[0].outputs[0].diffusion  # ends where the model does
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
-
-
-def test_stock_vllm_class_serves_the_model_through_the_plugin(tiny_llada, full):
-    llm = vllm.LLM(
-        str(tiny_llada), dtype="float32", skip_tokenizer_init=True, max_model_len=128,
-        kv_cache_memory_bytes=64 << 20, additional_config={"dllm": {"cache_method": "none", "trace": True}},
-    )  # fmt: skip
-    keep(llm)
-    (output,) = generate(llm, [PROMPT], DiffusionParams(**SETTINGS, ignore_eos=True))
-    assert list(output.outputs[0].token_ids) == full
-    assert len(output.outputs[0].diffusion.unmasked_per_step) == 32
 
 
 # Text

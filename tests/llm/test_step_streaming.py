@@ -3,17 +3,13 @@
 import copy
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine import DiffusionParams
-from dllm_engine.figures import DiffusionFigures
-from dllm_engine.plugin import register
-from dllm_engine.provisional import MASK_MARK, BlockChanges, BlockReader
+from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
 
@@ -117,31 +113,6 @@ def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order
     assert not any(shown[-1].masked)
 
 
-def test_a_masked_position_no_step_has_predicted_has_no_confidence(engines, tiny_dream):
-    """Dream's schedule unmasks nothing in its first steps, and then predicts nothing."""
-    llm = engines(tiny_dream)
-    outputs = stream(llm, gen_length=24, block_length=24, steps=24)
-    first = outputs[0].outputs[0].provisional
-    expected = plain(llm, gen_length=24, block_length=24, steps=24)
-    assert expected.diffusion.unmasked_per_step[0] == []
-    assert first.confidences == [None] * 24
-    assert all(first.masked)
-
-
-def test_requests_of_a_batch_stream_as_each_asks(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    received: dict = {"step": [], "block": [], None: []}
-    for granularity in received:
-        params = parameters(stream_granularity=granularity)
-        params.output_kind = RequestOutputKind.DELTA
-        llm.llm_engine.add_request(str(granularity), {"prompt_token_ids": PROMPT}, params)
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            received[None if output.request_id == "None" else output.request_id].append(output.outputs[0].provisional)
-    assert list(map(len, received.values())) == [24, 3, 3]
-    assert not any(received["block"] + received[None])
-
-
 def test_latency_is_that_of_blocks(engines, tiny_llada):
     """vLLM counts an output as new tokens; a provisional block is none."""
     llm = engines(tiny_llada, trace=False, disable_log_stats=False)
@@ -188,15 +159,6 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
     }  # fmt: skip
 
 
-def test_text_marks_what_is_masked_and_leaves_special_tokens_out():
-    block = BlockReader(Tokenizer()).read(message([0, 2, 3, 4], [5, 1, 2, 9], length=5))
-    assert block.pieces == ["a", None, "", "é", "<end>"]
-    assert block.special == [False, False, False, False, True]
-    assert block.text == f"a{MASK_MARK}é"
-    # With a mask between them, two tokens are not yet a letter.
-    assert "é" not in BlockReader(Tokenizer()).read(message([0, 2], [1, 2], length=3)).text
-
-
 # What HTTP clients are sent
 
 
@@ -215,6 +177,7 @@ def test_a_chunk_brings_what_changed_since_the_last_one():
         "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
         "guess_positions": [], "guess_percents": [],
     }  # fmt: skip
+    assert reader.read(message([2], [5], length=3, step=3)).text == "aa"
     third = changes.to(reader.read(message([1], [5], length=3, block=1) | {"guesses": [None, None]}))
     assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
 

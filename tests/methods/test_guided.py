@@ -18,7 +18,6 @@ from tests.support.answers import answer_of
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, start_engine
 from tests.support.random_requests import random_automaton
-from tests.support.stepped_engines import abort_all
 
 VOCABULARY = 512
 SIZES = {
@@ -47,7 +46,6 @@ SETTINGS = {
 }
 
 
-METHODS = ["prefix", "dual", "sparse", "dkv", "dllm_cache", "maskkv", "freecache"]
 OTHER_TOKENIZER = {"has_texts": True, "guide_tokens_per_token": 8.0}
 
 
@@ -109,17 +107,16 @@ def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in ask(llm, lengths, **options)]
 
 
-def assert_batch_is_as_alone(llm) -> None:
-    runner_of(llm).pages.memory.fill_(torch.nan)  # slots that hold nothing are never read
-    together = tokens(llm, guide_threshold=0.2)
-    assert [len(response) for response in together] == [gen_length for _, gen_length, _ in LENGTHS]
-    assert together == [tokens(llm, [case], guide_threshold=0.2)[0] for case in LENGTHS]
-    assert_nothing_left(llm)
-
-
-def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
-    """The engine against the plain version: folders of the model and its guide, a name in ``SETTINGS``."""
-    plain_model, judge = PlainModel(model), AutoModelForCausalLM.from_pretrained(guide).eval()
+@pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(GUIDED_BY))))
+@pytest.mark.parametrize("has_texts", [False, True], ids=["same tokenizer", "another tokenizer"])
+def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, pairs, settings, model, has_texts):
+    texts, folders = None, (reference_checkpoints / model, guides[GUIDED_BY[model]])
+    llm = engine(model, **(OTHER_TOKENIZER if has_texts else {}))
+    if has_texts:
+        folders, (own, other) = pairs[model], (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+        special = {llm.model_config.hf_config.eos_token_id: other.eos_token_id}
+        texts = Texts(spelled(own), lambda text: other.encode(text, add_special_tokens=False), spelled(other), special)
+    plain_model, judge = PlainModel(folders[0]), AutoModelForCausalLM.from_pretrained(folders[1]).eval()
 
     def judged(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -129,77 +126,20 @@ def assert_decodes_as_the_plain_one(llm, model, guide, settings, texts=None):
         name if name == "speculation_length" else f"guide_{name.removeprefix('confidence_')}": value
         for name, value in SETTINGS[settings].items()
     }
-    outputs = [ask(llm, [lengths], response_template=TEMPLATES.get(lengths[1]), **options)[0] for lengths in LENGTHS]
     compared = 0
-    for (length, gen_length, block_length), output in zip(LENGTHS, outputs, strict=True):
-        plain = plain_guided(
-            plain_model,
-            judged,
-            prompt(length),
-            gen_length=gen_length,
-            block_length=block_length,
-            texts=texts,
-            response_template=TEMPLATES.get(gen_length),
-            **SETTINGS[settings],
-        )
+    for length, gen_length, block_length in LENGTHS:
+        template = TEMPLATES.get(gen_length)
+        (output,) = ask(llm, [(length, gen_length, block_length)], response_template=template, **options)
+        asked = {"gen_length": gen_length, "block_length": block_length, "response_template": template}
+        plain = plain_guided(plain_model, judged, prompt(length), texts=texts, **asked, **SETTINGS[settings])
         # A decision between numbers this close is rounding's, not the method's.
         if plain.closest < 1e-4:
             continue
-        answer = answer_of(output, num_given=gen_length - TEMPLATES.get(gen_length, [None] * gen_length).count(None))
+        answer = answer_of(output, num_given=sum(token is not None for token in template or ()))
         assert answer.tokens == plain.tokens
         assert answer.order == plain.order
         compared += 1
     assert compared >= 2, "the cases decide by rounding; choose others"
-
-
-@pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(reversed(GUIDED_BY)))))
-def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, settings, model):
-    folders = reference_checkpoints / model, guides[GUIDED_BY[model]]
-    assert_decodes_as_the_plain_one(engine(model), *folders, settings)
-
-
-@pytest.mark.parametrize(("model", "settings"), list(zip(cycle(GUIDED_BY), SETTINGS)))
-def test_a_guide_of_another_tokenizer_decodes_as_the_plain_one_does(engine, pairs, model, settings):
-    own, other = (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
-    llm = engine(model, **OTHER_TOKENIZER)
-    texts = Texts(
-        spelled(own),
-        lambda text: other.encode(text, add_special_tokens=False),
-        spelled(other),
-        {llm.model_config.hf_config.eos_token_id: other.eos_token_id},
-    )
-    assert_decodes_as_the_plain_one(llm, *pairs[model], settings, texts)
-
-
-def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
-    llm = engine(has_texts=True, guide_tokens_per_token=1.25)
-    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
-    (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
-    first, *others = output.outputs[0].diffusion.unmasked_per_step
-    assert first == [*range(6, 6 + len(first))]
-    assert 1 < len(first) < 24, "what there is room for is checked, and passes"
-    assert others == [[position] for position in range(6 + len(first), 30)]
-    assert_nothing_left(llm)
-
-    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(6)}, DiffusionParams(**settings))
-    llm.llm_engine.step()
-    pool = scheduler_of(llm).pages
-    # 1.25 · 29 are 37 tokens. A page holds 8 tokens of 4 heads of 32, or 16 of the guide's 4 heads of 16, in each of
-    # its 3 layers.
-    assert pool.num_allocated == pool.num_reserved == 3 * 3
-    llm.llm_engine.abort_request(["one"])
-
-
-@pytest.mark.parametrize(
-    ("cache_method", "model", "settings"),
-    [
-        *zip(METHODS, cycle(GUIDED_BY), cycle([{}])),
-        ("es_dllm", "dream-tiny-a", {"cache_options": {"indicator": "none"}}),
-        *((method, "llada-tiny-a", OTHER_TOKENIZER) for method in ("dual", "freecache", "maskkv")),
-    ],
-)
-def test_a_guided_batch_is_as_alone_with_every_cache_method(engine, cache_method, model, settings):
-    assert_batch_is_as_alone(engine(model, cache_method, **settings))
 
 
 @pytest.mark.parametrize("overflows", [True, False])
@@ -231,31 +171,6 @@ def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, o
     assert [list(other.outputs[0].token_ids) for other in others] == alone[1 : 1 + len(others)]
     assert tokens(llm) == alone
     assert_nothing_left(llm)
-
-
-def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
-    llm = engine(cache_method="dual")
-    runner, judged = runner_of(llm), []
-    judge = runner.guide._judge
-    monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
-    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.shape.vocab_size)
-    runner.profile_run()
-    assert judged == [7]
-
-
-def test_unguided_requests_share_the_batch_and_are_untouched(engine, engines, reference_checkpoints):
-    llm = engine(cache_method="dual")
-    plain = engines(reference_checkpoints / "llada-tiny-a", cache_method="dual", page_size=8, max_model_len=128)
-    params = [
-        DiffusionParams(gen_length=16, block_length=8, ignore_eos=True, guided=guided) for guided in (None, False)
-    ]
-    guided, unguided = (list(o.outputs[0].token_ids) for o in generate(llm, [prompt(24)] * 2, params))
-    assert tokens(llm, LENGTHS[:1]) == [guided] != [unguided] == tokens(plain, LENGTHS[:1])
-
-
-def test_aborting_in_any_state_leaks_no_page(engine):
-    params = DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
-    abort_all(engine(cache_method="sparse"), [prompt(5 + i) for i in range(30)], [params] * 30, seed=4)
 
 
 @pytest.mark.parametrize(
@@ -306,3 +221,32 @@ def test_a_guide_keeps_to_a_constraint(engine):
         outputs = ask(engine(), [(10, 24, 8), (7, 24, 24)], extra_args={"constraint": automaton.packed}, **options)
         for output in outputs:
             assert plain.accepts(output.outputs[0].token_ids)
+
+
+def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
+    llm = engine(has_texts=True, guide_tokens_per_token=1.25)
+    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
+    (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
+    first, *others = output.outputs[0].diffusion.unmasked_per_step
+    assert first == [*range(6, 6 + len(first))]
+    assert 1 < len(first) < 24, "what there is room for is checked, and passes"
+    assert others == [[position] for position in range(6 + len(first), 30)]
+    assert_nothing_left(llm)
+
+    llm.llm_engine.add_request("one", {"prompt_token_ids": prompt(6)}, DiffusionParams(**settings))
+    llm.llm_engine.step()
+    pool = scheduler_of(llm).pages
+    # 1.25 · 29 are 37 tokens. A page holds 8 tokens of 4 heads of 32, or 16 of the guide's 4 heads of 16, in each of
+    # its 3 layers.
+    assert pool.num_allocated == pool.num_reserved == 3 * 3
+    llm.llm_engine.abort_request(["one"])
+
+
+def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
+    llm = engine(cache_method="dual")
+    runner, judged = runner_of(llm), []
+    judge = runner.guide._judge
+    monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.shape.vocab_size)
+    runner.profile_run()
+    assert judged == [7]

@@ -60,11 +60,6 @@ def test_what_is_out_of_range_is_named(method, options, named):
 # Of papers
 
 
-def test_the_papers_settings_have_a_name():
-    paper = EngineOptions.parse({"cache_method": "sparse", "cache_options": "paper"}).cache
-    assert (paper.retention_ratio, paper.pool_kernel_size, paper.update_delay) == (0.5, 3, 1)
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -160,11 +155,3 @@ def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
         else:
             with pytest.raises(InvalidRequestError, match=f"goes by .* unmasking={unmasking!r} does not measure"):
                 resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions())
-
-
-def test_with_a_rule_steps_do_not_count():
-    asked = {"gen_length": 24, "block_length": 8, "threshold": 1.0, "steps": 1}
-    resolve_decoding(DiffusionParams(**asked), 10, LLADA, EngineOptions())
-    # A policy that keeps to its count needs a step per block as ever.
-    with pytest.raises(InvalidRequestError, match="steps=1 is out of range"):
-        resolve_decoding(DiffusionParams(**asked, unmasking="entropy"), 10, LLADA, EngineOptions())

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.methods.layer_budgets import layer_budgets
 from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
@@ -108,20 +107,6 @@ def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, bud
     assert after == [((-(-slots // 32) + 4,) * 2, 11), ((0, 0), 1)]
     assert slots > 4 * 4 * (12 + 12 - 2), "only rounding loses tokens"
     assert len({sum(layer) for layer in kept}) > 1, "layers are alike"
-
-
-def test_what_the_heads_cannot_use_is_given_back_after_voting(engine, monkeypatch):
-    boundary_alone = layer_budgets("boundary", 16, [0.5, 0, 0, 0.5], 24, base_share=0.4)
-    monkeypatch.setattr("dllm_engine.model_executor.passes.maskkv.prompt_budgets", lambda *_: boundary_alone)
-    llm = engine("maskkv", page_size=2, **REFRESHES, kv_budget=16)
-    first, after, kept = pages_of_maskkv(llm, monkeypatch, 24, 12, 12)
-    # Base 6 and a pool of 40 for the boundary alone: 26, 6, 6, 26 tokens a head, but there are only 24. A page has 8
-    # slots and room for 4 rows of features: 4 · 4 · (16 + 12) = 448 slots; 3 pages of features each.
-    assert first == (56 + 4 * 3,) * 2
-    assert max(kept[0] + kept[3]) == 24, "no head is at its cap; choose another prompt"
-    exact = -(-(sum(map(sum, kept)) + 4 * 4 * 12) // 8) + 4 * 3
-    assert exact < 66
-    assert after == [((exact, exact), 11), ((0, 0), 1)]
 
 
 def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada):

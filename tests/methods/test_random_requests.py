@@ -12,7 +12,7 @@ from dllm_engine.model_executor import token_prediction
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
-from tests.support.answers import Request, params_of
+from tests.support.answers import Request
 from tests.support.engines import runner_of
 from tests.support.random_requests import (
     VALUES,
@@ -23,7 +23,6 @@ from tests.support.random_requests import (
     noise_of,
     random_requests,
 )
-from tests.support.stepped_engines import abort_all
 
 SCHEDULE = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
 
@@ -117,7 +116,6 @@ NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6,
 """Where the default is too few for each kind of request, or for enough that rounding does not decide."""
 END_TOKENS, TURN_ENDS = (42, 74, 226, 501), (316, 319, 409)
 """Tokens that the tiny models are quick to predict, and the one of their generation configs."""
-EVICTS = {"retention_ratio": 0.4}
 UNSUITED = {"entropy_bound", "margin", "entropy_threshold"}
 """Rules that measure other than the plain probabilities of ES-dLLM."""
 
@@ -287,16 +285,6 @@ def test_sampled_requests(engine, monkeypatch, method, name, steps_per_dispatch,
     requests = sampled_requests(len(name) + steps_per_dispatch, 24, model)
     compared = assert_answers_as(llm, requests, plain_version(model, method, options))
     assert compared >= 0.6 * len(requests), "most of these requests are decided by rounding; choose others"
-
-
-@pytest.mark.parametrize(("method", "options"), [*((method, {}) for method in METHODS), ("es_dllm", EVICTS)])
-def test_aborting_in_any_state_leaks_no_page(engine, method, options):
-    name = "sdar-tiny-a" if method == "block" else "dream-tiny-a"
-    llm, model = engine(method, name, 8, 1, options or ENGINES[method][0][2])
-    requests = random_requests(5, 30, model.is_dream and method != "es_dllm")
-    requests = between_blocks(requests) if model.block_length else requests
-    requests = [request for request in requests if method != "es_dllm" or not request[1].keys() & UNSUITED]
-    abort_all(llm, [prompt for prompt, _ in requests], [params_of(asked) for _, asked in requests], seed=5)
 
 
 def test_every_method_is_among_them():

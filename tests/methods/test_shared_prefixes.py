@@ -4,12 +4,11 @@ import random
 
 import pytest
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.metrics.stats import PrefixCacheStats
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.page_pool import PagePool
 from tests.support.engines import assert_nothing_left, generate, scheduler_of, set_steps_per_dispatch
-from tests.support.stepped_engines import Poison, abort_all, run_in_steps
+from tests.support.stepped_engines import Poison, run_in_steps
 
 MODELS = {"sdar-tiny-a": 4, "llada2-moe-tiny-a": 16}
 """And the block length of requests."""
@@ -66,14 +65,6 @@ def test_tokens_are_the_same_with_and_without(engine, settings):
     assert tokens(again) == expected
     assert all(len(prompt) - 24 < output.num_cached_tokens for prompt, output in zip(prompts, again, strict=True))
     assert_nothing_left(llm)
-
-
-def test_an_engine_told_so_feeds_prompts_whole(engine):
-    llm = engine(max_num_batched_tokens=200, enable_chunked_prefill=False)
-    prompts, asked = [[number] * 120 for number in range(4)], {"gen_length": 4, "ignore_eos": True}
-    run = run_in_steps(llm, prompts, [DiffusionParams(block_length=engine.block_length, **asked)] * 4)
-    assert not any(plan.prefills for plans in run.plans for plan in plans)
-    assert [len(plans) for plans in run.plans[:2]] == [1, 2]
 
 
 def test_another_block_length_or_salt_shares_nothing(engine):
@@ -138,16 +129,6 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
         assert [step for step in one.unmasked_per_step if step] == [step for step in other.unmasked_per_step if step]
 
 
-def test_aborts_leave_nothing_behind(engine, little_memory):
-    prompts, params = requests_of(engine.block_length, 5)
-    expected = run_in_steps(engine(enable_prefix_caching=False), prompts, params).tokens
-    llm = engine()
-    preempted = little_memory(llm, 168)
-    abort_all(llm, prompts, params, seed=1)
-    assert run_in_steps(llm, prompts, params).tokens == expected
-    assert preempted
-
-
 def streamed(llm, prompts, params, granularity):
     """What the client of each request gets: its tokens, and the running blocks by step."""
     for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
@@ -175,20 +156,3 @@ def test_nothing_is_streamed_twice_or_lost(engine, little_memory, monkeypatch, g
     assert streamed(llm, prompts, params, granularity) == expected
     assert preempted
     assert any(expected[1]) == (granularity == "step")
-
-
-def test_what_a_request_has_finished_is_found_again(engine):
-    llm, scheduler = engine(), scheduler_of(engine())
-    params = DiffusionParams(gen_length=64, block_length=engine.block_length, steps_per_block=1, ignore_eos=True)
-    llm.llm_engine.add_request("a", {"prompt_token_ids": [*range(20)]}, params)
-    state = None
-    while state is None or state.progress.retained < 56:
-        llm.llm_engine.step()
-        (state,) = scheduler.states.values()
-    kept = state.progress.retained
-    scheduler._preempt(state.request)
-    stats = scheduler.prefix_stats = PrefixCacheStats()
-    llm.llm_engine.step()
-    assert (stats.preempted_requests, stats.preempted_hits) == (1, kept // 8 * 8)
-    llm.llm_engine.abort_request(["a"])
-    assert_nothing_left(llm)

@@ -34,14 +34,10 @@ def answer(engines, reference_checkpoints):
         # Pass 0: all 57. Pass 3: the response's 20. Passes 1 and 2: 5 of them, and pass 4: the prompt's 37 and 5; the
         # first layer all rows that are fed, or no more.
         ("dllm_cache", (20, 20, 5), DLLM_CACHE, 57 + 2 * math.ceil((20 + 3 * 5) / 4) + 20 + math.ceil(183 / 4)),
-        ("dllm_cache", (20, 20, 5), DLLM_CACHE | {"refresh_first_layer": False}, 57 + 2 * 5 + 20 + 37 + 5),
-        # Ten passes of sixteen: 4 rows in 4 layers, or 16 in the first and 4 in three.
+        # Ten passes of sixteen: 4 rows in 4 layers.
         ("maskkv", (16, 16, 16), MASKKV, 53 * 3 + 16 * 3 + 10 * 4),
-        ("maskkv", (16, 16, 16), MASKKV | {"refresh_first_layer": True}, 53 * 3 + 16 * 3 + 10 * 7),
         # The first pass runs twice where it measures layers.
         ("maskkv", (16, 16, 1), {"kv_budget": 12}, 2 * 53),
-        ("maskkv", (16, 16, 1), {"kv_budget": 12, "layer_budget": "squeeze"}, 2 * 53),
-        ("maskkv", (16, 16, 1), {"kv_budget": 12, "layer_budget": "uniform"}, 53),
     ],
     ids=str,
 )

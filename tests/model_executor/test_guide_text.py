@@ -1,11 +1,12 @@
 """A guide with another tokenizer: what it reads, and what its answers mean."""
 
+import copy
 import random
 from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -13,113 +14,56 @@ from dllm_engine.scheduler.request import Span
 from tests.oracles.guided import Texts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 
-MASK, END = 999, 700
+MASK = 999
 
 
-def tokenizer_of(merges: list[str], special: dict[str, str]) -> PreTrainedTokenizerFast:
-    """All bytes, what pairs of tokens merge to in this order, and special tokens by their role."""
-    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    pairs = [(left, right) for left, right in (merge.split() for merge in merges)]
-    for left, right in pairs:
-        vocabulary.setdefault(left + right, len(vocabulary))
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+@pytest.fixture
+def own() -> PreTrainedTokenizerFast:
+    """A copy, for a test to change."""
+    return copy.deepcopy(train_tokenizer(TALE, 480, "<end>"))
 
 
-OWN = tokenizer_of(
-    ["h e", "l l", "ll o", "o n", "on e", "ä ½", "Ġ g"],
-    {"eos_token": "<end>", "bos_token": "<begin>", "pad_token": "<shared>"},
-)
-"""Has of 你 (E4 BD A0) the first two bytes as one token, and ``on``, ``one``."""
-GUIDE = tokenizer_of(["h e", "l l", "he ll", "hell o", "Ġ o", "g o"], {"eos_token": "<stop>", "pad_token": "<shared>"})
+@pytest.fixture
+def guide() -> PreTrainedTokenizerFast:
+    return copy.deepcopy(train_tokenizer(NOTE, 400, "<stop>"))
 
 
-def retokenizer(own=OWN, guide=GUIDE, mask=MASK):
-    return Retokenizer(own, "own", guide, "guide", [own.eos_token_id, END], mask)
+def retokenizer(own, guide, mask=MASK):
+    return Retokenizer(own, "own", guide, "guide", [own.eos_token_id], mask)
 
 
-def own_ids(*tokens: str) -> list[int]:
-    return OWN.convert_tokens_to_ids(list(tokens))
-
-
-def guide_ids(*tokens: str) -> list[int]:
-    return GUIDE.convert_tokens_to_ids(list(tokens))
-
-
-def answer(tokens, drafted, *said):
-    """What is unmasked where the guide says ``said`` in place of what it reads the drafted token as."""
-    reading = retokenizer().read(own_ids(*tokens), [drafted])
-    token = retokenizer().answer(reading, 0, own_ids(*tokens)[drafted], guide_ids(*said))
-    return OWN.convert_ids_to_tokens(token)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "drafted", "said", "expected"),
-    [
-        ([".", "he", "llo"], 1, ["hello"], "he"),  # agrees with the whole word
-        ([".", "he", "llo"], 1, ["Ġo"], "Ġ"),  # its text, as far as a token of the model begins it
-        ([".", "he", "llo"], 1, ["hell"], "he"),
-        ([".", "he", "llo"], 2, ["hell"], "ll"),  # behind the "he" that is there already
-        ([".", "he", "llo"], 2, ["go"], "llo"),  # says something else before: nothing about this one
-        ([".", "he", "llo"], 2, ["he"], "llo"),  # says nothing from there on
-        ([".", "one"], 1, ["o", "n", "e"], "one"),
-        ([".", "one"], 1, ["o", "n", "Ġ"], "on"),  # its own text as far as it goes along, then its own word
-        ([".", "one"], 1, ["o", "n", "<stop>"], "on"),
-        ([".", "one"], 1, ["<stop>", "n", "e"], "<end>"),
-        ([".", "one"], 1, ["<shared>", "n", "e"], "<shared>"),
-        ([".", "ä½", "Ġ"], 1, ["ï", "¿", "½"], "ä½"),  # agrees that it is unreadable
-    ],
-)
-def test_answers_in_the_models_tokens(tokens, drafted, said, expected):
-    assert answer(tokens, drafted, *said) == expected
-
-
-def test_special_tokens_stand_for_special_tokens():
-    translator = retokenizer()
-    begin, shared, end = OWN.convert_tokens_to_ids(["<begin>", "<shared>", "<end>"])
-    stop, guide_shared = GUIDE.convert_tokens_to_ids(["<stop>", "<shared>"])
-    reading = translator.read([begin, *own_ids("h"), shared, end, END], [0, 1, 2, 3, 4])
-    assert reading.tokens == [*guide_ids("h"), guide_shared, stop, stop], "one that begins a text is left out"
-    assert reading.spelling == [Span(0, 0), Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]
-    assert translator.answer(reading, 4, END, [stop]) == END, "the guide agrees"
-    assert translator.answer(reading, 3, end, guide_ids("go")) == own_ids("g")[0]
-
-
-def test_markers_that_the_guide_does_not_have_are_shown_as_text():
-    own = tokenizer_of([], {"eos_token": "<end>", "additional_special_tokens": ["<g"]})
-    translator = retokenizer(own)
-    marker, h, o = own.convert_tokens_to_ids(["<g", "h", "o"])
-    reading = translator.read([h, marker, o], [1])
-    assert reading.tokens == guide_ids("h", "<", "g", "o"), "and do not merge with what is beside them"
+def test_special_tokens_stand_for_the_same_or_are_shown_as_text(own, guide):
+    """One that begins a text is left out."""
+    own.add_special_tokens({"additional_special_tokens": ["<g", "<shared>"], "bos_token": "<begin>"})
+    guide.add_special_tokens({"additional_special_tokens": ["<shared>"]})
+    begin, h, marker, o, shared = own.convert_tokens_to_ids(["<begin>", "h", "<g", "o", "<shared>"])
+    translator = retokenizer(own, guide)
+    reading = translator.read([begin, h, marker, o, shared], [2])
+    assert reading.tokens == guide.convert_tokens_to_ids(["h", "<", "g", "o", "<shared>"]), "which do not merge"
     assert reading.spelling == [Span(1, 3)]
-    assert translator.answer(reading, 0, marker, guide_ids("<", "hello")) == own.convert_tokens_to_ids("<")
+    assert translator.answer(reading, 0, marker, guide.convert_tokens_to_ids(["<", "h"])) == own.convert_tokens_to_ids(
+        "<"
+    )
 
 
-def test_text_is_never_taken_for_a_special_token():
-    reading = retokenizer().read(own_ids(*"<stop>"), [0])
-    assert reading.tokens == guide_ids(*"<stop>")
-
-
-def test_the_mask_is_never_an_answer():
-    mask = own_ids("g")[0]
-    reading = retokenizer().read(own_ids(".", "h"), [1])
-    assert retokenizer().answer(reading, 0, 7, guide_ids("g")) == mask
-    assert retokenizer(mask=mask).answer(reading, 0, 7, guide_ids("g")) == 7
+def test_the_mask_is_never_an_answer(own, guide):
+    dot, h, mask = own.convert_tokens_to_ids([".", "h", "g"])
+    said = guide.convert_tokens_to_ids(["g"])
+    reading = retokenizer(own, guide).read([dot, h], [1])
+    assert retokenizer(own, guide).answer(reading, 0, 7, said) == mask
+    assert retokenizer(own, guide, mask).answer(reading, 0, 7, said) == 7
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_reads_and_answers_as_the_plain_one(seed):
+def test_reads_and_answers_as_the_plain_one(own, guide, seed):
     draw = random.Random(seed)
-    own, guide = train_tokenizer(TALE, 480, "<end>"), train_tokenizer(NOTE, 400, "<stop>")
     end, stop = own.eos_token_id, guide.eos_token_id
     plain = Texts(spelled(own), lambda text: guide.encode(text, add_special_tokens=False), spelled(guide), {end: stop})
     ids = [*range(480), end, end, 888, 888, *[i for i, text in plain.spelled.items() if text.isascii()] * 2]
     tokens = [draw.choice(ids) for _ in range(draw.randint(3, 40))]
     drafted = sorted(draw.sample(range(1, len(tokens)), draw.randint(1, len(tokens) - 1)))
 
-    translator = Retokenizer(own, "own", guide, "guide", [end], MASK)
+    translator = retokenizer(own, guide)
     reading = translator.read(tokens, drafted)
     torch.manual_seed(seed)
     rows = torch.rand(len(reading.tokens), 420)
@@ -143,25 +87,16 @@ def test_reads_and_answers_as_the_plain_one(seed):
         assert translator.answer(reading, index, tokens[drafted[index]], said) == judged.answer
 
 
-def test_tokenizers_that_do_not_spell_bytes_are_refused():
+def test_tokenizers_that_do_not_spell_bytes_are_refused(own, guide):
     words = Tokenizer(models.WordLevel({"▁hello": 0, "?": 1}, unk_token="?"))
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<stop>")
     with pytest.raises(ValueError, match=r"tokenizer of 'guide' does not spell bytes \(its token '▁hello'\)"):
-        retokenizer(guide=other)
+        retokenizer(own, other)
     with pytest.raises(ValueError, match="tokenizer of 'own' does not spell bytes"):
-        retokenizer(own=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>"))
-    spacing = Tokenizer.from_str(GUIDE.backend_tokenizer.to_str())
+        retokenizer(other, guide)
+    spacing = Tokenizer.from_str(guide.backend_tokenizer.to_str())
     spacing.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     with pytest.raises(ValueError, match="'guide' does not give a text back byte for byte"):
-        retokenizer(guide=PreTrainedTokenizerFast(tokenizer_object=spacing, eos_token="<stop>"))
+        retokenizer(own, PreTrainedTokenizerFast(tokenizer_object=spacing, eos_token="<stop>"))
     with pytest.raises(ValueError, match=r"'guide' has no tokenizer\.json"):
-        retokenizer(guide=SimpleNamespace())
-
-
-def test_a_normalizer_does_not_change_what_is_read():
-    from tokenizers import normalizers
-
-    lowering = Tokenizer.from_str(GUIDE.backend_tokenizer.to_str())
-    lowering.normalizer = normalizers.Lowercase()
-    translator = retokenizer(guide=PreTrainedTokenizerFast(tokenizer_object=lowering, eos_token="<stop>"))
-    assert translator.read(own_ids("H", "he"), [1]).tokens == guide_ids("H", "he")
+        retokenizer(own, SimpleNamespace())

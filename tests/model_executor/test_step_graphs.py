@@ -2,20 +2,16 @@
 
 import itertools
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor.graphs.recording import padded, padded_requests
 from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.kernels.checks import paged_case
 from tests.support.engines import assert_nothing_left, generate, runner_of
-from tests.support.fake_cuda_graphs import Capture, FakeGraphs, record_steps
+from tests.support.fake_cuda_graphs import record_steps
 from tests.support.random_requests import any_text
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
@@ -78,33 +74,6 @@ def filling_sizes(llm) -> list[tuple[int, int]]:
     return [size[:2] for size in runner_of(llm).denoiser.graphs.fillings.graphs]
 
 
-def test_a_batch_is_padded_to_the_next_graph(recording, tiny_llada):
-    llm, recorder = recording(tiny_llada, cache_method="dual")
-    answers(llm)
-    assert set(forward_sizes(llm)) == {(1, 8), (4, 24), (8, 48)}
-    assert set(filling_sizes(llm)) == {(4, 8), (8, 8), (16, 8), (24, 8), (32, 8), (48, 8)}
-    wholes = [size.num_rows for size in runner_of(llm).denoiser.graphs.forwards.graphs if not size.reads]
-    assert wholes == [48, 128, 256, 64]  # of canvases of 33, of 99, and of 165 positions in all, and of 49
-    assert recorder.num_recorded == 9 + len(wholes)
-
-
-def test_blocks_are_recorded_while_they_are_kept_beside_others(engines, recording, tiny_sdar):
-    """Requests begin their blocks at different times, so that in a pass some keep a block and some do not."""
-    prompts = [[draw] * length for draw, length in enumerate((17, 9, 30, 12), start=3)]
-    params = [
-        DiffusionParams(gen_length=20, block_length=4, ignore_eos=True, trace=True, **asked)
-        for asked in ({"steps_per_block": 2}, {}, {"threshold": 0.05, "steps_per_block": 2}, {"threshold": 0.05})
-    ]
-    settings = {"cache_method": "block", "trace": True, "enable_prefix_caching": False}
-    expected = generate(engines(tiny_sdar, page_size=4, **settings), prompts, params)
-    llm, _ = recording(tiny_sdar, **settings)
-    for found, other in zip(generate(llm, prompts, params), expected, strict=True):
-        assert found.outputs[0].token_ids == other.outputs[0].token_ids
-        assert found.outputs[0].diffusion.trace == other.outputs[0].diffusion.trace
-    sizes = runner_of(llm).denoiser.graphs.forwards.graphs
-    assert {(size.num_requests > 1, size.adds) for size in sizes} >= {(True, False), (True, True)}
-
-
 @pytest.mark.parametrize(("method", "family"), recordable())
 def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
     """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
@@ -159,16 +128,6 @@ def test_what_changes_logits_is_launched(recording, tiny_llada):
     assert not filling_sizes(llm)
 
 
-def test_what_is_rare_is_launched(recording, tiny_llada):
-    llm, recorder = recording(tiny_llada, cache_method="dual")
-    runner_of(llm).denoiser.graphs.launches_before = 2
-    prompt, params = [[3, 4, 5]], DiffusionParams(gen_length=8, block_length=8, steps=3, ignore_eos=True)
-    generate(llm, prompt, params)
-    assert recorder.num_recorded == 0
-    generate(llm, prompt, params)
-    assert set(forward_sizes(llm)) == {(1, 8)}
-
-
 def test_a_pass_with_work_of_its_own_is_launched(recording, tiny_llada, monkeypatch):
     """The first block of a response reads no page, and its pass is as plain as others."""
 
@@ -198,28 +157,6 @@ def test_graphs_follow_canvases_to_a_larger_store(engines, recording, tiny_llada
     assert recorder.num_recorded == 2 * recorded
 
 
-@pytest.fixture
-def few_rows(monkeypatch):
-    """Graphs have at most 16 rows, and launching takes as long as 8."""
-    for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
-        monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
-
-
-def test_long_steps_are_launched(recording, tiny_llada, few_rows):
-    llm, _ = recording(tiny_llada, cache_method="dual")
-    answers(llm)
-    assert set(forward_sizes(llm)) == {(1, 8)}
-    assert set(filling_sizes(llm)) == {(8, 8)}
-
-
-def test_few_rows_are_not_padded_to_many(recording, tiny_llada, few_rows):
-    llm, _ = recording(tiny_llada, cache_method="dual")
-    generate(llm, [[3, 4], [5, 6]], DiffusionParams(gen_length=8, block_length=2, ignore_eos=True))
-    assert forward_sizes(llm) == [(2, 8)], "2 rows each are computed as 8"
-    generate(llm, [[3, 4], [5, 6], [7]], DiffusionParams(gen_length=9, block_length=3, ignore_eos=True))
-    assert forward_sizes(llm) == [(2, 8)], "9 rows would be computed as 16"
-
-
 def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_llada, monkeypatch):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"))
     monkeypatch.setattr("dllm_engine.model_executor.graphs.recording.MAX_GRAPHS", 2)
@@ -227,48 +164,6 @@ def test_the_least_recently_replayed_graph_goes_first(engines, recording, tiny_l
     assert answers(llm) == expected
     assert forward_sizes(llm) == [(1, 8)]
     assert filling_sizes(llm) == [(8, 8), (4, 8)]
-
-
-def test_requests_and_rows_are_padded_to_few_sizes():
-    assert [padded_requests(n) for n in (1, 2, 3, 4, 5, 8, 9, 64)] == [1, 2, 4, 4, 8, 8, 16, 64]
-    sizes = [padded(n) for n in (1, 8, 9, 32, 33, 128, 129, 1000, 1025, 4096, 4097)]
-    assert sizes == [4, 8, 16, 32, 48, 128, 256, 1024, 1152, 4096, None]
-
-
-def test_the_recorder_would_notice_the_host():
-    ones = torch.ones(3)
-    for run in (lambda: ones * int(ones.sum()), lambda: ones + torch.tensor([1.0, 2.0, 3.0]), lambda: ones[ones > 0]):
-        with torch.inference_mode(), pytest.raises(AssertionError, match=r"device|host"):
-            FakeGraphs()(run)
-
-
-class NotLaunched:
-    """A Triton kernel whose launches do nothing."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **constants: None
-
-
-def test_launching_asks_nothing_of_the_host(monkeypatch):
-    pytest.importorskip("triton")
-    from dllm_engine.kernels.triton import paged_attention, rotary
-
-    for module in (paged_attention, rotary):
-        for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, NotLaunched())
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-    case = paged_case([8, 8], [[20, 20], [12, 12]], heads=4, dim=16)
-    case = case._replace(tokens=case.tokens._replace(max_head_len=64))
-    heads, positions, phases = torch.zeros(16, 3, 16)[:, :2], torch.arange(16), torch.zeros(16, 16)
-
-    def step(max_seqlen: int | None) -> None:
-        rotary.rotate_(heads, positions, phases)
-        paged_attention.paged_attention(*case.arguments(True, False, False, max_seqlen))
-
-    with torch.inference_mode(), Capture():
-        step(max_seqlen=8)
-        with pytest.raises(AssertionError, match="asks the device for a number"):
-            step(max_seqlen=None)
 
 
 def test_graphs_are_for_gpus():
@@ -282,3 +177,17 @@ def test_graphs_are_for_gpus():
     assert not settled("cpu", cache_method="dual")
     with pytest.raises(ValueError, match="cuda_graphs=True needs a GPU, and the device is 'cpu'"):
         settled("cpu", cache_method="dual", cuda_graphs=True)
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Graphs have at most 16 rows, and launching takes as long as 8."""
+    for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
+        monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
+
+
+def test_long_steps_are_launched(recording, tiny_llada, few_rows):
+    llm, _ = recording(tiny_llada, cache_method="dual")
+    answers(llm)
+    assert set(forward_sizes(llm)) == {(1, 8)}
+    assert set(filling_sizes(llm)) == {(8, 8)}

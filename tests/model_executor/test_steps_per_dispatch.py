@@ -7,7 +7,6 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from tests.support.engines import (
-    EACH_METHOD_WITH_A_FAMILY,
     assert_nothing_left,
     generate,
     runner_of,
@@ -31,54 +30,6 @@ def engine(engines, tiny_llada, tiny_dream):
         return engines(checkpoint, cache_method=method, cache_options=options, page_size=8)
 
     return make
-
-
-@pytest.fixture
-def several(engine, monkeypatch):
-    """``several(method)``: an engine that runs five steps per dispatch until the test ends."""
-
-    def make(method):
-        llm = engine(method)
-        set_steps_per_dispatch(llm, 5, monkeypatch)
-        return llm
-
-    return make
-
-
-def count_dispatches(llm, monkeypatch):
-    """A list that grows by the number of steps of each dispatch."""
-    scheduler, ran = scheduler_of(llm), []
-    update = scheduler.update_from_output
-
-    def counting(scheduled, output):
-        ran.append(len(getattr(output, "reports", ())))
-        return update(scheduled, output)
-
-    monkeypatch.setattr(scheduler, "update_from_output", counting)
-    return ran
-
-
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_answers_and_records_are_those_of_single_steps(engine, monkeypatch, method, family):
-    llm = engine(method, family)
-    params = [asked(), asked(steps=9), asked(threshold=0.3), asked(temperature=0.7, seed=3, gen_length=16)]
-    expected = generate(llm, PROMPTS, params)
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    found = generate(llm, PROMPTS, params)
-    for a, b in zip(expected, found, strict=True):
-        assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids)
-        assert a.outputs[0].diffusion == b.outputs[0].diffusion
-    assert_nothing_left(llm)
-
-
-def test_a_dispatch_ends_with_its_steps_or_with_a_block(several, monkeypatch):
-    llm = several("sparse")
-    ran = count_dispatches(llm, monkeypatch)
-    generate(llm, PROMPTS[:1], asked())
-    assert ran == [5, 3] * 3
-    ran.clear()
-    generate(llm, PROMPTS[:1], asked(threshold=1e-6))
-    assert ran == [1] * 3
 
 
 def count_runs(runner, monkeypatch):
@@ -125,25 +76,6 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
     assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"threshold": 0.1},
-        {"unmasking": "origin", "seed": 1},
-        {"early_stop": True, "ignore_eos": False},
-        {"logprobs": 1},
-    ],
-)
-def test_steps_that_are_not_known_ahead_run_one_by_one(engine, monkeypatch, settings):
-    llm = engine("dual")
-    expected = generate(llm, PROMPTS, asked(**settings))
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    lengths = count_runs(runner_of(llm), monkeypatch)
-    found = generate(llm, PROMPTS, asked(**settings))
-    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
-    assert set(lengths) == {1}
-
-
 @pytest.mark.parametrize("method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"])
 def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, method):
     """Those behind a block's end fill nothing, and are neither reported nor counted."""
@@ -159,18 +91,6 @@ def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, 
             assert replace(figures, pages_held=0) == replace(single, pages_held=0)  # of steps that do not come to run
     assert (max(lengths) > 1) == (method in ("none", "dual", "sparse", "prefix"))
     assert_nothing_left(llm)
-
-
-@pytest.mark.parametrize("settings", [{}, {"threshold": 1.0}])
-def test_steps_that_repeat_the_last_one_are_not_laid_out_again(engine, monkeypatch, settings):
-    """Of the 8 steps of a block, the first refreshes, and the others reuse what it computed."""
-    llm = engine("dual")
-    runner, laid_out = runner_of(llm), []
-    make = runner.make_layer_pass
-    monkeypatch.setattr(runner, "make_layer_pass", lambda *args: laid_out.append(1) or make(*args))
-    (output,) = generate(llm, PROMPTS[:1], asked(**settings))
-    assert output.outputs[0].diffusion.forward_passes == 24
-    assert len(laid_out) == 2 * 3
 
 
 def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(engine, monkeypatch):
@@ -195,42 +115,18 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(e
     assert_nothing_left(llm)
 
 
-def test_requests_that_wait_are_looked_at_after_every_step(several, monkeypatch):
-    llm = several("dual")
-    monkeypatch.setattr(scheduler_of(llm), "max_num_running", 2)
-    ran = count_dispatches(llm, monkeypatch)
+def test_requests_that_wait_are_looked_at_after_every_step(engine, monkeypatch):
+    llm, ran = engine("dual"), []
+    scheduler = scheduler_of(llm)
+    update = scheduler.update_from_output
+
+    def counting(scheduled, output):
+        ran.append(len(output.reports))
+        return update(scheduled, output)
+
+    set_steps_per_dispatch(llm, 5, monkeypatch)
+    monkeypatch.setattr(scheduler, "max_num_running", 2)
+    monkeypatch.setattr(scheduler, "update_from_output", counting)
     generate(llm, PROMPTS[:3], asked(gen_length=8))
     # Two run while the third waits, then the third alone.
     assert ran == [1] * 8 + [5, 3]
-
-
-def test_requests_of_unlike_size_are_scheduled_step_by_step(several, monkeypatch):
-    llm = several("dual")
-    ran = count_dispatches(llm, monkeypatch)
-    generate(llm, [PROMPTS[0], PROMPTS[0] * 7], asked(gen_length=8))
-    assert set(ran) == {1}
-
-
-def test_a_request_that_streams_by_step_is_reported_by_step(several, monkeypatch):
-    from vllm.sampling_params import RequestOutputKind
-
-    llm = several("dual")
-    ran = count_dispatches(llm, monkeypatch)
-    params = asked(gen_length=8, stream_granularity="step")
-    params.output_kind = RequestOutputKind.DELTA
-    run = run_in_steps(llm, PROMPTS[:1], [params])
-    assert run.figures[0].forward_passes == 8
-    assert [n for n in ran if n] == [1] * 8
-
-
-def test_requests_may_join_and_leave_between_dispatches(engine, monkeypatch):
-    llm = engine("dllm_cache")
-    params = [asked(gen_length=8 * (1 + i)) for i in range(3)]
-    expected = [generate(llm, [prompt], p)[0].outputs[0] for prompt, p in zip(PROMPTS, params, strict=False)]
-    set_steps_per_dispatch(llm, 5, monkeypatch)
-    run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 1, 2])
-    assert run.tokens == [list(output.token_ids) for output in expected]
-    llm.llm_engine.add_request("gone", {"prompt_token_ids": PROMPTS[0]}, params[2])
-    llm.llm_engine.step()
-    llm.llm_engine.abort_request(["gone"])
-    assert_nothing_left(llm)

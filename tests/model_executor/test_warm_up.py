@@ -1,13 +1,9 @@
 """What a GPU's worker does before the first request, here on a CPU: with stand-ins for graphs and for compiling."""
 
 import copy
-import importlib
-import random
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import warm_up
@@ -15,7 +11,6 @@ from dllm_engine.model_executor.warm_up import WarmUp
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.fake_cuda_graphs import FakeGraphs
-from tests.support.kernels import all_operators
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
 
 
@@ -45,7 +40,9 @@ def warmed(engine):
         llm = engine(method)
         runners.append(runner_of(llm))
         recorder.runner = runners[-1]
-        WarmUp(runners[-1]).record(recorder, show_progress=False)
+        warm_up = WarmUp(runners[-1])
+        warm_up.compile()
+        warm_up.record(recorder, show_progress=False)
         return llm
 
     yield start
@@ -55,72 +52,6 @@ def warmed(engine):
 
 def asked(**settings):
     return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
-
-
-class Compilations:
-    """Stands in for a Triton kernel: notes what each launch would compile, and computes nothing."""
-
-    def __init__(self, kernel, found: set) -> None:
-        self.kernel, self.found = kernel, found
-
-    def __getitem__(self, grid):
-        return self
-
-    def __call__(self, *arguments, **constants):
-        key = [self.kernel.__name__, *constants.items()]
-        for parameter, value in zip(self.kernel.params, arguments, strict=False):
-            if isinstance(value, torch.Tensor):
-                aligned = parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
-                key.append((parameter.name, value.dtype, aligned))
-            elif isinstance(value, int) and not parameter.do_not_specialize:
-                key.append((parameter.name, value == 1, value % 16 == 0))
-        self.found.add(tuple(key))
-
-
-@pytest.fixture
-def compilations(monkeypatch):
-    """A set that grows by what a GPU's launches would compile. The kernels for CPUs compute what they would."""
-    pytest.importorskip("triton")
-    found: set = set()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
-
-    def launching(operator, cpu):
-        def run(*arguments):
-            operator.triton(*arguments)
-            return cpu(*arguments)
-
-        return run
-
-    for operator in all_operators().values():
-        launches = importlib.import_module(operator.triton.__module__)
-        for name, kernel in list(vars(launches).items()):
-            if name.endswith("_kernel") and not isinstance(kernel, Compilations):
-                monkeypatch.setattr(launches, name, Compilations(kernel, found))
-        monkeypatch.setattr(operator, "cpu", launching(operator, operator.cpu))
-    return found
-
-
-@pytest.mark.parametrize("method", CACHE_METHODS)
-def test_no_kernel_is_compiled_after_it(engine, compilations, method):
-    llm = engine(method)
-    WarmUp(runner_of(llm)).compile()
-    assert_nothing_left(llm)
-    before, steps, draw = set(compilations), 0, random.Random(5)
-    while steps < 30:
-        prompts = [[draw.randrange(140) for _ in range(draw.randrange(1, 90))] for _ in range(9)]
-        params = [
-            asked(
-                gen_length=draw.choice([8, 24, 32]),
-                block_length=draw.choice([4, 8]),
-                temperature=draw.choice([0.0, 0.0, 0.7]),
-                seed=draw.randrange(9),
-                threshold=draw.choice([None, 0.1]),
-            )
-            for _ in prompts
-        ]
-        steps += sum(o.outputs[0].diffusion.denoising_steps for o in generate(llm, prompts, params)) // 3
-    assert before
-    assert compilations == before, "compiled later:\n" + "\n".join(map(str, compilations - before))
 
 
 @pytest.mark.parametrize("method", CACHE_METHODS)

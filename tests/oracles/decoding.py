@@ -1,44 +1,25 @@
 """What a forward pass unmasks, as slow, plain Python: blocks, schedules, policies, sampling, parallel unmasking.
 
 Also how close the closest decision of a run was, so that a test on random weights can tell a wrong engine from a coin
-toss.
+toss. docs/methods.md says how the papers are read; this is what the code does not show at once:
 
-Readings where the papers leave room:
-
-* Blocks may be unlike in length: the last takes what is left of the response. Steps are shared by length.
 * Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
-  unless the block has but one pass.
-* A ``threshold`` is ignored by policies that measure no probability (``entropy``, ``topk_margin``).
-* Several blocks at once: they are one window, whose positions all compete by the rule. The leftmost block with masks
-  gets one position filled in every pass. A cache method looks at the window as at one block; it begins anew when a
-  block joins, and complete blocks leave then. What no later pass of a window can predict, Dream fills in its first.
-* An end token ends the response once no mask is before it.
-* ``tokens_per_step``: as many in every pass, without Dream's schedule; a block's first pass fills its first position
-  alone only where no later pass can predict it. With a rule, at least so many.
-* ``steps_per_block``: every block gets so many, or one per token. With a rule other than ``entropy_budget`` a pass
-  fills at least what these would.
+  unless the block has but one pass. With ``tokens_per_step`` it does so only where no later pass can predict it.
+* Several blocks at once are one window, whose positions all compete by the rule. A cache method looks at the window as
+  at one block; it begins anew when a block joins, and complete blocks leave then.
 * ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
   share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
   where something given follows.
 * SlowFast sampling: a block is decoded as in the authors' code, without the passes that fill nothing, and without the
-  zeros of Dream's window. A position that later passes of the window cannot predict is filled in the first. What a
-  pass keeps for others it computes whole. A method that chooses the rows itself chooses the leftmost masked position's
-  as well.
+  zeros of Dream's window. What a pass keeps for others it computes whole. A method that chooses the rows itself chooses
+  the leftmost masked position's as well.
 * A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
-  noise, that is accepted with what is decided. What top-p and top-k leave out comes after all else. A confidence is
-  that of this token, and a margin what it is ahead of the best other by.
+  noise, that is accepted with what is decided. A confidence is that of this token, and a margin what it is ahead of the
+  best other by. It takes what has a logit of −∞ where nothing else is accepted, but no end token before ``min_tokens``.
 * Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
-  response's length. The first has the end of the prompt. ``steps_per_block`` are those of a whole block. A confidence
-  of ``threshold`` itself is not enough. All of this differs in Stable-DiffCoder: its last block ends with the
-  response, steps share a block's masks, and a confidence of ``threshold`` itself is enough.
-* What is added to logits (``logit_bias``, and −∞ for end tokens by ``min_tokens`` and ``logits_eos_inf``) is added
-  before all else. A constraint takes what has a logit of −∞ where nothing else is accepted, but no end token before
-  ``min_tokens``.
+  response's length. ``steps_per_block`` are those of a whole block. A confidence of ``threshold`` itself is not enough.
+  All of this differs in Stable-DiffCoder.
 * ``confidence_eos_eot_inf``: confidences are those of the distribution without end tokens, once the tokens are chosen.
-  A position that would get an end token comes after all others, and passes no rule unless there are no others.
-* ``alg_temp``: confidences with Gumbel noise of that temperature, a number per forward pass and position.
-* ``delay_eos``: a position that would get an end token counts as the least confident of all while the position before
-  it is masked and the response has no end token.
 """
 
 import math

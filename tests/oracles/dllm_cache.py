@@ -4,26 +4,17 @@ Every forward pass projects the whole canvas and then keeps only what the method
 gathered for speed. What the method does not have at a point is NaN there, so that a result that read it gives itself
 away.
 
-Readings where the papers leave room:
+Readings where the papers leave room, besides those of docs/methods.md:
 
 * Forward passes are counted from n = 1 over the whole generation, never restarted at a block. The prompt is due when
-  (n - 1) mod Kp = 0, the response (everything behind the prompt) when (n - 1) mod Kr = 0.
-* With parallel unmasking, intervals count unmasked tokens: the prompt is due in the first pass, and in those between
-  which and the pass before the number of unmasked tokens reached or passed a multiple of Kp; the response likewise.
-* The hidden state of a row that is not recomputed is the live residual plus the row's cached AttnOut and FFNOut.
-* At a response refresh without a prompt refresh no prompt row is computed.
-* Prompt rows keep AttnOut and FFNOut only as long as somebody reads them: never, except Dream's last prompt row, whose
-  output predicts the first token of the response.
-* Adaptive update: cosine similarity between the fresh V of all response rows (all KV heads as one vector) and the
-  cached V, in float64; then the cached V of all of them is replaced; then K, AttnOut and FFNOut of only the picked
-  rows. Attention therefore sees fresh V everywhere and stale K outside the picked rows.
+  (n - 1) mod Kp = 0, the response (everything behind the prompt) when (n - 1) mod Kr = 0. With parallel unmasking,
+  intervals count unmasked tokens.
+* Prompt rows keep AttnOut and FFNOut only as long as somebody reads them: never, except Dream's last prompt row.
+* Adaptive update: the fresh V of all response rows is compared with the cached V, and replaces it; then K, AttnOut and
+  FFNOut of only the picked rows. Attention therefore sees fresh V everywhere and stale K outside the picked rows.
 * Similarities are compared to nine decimals, and among equally similar rows the lowest positions are picked. Ties are
-  not rare: in the first layer V depends on the token alone, so all untouched rows have similarity 1, and a row that is
-  not recomputed in one layer is untouched in the next. Where the first layer is not refreshed in every pass, the rows
-  decoded last and the lowest positions are therefore picked, in all layers.
-* An update ratio of 0 reuses the response fully (V too). A positive one that rounds down to no row still replaces V.
-* L2 distances are taken of the same vectors and compared as coarsely: as shares of the longest one's square.
-* A random choice is drawn for each layer and pass. It looks at nothing, so V is replaced in the picked rows only.
+  not rare: in the first layer V depends on the token alone, so all untouched rows have similarity 1.
+* A random choice looks at nothing, so V is replaced in the picked rows only.
 """
 
 import math

@@ -6,17 +6,12 @@ a position predicts it, so a block's rows are one to the left.
 
 Readings where the paper leaves room:
 
-* Time t counts tokens where it crosses blocks: block b begins at the time b times the block length, however many steps
-  the blocks before it took (the authors' code).
-* Only rows of the running block have a confidence; those of later blocks have none yet (the authors' code).
+* Time t counts tokens where it crosses blocks: block b begins at the time b times the block length (the authors' code).
+* Only rows of the running block have a confidence (the authors' code).
 * A block begins with the rows from the leftmost one decoded in the step before, which belongs to the block before.
-* In one pass of several blocks' rows (a refresh of the prompt, a block's beginning) scores are normalised over all rows
-  of the pass that are still there.
-* A step that unmasks a fixed count unmasks fewer where fewer masked rows reached the last layer; a block goes on until
-  it holds no mask.
+* In one pass of several blocks' rows scores are normalised over all rows of the pass that are still there.
 * Several blocks at once are one window. It has no such time: intervals count the tokens unmasked. A pass in which a
   block joined drops no row.
-* Queries and keys are compared after RoPE.
 """
 
 import math

@@ -2,18 +2,12 @@
 
 Readings where the paper leaves room:
 
-* The first forward pass computes the whole canvas. The prompt's keys and values come from it and are never renewed.
-* Later passes feed the current block and, with ``include_suffix``, the masked positions behind it. They attend to the
-  cached clean positions (the prompt and finished blocks) and to each other.
-* A cache block is so many tokens of the response, in whole blocks; without ``cache_block_length`` it is a block.
-  Finished blocks of a cache block that is not finished are fed in every pass.
-* A finished cache block is fed once more, with its final tokens, in the next block's first pass; its keys and values
-  come from there, without a pass of its own. The last block's are never needed.
-* Without ``include_suffix`` no pass after the first sees what is behind the block.
-* Dream goes by its block rule, also if there is one block only: a block's first pass fills only its first position,
-  outside the schedule. That position is predicted by the row before it, which that pass computes: it belongs to the
-  finished block or, in the first pass of all, to the prompt. Afterwards all predicting rows lie in the block.
-* A block ends when it holds no mask. The prompt's outputs are not kept, only its keys and values.
+* Later passes than the first feed the current block and, with ``include_suffix``, the masked positions behind it. They
+  attend to the cached clean positions (the prompt and finished blocks) and to each other.
+* Finished blocks of a cache block that is not finished are fed in every pass. A finished cache block is fed once more,
+  with its final tokens, in the next block's first pass; its keys and values come from there.
+* Dream goes by its block rule, also if there is one block only. That position is predicted by the row before it, which
+  belongs to the finished block or, in the first pass of all, to the prompt.
 """
 
 from tests.oracles.buffer import Buffer

@@ -2,34 +2,23 @@
 
 Readings where the paper leaves room:
 
-* The window is the next ``speculation_length`` masked positions, leftmost first, and never leaves the current block:
-  the first one that holds a mask. Decoded positions between them do not count.
-* The guide sees the canvas up to the window's last position: decoded tokens where there are any, the draft elsewhere.
-  Nothing masked is left of the window, so this is one contiguous text. Position j is judged by the guide's row j - 1.
-* The agreeing prefix is that of the drafted positions in order, up to the first that disagrees. Positions which a
-  confidence threshold decoded earlier are skipped: they neither extend nor end it.
-* A drafted token agrees if fewer than ``top_k`` tokens have a higher logit in the guide's row; of tokens with the same
-  logit the lower id ranks first, as in an argmax.
-* With ``confidence_threshold`` the window's positions whose draft has a probability strictly above it are selected too.
-  The fallback is taken only if nothing at all is selected, so it never competes with a confident draft.
-* The fallback unmasks the window's first position, with the guide's argmax ("guide") or the drafted token ("draft").
+* The window is the next ``speculation_length`` masked positions of the current block, leftmost first. Decoded positions
+  between them do not count.
+* The agreeing prefix is that of the drafted positions in order. A drafted token agrees if fewer than ``top_k`` tokens
+  have a higher logit in the guide's row; of tokens with the same logit the lower id ranks first, as in an argmax.
+* The fallback is taken only if nothing at all is selected, so it never competes with a confident draft.
 * Correction replaces every selected token by the guide's argmax, which it computed with the uncorrected draft before
   it. That includes the token of ``fallback="draft"``.
-* The guide never predicts the mask token: it could not be told from a position that is still open.
-* Dream's block rule and schedules do not apply; its shift does. The prompt is not empty (the guide needs a row before
-  the first response token).
+* The guide never predicts the mask token. Dream's block rule and schedules do not apply; its shift does.
 
 With a guide of another tokenizer (``Texts``), which the paper does not spell out:
 
 * The guide reads the text of the canvas in its own tokens. A drafted token is read as all guide tokens that share a
-  character with it, also those that begin in decoded text before it or that reach into text behind it. It agrees if
-  each of them is among the guide's ``top_k`` best. What has no text agrees never.
+  character with it. It agrees if each of them is among the guide's ``top_k`` best. What has no text agrees never.
 * Bytes that are no valid UTF-8 are shown as the replacement character, one per maximal malformed part.
-* The guide's own token in its place: the guide's words from the drafted token's first byte on, which are those shown as
-  far as they are the guide's argmax, and the argmax where it is another; of that text the longest token of the
-  diffusion model that begins it. The drafted token itself if the guide agrees with all of it, if no text is left, or if
-  the guide's word differs already before the drafted token's first byte.
-* Special tokens stand for special tokens: ``Texts.special`` says for which.
+* The guide's own token in its place: the guide's words from the drafted token's first byte on; of that text the longest
+  token of the diffusion model that begins it. The drafted token itself if the guide agrees with all of it, if no text
+  is left, or if the guide's word differs already before the drafted token's first byte.
 """
 
 import math

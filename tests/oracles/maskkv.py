@@ -3,30 +3,17 @@
 The first forward pass attends in full; its mask queries vote on the prompt. From the second pass on every query, of
 the prompt's rows too, attends to its head's retained prompt tokens and the whole response; the rest is NaN.
 
-Readings where the paper leaves room, besides those of ``plain_dllm_cache``:
+Readings where the paper leaves room, besides those of ``plain_dllm_cache`` and docs/methods.md:
 
-* The budget is a whole number of prompt tokens, the average per layer and KV head. Layer budgets count per KV head.
 * A vote is a softmax over the keys of the whole canvas (equation 6; the pseudo-code's line names the prompt's keys).
-  All masked positions vote, which are those of the response that are not given.
-* Boundary is the first and the last layer, one each; a model of one or two layers has no middle. If no layer
-  changes anything, all layers get the average.
-* Importance is measured in a forward pass over the prompt and all masks, of all their tokens.
-* SqueezeAttention (``layer_budget="squeeze"``) goes by the importance of the attention alone, with its residual. Its
-  three clusters are those that k-means finds from the lowest, the highest and the number between them.
-* A quarter of the masks (Table 11) is a run of them, one at least; quarter i of n begins at mask ⌊i n / 4⌋.
-* SnapKV retains its window of last prompt tokens in any case, and pools the votes on the others alone. Of a head that
-  retains fewer, the last ones. H2O: half of what a head retains, rounded down, are the last prompt tokens, the others
-  those to which the whole prompt attends most, in a model whose attention is not causal.
-* Floors as in Algorithms 2 and 3, and what they lose is lost. A head never keeps more than the prompt; the budget that
-  Algorithm 2 gives a layer may be more than that.
-* Shares are computed in double precision, pool times mass before the division.
-* Equal votes: the lowest position is kept first.
-* SnapKV pools: a head ranks positions by the most votes within a window of 7. Its
-  mass, which its budget goes by, stays that of the votes themselves.
-* A budget of at least the prompt's length evicts nothing.
+* Boundary is the first and the last layer, one each. If no layer changes anything, all layers get the average.
+* SqueezeAttention's three clusters are those that k-means finds from the lowest, the highest and the number between.
+* SnapKV retains its window of last prompt tokens in any case, and pools the votes on the others alone. H2O: half of
+  what a head retains, rounded down, are the last prompt tokens.
+* Floors as in Algorithms 2 and 3, and what they lose is lost. Shares are computed in double precision, pool times mass
+  before the division. Equal votes: the lowest position is kept first.
 * Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
   fully; nothing is verified then.
-* No layer is refreshed in every pass. ``refresh_first_layer`` switches on that habit of dLLM-Cache's code.
 """
 
 import math
@@ -216,7 +203,5 @@ class MaskKVCache(AdaptiveCache):
 
 
 def plain_maskkv(run: Decoding, **options: Any) -> None:
-    """``kv_budget``: retained prompt tokens, the average per layer and KV head. ``layer_budget``: "boundary" (Algorithm
-    2), "squeeze" or "uniform". ``head_budget``: "prompt_preference" or
-    "uniform"."""
+    """``kv_budget``: retained prompt tokens, the average per layer and KV head."""
     MaskKVCache(run, **options).decode()

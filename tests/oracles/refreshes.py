@@ -1,14 +1,8 @@
 """Which refreshes compute the whole canvas and what the others compute, as slow, plain Python.
 
-Readings, since no paper has this:
-
-* An interval is ``prompt_refresh_interval`` blocks, counted from the response's first.
-* The window lies in an interval if all of its blocks do. The whole canvas is computed for a window unless it and the
-  one before lie in the same interval and that one had got as far as to retain something.
-* The other refreshes compute the response, or what is near: the window and ``near_tokens`` positions on each side.
-* The last row of the prompt predicts Dream's first token, so it belongs to its response.
-* With ``suffix_blocks``, positions too far behind a window do not exist for its passes. Those of them behind a window
-  that do exist are all near: some of them may never have been computed.
+No paper has this. An interval is ``prompt_refresh_interval`` blocks, counted from the response's first. The whole
+canvas is computed for a window unless it and the one before lie in the same interval and that one had got as far as to
+retain something. The last row of the prompt predicts Dream's first token, so it belongs to its response.
 """
 
 from dataclasses import dataclass

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.scheduler.options.request_fields import RequestOptions
-from tests.support.load_clients import SERVER
-from tests.support.server import scrape
+from tests.support.server import DEMO_SERVER, scrape
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ GOOD = {
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("dllm", *SERVER)
+    return servers("dllm", *DEMO_SERVER)
 
 
 def post(server, path: str, body: bytes, method: str = "POST") -> tuple[int, bytes]:
@@ -101,21 +100,26 @@ def fields_of(path: str) -> list[str]:
     return list((ChatCompletionRequest if path == CHAT else CompletionRequest).model_fields)
 
 
-factor = 1
+@pytest.fixture
+def bounded(request):
+    """``bounded(count)``: so many examples, the same in each run; ``--red-team N`` draws N times as many."""
+    times = request.config.getoption("red_team")
+    same = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    return lambda count: settings(max_examples=times * count, **same)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _longer_runs(request):
-    global factor
-    factor = request.config.getoption("red_team")
+@pytest.fixture
+def ask_with_odd_values(server, bounded):
+    def ask_all(path: str, plausible: dict, odd: st.SearchStrategy, count: int = 40) -> None:
+        @bounded(count)
+        @given(odd, st.booleans())
+        def fuzz(fields, stream):
+            body = plausible | {"stream": stream} | fields
+            check(ask(server, path, body), {"route": path, **body})
 
+        fuzz()
 
-def bounded(num_examples: int):
-    """So many examples, the same in each run; ``--red-team N`` draws N times as many."""
-    checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(
-        max_examples=factor * num_examples, derandomize=True, deadline=None, database=None, suppress_health_check=checks
-    )
+    return ask_all
 
 
 KEYWORDS = "type properties items enum const anyOf $ref required minLength pattern minimum".split()
@@ -152,19 +156,9 @@ ODD = {
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("odd", ODD)
-def test_odd_values(server, path, odd):
+def test_odd_values(ask_with_odd_values, path, odd):
     count, fields_for = ODD[odd]
-    ask_with_odd_values(server, path, GOOD[path], fields_for(path), count)
-
-
-def ask_with_odd_values(server, path: str, plausible: dict, odd: st.SearchStrategy, num_examples: int = 40) -> None:
-    @bounded(num_examples)
-    @given(odd, st.booleans())
-    def fuzz(fields, stream):
-        body = plausible | {"stream": stream} | fields
-        check(ask(server, path, body), {"route": path, **body})
-
-    fuzz()
+    ask_with_odd_values(path, GOOD[path], fields_for(path), count)
 
 
 MALFORMED = [
@@ -177,11 +171,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_what_is_no_request_is_refused(server, path):
-    for body in MALFORMED:
-        status, answer = post(server, path, body)
-        assert status == 400, (body[:80], answer[:200])
-
+def test_a_body_that_is_damaged_is_refused(server, bounded, path):
     good = json.dumps(GOOD[path]).encode()
 
     @bounded(60)
@@ -219,18 +209,7 @@ def test_half_a_body_holds_nobody_up(server, path):
         connection.close()
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("name", ["stop", "request_id", "session_id", "stream_interval"])
-def test_what_cannot_reach_the_engine_is_refused(server, path, name):
-    odd = 10**30 if name == "stream_interval" else "\ud800"
-    for stream in (False, True):
-        status, answer = ask(server, path, GOOD[path] | {"stream": stream, name: odd})
-        assert status == 400
-        wanted = "stream_interval is out of range" if name == "stream_interval" else "cannot be sent to the engine"
-        assert wanted in json.loads(answer)["error"]["message"]
-
-
-def test_no_route_answers_an_odd_body_with_an_internal_error(server):
+def test_no_route_answers_an_odd_body_with_an_internal_error(server, ask_with_odd_values):
     """Every route of the server, with what its schema asks for and odd values in it."""
     api = json.loads(post(server, "/openapi.json", b"", "GET")[1])
     schemas = api["components"]["schemas"]
@@ -238,15 +217,17 @@ def test_no_route_answers_an_odd_body_with_an_internal_error(server):
         operation = methods.get("post")
         if operation is None:
             continue
-        for body in (*MALFORMED, b"{}", b'"x"', b"5", b"[]", b"[1]", b"null"):
-            check(post(server, path, body), f"{path}: {body[:80]!r}")
+        for body in (*MALFORMED, b"{}", b"5", b"[1]"):
+            answer = post(server, path, body)
+            check(answer, f"{path}: {body[:80]!r}")
+            assert path not in GOOD or answer[0] == 400, body[:80]
         content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
         reference = content.get("schema", {}).get("$ref", "").rsplit("/", 1)[-1]
         fields = sorted(schemas.get(reference, {}).get("properties", ())) or ["new_data_parallel_size", "drain_timeout"]
         plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
         plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
 
-        ask_with_odd_values(server, path, plausible, st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
+        ask_with_odd_values(path, plausible, st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):
@@ -266,11 +247,3 @@ def test_files_named_in_requests_are_not_opened(server, tmp_path):
         assert b"swordfish" not in answer
     for path in (f"/playground/..{secret}", f"/playground/{secret}", "/playground/%2e%2e/page.html"):
         assert post(server, path, b"", "GET")[0] == 404
-
-
-def test_the_playground_takes_no_requests(server):
-    _, page = post(server, "/playground", b"", "GET")
-    for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS"):
-        assert post(server, "/playground", b'{"x":', method)[0] == 405
-    for query in ("", "?x=1", "?../../etc/passwd=%00", "?" + "a" * 5000):
-        assert post(server, "/playground" + query, b"{", "GET") == (200, page)

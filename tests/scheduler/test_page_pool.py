@@ -4,44 +4,6 @@ import pytest
 
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 
-
-@pytest.fixture
-def pool() -> PagePool:
-    return PagePool(num_pages=11, hash_block_size=16)  # one of them is vLLM's null block
-
-
-def test_a_table_keeps_its_pages_within_what_is_reserved_until_they_are_freed(pool):
-    pool.reserve("a", 6)
-    assert (pool.num_reserved, pool.num_allocated, pool.usage) == (6, 0, pytest.approx(0.6))
-    before = pool.resize("a", [2, 3])
-    assert (pool.num_reserved, pool.num_allocated) == (6, 5)
-    grown = pool.resize("a", [4, 2])
-    assert (grown[0][:2], grown[1]) == (before[0], before[1][:2])
-    for name in ("a", "a", "stranger"):
-        pool.free(name)
-    assert (pool.num_reserved, pool.num_allocated, pool.usage) == (0, 0, 0.0)
-    pool.reserve("none", 0)
-    assert pool.resize("none", [0, 0]) == [[], []]
-    pool.reserve("b", pool.num_pages)
-    assert sorted(pool.resize("b", [10])[0]) == list(range(1, 11)), "all but vLLM's null block"
-
-
-def test_what_cannot_be_had_is_refused_with_numbers(pool):
-    with pytest.raises(KeyError):
-        pool.resize("a", [1])
-    pool.reserve("a", 4)
-    pool.resize("a", [3])
-    with pytest.raises(ValueError, match="request a has reserved pages already"):
-        pool.reserve("a", 1)
-    with pytest.raises(ValueError, match=r"request a wants 5 pages, but reserved 4"):
-        pool.resize("a", [3, 2])
-    assert pool.can_reserve(6)
-    assert not pool.can_reserve(7)
-    with pytest.raises(ValueError, match=r"7 pages wanted, 6 of 10 left"):
-        pool.reserve("b", 7)
-    assert (pool.num_reserved, pool.num_allocated) == (4, 3)
-
-
 # Shared pages
 
 HASHES = [bytes([i]) * 32 for i in range(6)]
@@ -80,14 +42,6 @@ def test_a_key_is_of_all_tokens_up_to_the_end_of_the_last_block_in_the_page(bloc
     assert len(keys_of(96, 32, HASHES[:3])) == 2, "a page whose last block is not known yet has none"
 
 
-def test_a_prefix_is_found_as_far_as_every_table_has_it(sharing):
-    pages = sharing.resize("a", [2, 2])
-    found = sharing.find(keys_of(96), 2)
-    assert [[page.block_id for page in table] for table in found] == pages
-    assert sharing.find(keys_of(96), 3) == []
-    assert sharing.find(keys_of(96, 8), 2) == []
-
-
 def test_shared_pages_count_once_and_outlive_their_first_request(sharing):
     found = sharing.find(keys_of(96), 2)
     sharing.reserve("b", 8, found)
@@ -109,14 +63,3 @@ def test_the_end_of_a_prefix_is_used_again_first(sharing):
     sharing.reserve("b", 8)
     sharing.resize("b", [4, 4])
     assert [len(table) for table in sharing.find(keys_of(96), 2)] == [1, 1]
-
-
-def test_a_page_gets_its_key_once(sharing):
-    sharing.resize("a", [3, 3])
-    sharing.add_keys("a", keys_of(48)[2:])
-    assert sharing.num_keyed("a") == 3
-    assert len(sharing.find(keys_of(96), 2)[0]) == 3
-    assert not sharing.forget_keys(), "requests hold pages"
-    sharing.free("a")
-    assert sharing.forget_keys()
-    assert sharing.find(keys_of(96), 2) == []

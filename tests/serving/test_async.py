@@ -73,30 +73,3 @@ def test_streams_by_step_and_by_block_are_the_offline_response(expected, monkeyp
     logprobs = [entry for o in answers["steps"] for entry in o.logprobs]
     values = [entry[token].logprob for token, entry in zip(expected.token_ids, logprobs, strict=True)]
     assert values == pytest.approx([e[t].logprob for t, e in zip(expected.token_ids, expected.logprobs, strict=True)])
-
-
-async def updates() -> tuple[list[str], list]:
-    """Refusals of changing weights beside a running request, and the request's outputs."""
-    refusals, outputs = [], []
-    with started() as engine:
-        async for output in engine.generate(PROMPT, parameters(), "first"):
-            outputs.append(output.outputs[0])
-            if not refusals:
-                for call in (engine.collective_rpc("reload_weights"), engine.sleep(1)):
-                    with pytest.raises(Exception) as error:
-                        await call
-                    refusals.append(str(error.value))
-        await engine.pause_generation(mode="wait")
-        await engine.collective_rpc("reload_weights")
-        waiting = asyncio.create_task(collected(engine, "second", parameters()))
-        await engine.resume_generation()
-        return refusals, [outputs[-1], (await waiting)[-1]]
-
-
-def test_weights_do_not_change_beside_a_request_in_another_process(monkeypatch):
-    monkeypatch.setattr("vllm.v1.engine.utils.get_mp_context", import_once)
-    refusals, (first, second) = asyncio.run(asyncio.wait_for(updates(), timeout=300))
-    assert "reload_weights: 1 requests are running" in refusals[0]
-    assert "sleep(level=1)" in refusals[1]
-    assert first.token_ids == second.token_ids
-    assert len(first.token_ids) == 32

@@ -1,6 +1,5 @@
 """A server of a block diffusion model, asked by the real OpenAI client."""
 
-import json
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
@@ -53,23 +52,6 @@ def test_the_second_request_finds_the_pages_of_the_first(client, server, offline
     counted = scrape(server.url)
     assert counted["vllm:prefix_cache_hits_total"] >= whole
     assert counted["vllm:prefix_cache_queries_total"] > counted["vllm:prefix_cache_hits_total"]
-
-
-def test_what_else_a_request_asks_for(client, offline):
-    text = offline.outputs[0].text
-    stopped = chat(client, stop=[text[3:6]]).choices[0]
-    assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(text[3:6])], "stop")
-    drawn = chat(client, n=3, temperature=1.0, seed=4, logprobs=True, top_logprobs=2)
-    assert len({choice.message.content for choice in drawn.choices}) == 3
-    assert [len(choice.logprobs.content) for choice in drawn.choices] == [LENGTH] * 3
-    schema = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required": ["age"]}
-    format = {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}}
-    answer = chat(client, {}, response_format=format, max_tokens=30, temperature=1.0, seed=1)
-    assert json.loads(answer.choices[0].message.content)["age"] in (7, 48)
-    options = {"trace": True, "return_order": True, "steps_per_block": 2}
-    figures = chat(client, ALL | {"vllm_xargs": options}).choices[0].model_extra["diffusion"]
-    assert len(figures["committed_at"]) == LENGTH
-    assert len(figures["trace"]["windows"]) == figures["denoising_steps"] < LENGTH
 
 
 def test_preemptions_and_hits_are_in_vllms_metrics(client, server):

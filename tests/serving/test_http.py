@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from functools import partial
 
 import openai
 import pytest
@@ -58,18 +57,6 @@ def figures_of(choice) -> dict:
     return choice.model_extra["diffusion"]
 
 
-@pytest.fixture(params=["chat", "completions"])
-def endpoint(request, client, model, examples):
-    """Functions that ask an endpoint a question, and that read the text of a choice."""
-    prompt = examples[0].prompt
-    if request.param == "chat":
-        return partial(
-            ask, client, model, prompt
-        ), lambda choice: (getattr(choice, "delta", None) or choice.message).content
-    asked = {"model": model, "prompt": prompt, "max_tokens": GEN_LENGTH}
-    return partial(client.completions.create, **asked), lambda choice: choice.text
-
-
 def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
     """Usage does not count the tokens of the last block that lie behind the end."""
     for example, expected in zip(examples, offline, strict=True):
@@ -87,93 +74,11 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, ex
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
-@pytest.mark.parametrize(
-    "rule", [{"threshold": 0.9}, {"factor": 1.0}, {"entropy_bound": 0.1}, {"margin": 0.8}, {"slow_fast": "{}"}]
-)
-def test_parallel_unmasking_can_be_asked_for_per_request(client, model, rule):
-    # A line that the model was trained on: it is sure of every word.
-    answer = ask(client, model, "Hello!", extra_body={"vllm_xargs": rule | BLOCK["vllm_xargs"]})
-    assert answer.choices[0].message.content.strip() == "Hello! How can I help?"
-    assert figures_of(answer.choices[0])["tokens_per_forward"] > 1.5
-
-
-def test_streaming_by_step_shows_the_running_block(endpoint):
-    create, text_of = endpoint
-    (whole,) = create(extra_body=BLOCK).choices
-    by_step = {"vllm_xargs": {"block_length": 8, "stream_granularity": "step"}}
-    chunks = list(create(stream=True, extra_body=by_step))
-    usual = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert "".join(text_of(chunk) or "" for chunk in usual) == text_of(whole)
-    assert usual[-1].finish_reason == whole.finish_reason
-    assert figures_of(usual[-1]) == figures_of(whole)
-    steps = [chunk.model_extra["provisional"] for chunk in chunks if "provisional" in chunk.model_extra]
-    assert not any(chunk.choices for chunk in chunks if "provisional" in chunk.model_extra)
-    pieces = {}
-    for step in steps:
-        pieces |= zip(step["positions"], step["pieces"], strict=True)
-        pieces |= dict.fromkeys(step["special"], "")
-        filled = sum(p // 8 == step["block"] for p in pieces)
-        if step["step"] == 8:  # the last of its block
-            assert filled == 8
-    assert "".join(pieces[p] for p in sorted(pieces)).startswith(text_of(whole))
-    assert steps[-1]["forward_pass"] == steps[-1]["diffusion"]["forward_passes"] == figures_of(whole)["forward_passes"]
-    assert len({(chunk.id, chunk.model) for chunk in chunks if chunk.id}) == 1
-
-
-def test_each_choice_of_several_prompts_has_its_own_figures(client, model):
-    prompts = ["Tom=48. Give: Tom", "Tom=48. Ida=07. Max=31. Give: Ida, Tom"]
-    asked = {"model": model, "prompt": prompts, "n": 2, "temperature": 1.0, "max_tokens": 8, "extra_body": BLOCK}
-    computed = [figures_of(choice)["tokens_computed"] for choice in client.completions.create(**asked).choices]
-    assert computed[0] == computed[1] < computed[2] == computed[3]
-    choices = [chunk.choices[0] for chunk in client.completions.create(**asked, stream=True)]
-    assert {choice.index: figures_of(choice)["tokens_computed"] for choice in choices} == dict(enumerate(computed))
-
-
-def test_log_probabilities(client, model, examples, offline):
-    answer = ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2)
-    content = answer.choices[0].logprobs.content
-    assert len(content) == len(offline[0].token_ids)
-    assert "".join(token.token for token in content[:-1]) == offline[0].text, "all but the end token"
-    assert all(-20 < token.logprob <= 0 and len(token.top_logprobs) == 2 for token in content)
-    streamed = []
-    for chunk in ask(client, model, examples[0].prompt, logprobs=True, top_logprobs=2, stream=True):
-        if chunk.choices[0].logprobs is not None:
-            streamed += chunk.choices[0].logprobs.content
-    assert [token.token for token in streamed] == [token.token for token in content]
-    assert [token.logprob for token in streamed] == pytest.approx([token.logprob for token in content], abs=1e-4)
-    alone = ask(client, model, examples[0].prompt, logprobs=True)
-    assert all(token.top_logprobs == [] for token in alone.choices[0].logprobs.content)
-    asked = {"prompt": "Tom=48. Give: Tom", "max_tokens": 16, "extra_body": BLOCK | {"ignore_eos": True}}
-    for number in (0, 3):
-        got = client.completions.create(model=model, logprobs=number, **asked).choices[0].logprobs
-        assert len(got.tokens) == len(got.token_logprobs) == 16
-        assert all(len(top) in (max(number, 1), number + 1) for top in got.top_logprobs)
-
-
-def test_the_responses_api_streams(client, model):
-    events = list(client.responses.create(model=model, input="Hello!", stream=True, max_output_tokens=GEN_LENGTH))
-    assert events[-1].type == "response.completed"
-    assert events[-1].response.output_text.strip() == "Hello! How can I help?"
-
-
 def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server):
     prompts = ["Hello!", "say <|mdm_mask|>"]
     with pytest.raises(openai.BadRequestError, match="mask token"):
         client.completions.create(model=model, prompt=prompts, stream=True, max_tokens=GEN_LENGTH)
     assert scrape(server.url)["vllm:num_requests_running"] == 0
-
-
-def test_metrics_grow_by_the_figures_of_the_requests(client, server, model, examples):
-    before = scrape(server.url)
-    regex = {"structured_outputs": {"regex": "Ida=[0-9]{2}"}}
-    answers = [ask(client, model, examples[i].prompt, extra_body=regex if i == 2 else {}) for i in range(3)]
-    figures = [figures_of(answer.choices[0]) for answer in answers]
-    after = scrape(server.url)
-    grown = {name: after[name] - before[name] for name in after}
-    assert grown["vllm:diffusion_num_committed_tokens_total"] == sum(f["tokens_unmasked"] for f in figures)
-    assert grown["steps:full"] == sum(f["denoising_steps"] for f in figures)
-    assert grown["vllm:dllm_request_pages_held_count"] == 3
-    assert grown["vllm:dllm_constrained_requests_total"] == grown["vllm:dllm_automaton_builds_total"] == 1
 
 
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):

@@ -1,55 +1,122 @@
-"""A server under load."""
+"""A server under load: clients that ask all kinds of things at once, of which a fifth hangs up midway.
+
+First every request is asked alone. Then all are asked at once, in random order, with the real OpenAI client. Each gets
+the answer that it got alone (so no token of one request is in another), and nothing is left running or in pages.
+"""
 
 import asyncio
 import random
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import openai
 import pytest
 
-from tests.support.load_clients import LEFT, NUM_CLIENTS, SERVER, Load, draw_asks
-from tests.support.server import scrape
+from dllm_engine.demo.tasks import TASKS, make_examples
+from tests.support.preloaded import wait_until
+from tests.support.server import DEMO_SERVER, scrape
 
 pytestmark = pytest.mark.slow
 
-SECONDS = 5
-NUM_QUEUED, PER_CALL = 2_000, 1_000
-"""vLLM takes at most 1,024 prompts in a call."""
+NUM_ROUNDS = 3
+HANG_UPS = 0.2
+TIMEOUT_S = 60.0
+LEFT = (
+    "vllm:dllm_pages_reserved",
+    "vllm:dllm_pages_allocated",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
+"""What is 0 on ``/metrics`` where nothing is left."""
+Answer = dict[int, tuple[str, str | None]]
+"""Text and reason of the end, by the number of the choice."""
 
 
-@pytest.fixture(scope="module")
-def server(servers):
-    return servers("dllm", *SERVER)
+@dataclass(frozen=True)
+class Ask:
+    """One request; ``refused`` if it must be answered with 400."""
+
+    chat: bool
+    arguments: dict[str, Any]
+    refused: bool
 
 
-def test_nothing_goes_wrong_under_load(server):
-    load = Load(server.url, draw_asks(40, seed=1), seed=1)
-    # How much is asked in that time is up to the machine.
-    while not load.violations and min(load.outcomes[name] for name in ("answered", "hung up", "refused")) < 3:
-        asyncio.run(load.run(NUM_CLIENTS, SECONDS))
-    assert load.violations == []
+def draw_ask(rng: random.Random) -> Ask:
+    """A request of a random endpoint, length and options."""
+    prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[0].prompt
+    chat, refused = rng.random() < 0.5, rng.random() < 0.1
+    length = rng.choice([8, 16, 24, 32, 48, 64])
+    decodings: list[dict[str, Any]] = [
+        {}, {"block_length": 8}, {"block_length": 8, "steps": length // 2}, {"threshold": 0.9, "block_length": 8},
+        {"factor": 0.5}, {"retention_ratio": 0.25, "block_length": 8}, {"unmasking": "random", "block_length": 4},
+    ]  # fmt: skip
+    extra: dict[str, Any] = rng.choice(decodings)
+    arguments: dict[str, Any] = {"model": "demo", "max_tokens": length, "stream": rng.random() < 0.5}
+    arguments["seed"] = rng.randrange(1000)
+    arguments |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    if rng.random() < 0.4:
+        arguments |= {"temperature": 1.0, "n": rng.choice([1, 2, 3])}
+    if rng.random() < 0.2:
+        arguments["stop"] = rng.choice([",", ["=", "."], "e"])
+    if rng.random() < 0.2:
+        arguments |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+    if arguments["stream"] and rng.random() < 0.3:
+        extra = extra | {"stream_granularity": "step"}
+    if refused:
+        extra = extra | rng.choice([{"steps": 0}, {"stepz": 1}, {"block_length": length + 1}, {"retention_ratio": 0.9}])
+    arguments["extra_body"] = {"vllm_xargs": extra, "ignore_eos": rng.random() < 0.5}
+    return Ask(chat, arguments, refused)
 
 
-def test_thousands_of_requests_over_http_are_all_answered(server):
-    prompts = [[5 + i % 400, 5 + i // 400] for i in range(NUM_QUEUED)]
+async def answer(client: openai.AsyncOpenAI, ask: Ask, chunks: float = float("inf")) -> Answer | None:
+    """The answer of the server, None if it refuses; of a stream at most ``chunks``, then the client hangs up."""
+    create: Any = client.chat.completions.create if ask.chat else client.completions.create
+    if ask.refused:
+        with pytest.raises(openai.BadRequestError):
+            await create(**ask.arguments)
+        return None
+    response = await create(**ask.arguments)
+    if not ask.arguments["stream"]:
+        return {c.index: (c.message.content if ask.chat else c.text, c.finish_reason) for c in response.choices}
+    texts: dict[int, str] = {}
+    reasons: dict[int, str | None] = {}
+    received = 0
+    async for chunk in response:
+        for choice in chunk.choices:
+            text = (choice.delta.content if ask.chat else choice.text) or ""
+            texts[choice.index] = texts.get(choice.index, "") + text
+            reasons[choice.index] = choice.finish_reason
+        received += 1
+        if received >= chunks:
+            break
+    await response.close()
+    return {index: (text, reasons[index]) for index, text in texts.items()}
 
-    async def texts(client, batch):
-        arguments = {"model": "demo", "max_tokens": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
-        answer = await client.completions.create(prompt=batch, **arguments)
-        return [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
 
-    async def ask():
-        async with openai.AsyncOpenAI(
-            base_url=server.url + "/v1", api_key="none", timeout=300, max_retries=0
-        ) as client:
-            batches = [prompts[start : start + PER_CALL] for start in range(0, NUM_QUEUED, PER_CALL)]
-            answers = await asyncio.gather(*(texts(client, batch) for batch in batches))
-            some = random.Random(5).sample(range(NUM_QUEUED), 20)
-            alone = [await texts(client, [prompts[i]]) for i in some]
-        together = [text for answer in answers for text in answer]
-        assert len(together) == NUM_QUEUED
-        assert [[together[i]] for i in some] == alone
-        assert len(set(together)) > 50, "the answers differ, so that one in another's place is noticed"
+async def hang_up(client: openai.AsyncOpenAI, ask: Ask, rng: random.Random) -> None:
+    """Go after some chunks of a stream, or some time."""
+    chunks, seconds = rng.randint(1, 4), rng.uniform(0.01, 0.5)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(None if ask.arguments["stream"] else seconds):
+            await answer(client, ask, chunks)
 
-    asyncio.run(ask())
-    values = scrape(server.url)
-    assert [values[name] for name in LEFT] == [0] * len(LEFT)
+
+def test_answers_under_load_are_those_given_alone(servers):
+    url, rng = servers("dllm", *DEMO_SERVER).url, random.Random(1)
+    asks = [draw_ask(rng) for _ in range(40)]
+
+    async def run():
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+            alone = [await answer(client, ask) for ask in asks]
+            for _ in range(NUM_ROUNDS):
+                shuffled = rng.sample(range(len(asks)), len(asks))
+                leaving = {number for number in shuffled if rng.random() < HANG_UPS}
+                answers = await asyncio.gather(
+                    *(hang_up(client, asks[n], rng) if n in leaving else answer(client, asks[n]) for n in shuffled)
+                )
+                for number, got in zip(shuffled, answers, strict=True):
+                    assert number in leaving or got == alone[number], asks[number]
+
+    asyncio.run(run())
+    wait_until(lambda: not any(scrape(url)[name] for name in LEFT), TIMEOUT_S)

@@ -229,32 +229,7 @@ def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(driver,
     page.move("step", 3)
     page.wait(lambda: "block 2" in page.text("where"))  # drawn with the next frame
     assert page.masked == 16 - 3
-    captions = [caption.text for caption in page.all("#maps figcaption")]
-    assert captions[-4:] == [
-        f"Block {n}\n{4 + 4 * n} of {4 + 4 * n} positions outside the block, in 2 layers" for n in (2, 3, 4, 5)
-    ], captions
-    page.js("document.getElementById('rule').value = 'threshold'; showRule()")
-    hidden = page.js(
-        "return ['block_add_threshold', 'template'].map(name => !document.getElementById(name).offsetParent)"
-    )
-    assert hidden == [True, True]
     assert page.errors() == []
-
-
-def test_several_running_blocks_are_shown_as_they_fill(page):
-    page.short()
-    page.choose_rule()
-    page.move("block_add_threshold", 0)
-    page.ask_for_all_steps(PROMPT)
-    page.move("step", 1)
-    page.wait(lambda: len(page.all(".block.now")) == 2)
-    assert "blocks 1 to 2" in page.text("where")
-    before = page.masked
-    page.move("step", 2)
-    page.wait(lambda: page.masked < before)
-    assert len(page.all(".cell.new")) == before - len(page.all(".cell.masked, .cell.unused"))
-    page.move("step", int(page.element("step").get_attribute("max")))
-    page.wait(lambda: page.cells.startswith(page.answer))
 
 
 def test_only_what_was_moved_is_sent(page):
@@ -278,30 +253,20 @@ def test_only_what_was_moved_is_sent(page):
     page.element("template").send_keys("Hello[[2]]!")
     page.ask("Hello!")
     page.element("reset").click()
-    for match in ("[a-z]{3,9}", SCHEMA):
-        page.element("match").clear()
-        page.element("match").send_keys(match)
-        page.ask("Hello!")  # refused: this model's tokenizer writes other text than its tokens
-        assert "structured_outputs" in page.all(".turn.error")[-1].text
-        page.element("prompt").clear()  # it is back in its box
-    page.element("reset").click()
-    page.ask("Hello!")
-    first, second, third, matching, typed, last = page.js("return window.asked")
-    assert first == last
+    page.element("match").send_keys(SCHEMA)
+    page.ask("Hello!")  # refused: this model's tokenizer writes other text than its tokens
+    assert "structured_outputs" in page.all(".turn.error")[-1].text
+    first, second, third, matching = page.js("return window.asked")
     assert first["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
-    assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
-    assert matching == first | {"structured_outputs": {"regex": "[a-z]{3,9}"}}
-    assert typed == first | {"structured_outputs": {"json": SCHEMA}}
     assert not {"max_tokens", "temperature", "seed"} & first.keys()
     assert [message["role"] for message in first["messages"]] == ["user"]
     assert second["max_tokens"] == 32
-    assert second["vllm_xargs"] == {
-        "stream_granularity": "step", "trace": True, "block_length": 8, "retention_ratio": 0.25, "threshold": 0.9,
-    }  # fmt: skip
+    moved = {"block_length": 8, "retention_ratio": 0.25, "threshold": 0.9}
+    assert second["vllm_xargs"] == first["vllm_xargs"] | moved
+    assert third["vllm_xargs"] == first["vllm_xargs"] | {"template": ["Hello", 2, "!"]}
     assert (third["temperature"], third["seed"]) == (0.7, 12)
     assert third["messages"][0] == {"role": "system", "content": "Be brief."}
-    assert page.js("const log = document.getElementById('log');"
-                   "return log.scrollHeight - log.clientHeight - log.scrollTop") < 2, "the end is in view"  # fmt: skip
+    assert matching == first | {"structured_outputs": {"json": SCHEMA}}
 
 
 def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
@@ -349,11 +314,7 @@ def test_stop_ends_the_request_and_keeps_its_steps(page):
     assert page.js("return document.activeElement.id") == "prompt"
     steps = int(page.element("step").get_attribute("max"))
     assert steps < 128
-    page.move("step", 1)
-    page.wait(lambda: page.masked == 255)
     page.wait(lambda: scrape(page.server.url)["vllm:num_requests_running"] == 0)
-    page.short().ask(PROMPT)
-    assert page.answer == ANSWER
 
 
 def test_without_the_key_the_page_says_what_is_missing(browser):
@@ -365,18 +326,6 @@ def test_without_the_key_the_page_says_what_is_missing(browser):
     page.wait(lambda: page.text("model").startswith("demo"))
     assert KEY not in page.js("return document.documentElement.outerHTML")
     assert page.js("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
-
-
-def test_everything_is_reached_by_tab(page):
-    page.short().ask(PROMPT)
-    page.js("document.activeElement.blur(); window.scrollTo(0, 0); document.querySelector('.skip').focus()")
-    reached = []
-    for _ in range(30):
-        reached.append(page.js("return document.activeElement.id"))
-        webdriver.ActionChains(page.driver).send_keys(Keys.TAB).perform()
-    wanted = "key clear log prompt send max_tokens block_length rule retention_ratio temperature seed".split()
-    wanted += "system template match remember reset play step canvas maps".split()
-    assert [name for name in reached if name in wanted][: len(wanted)] == wanted
 
 
 @pytest.mark.parametrize(

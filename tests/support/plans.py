@@ -1,11 +1,11 @@
-"""Specs, plans and page counts without an engine: the one place where tests ask the scheduler's pure functions."""
+"""Cache options, specs and plans without an engine."""
 
+import random
+from contextlib import suppress
 from typing import Any
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.scheduler.methods.base import CacheOptions
-from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -19,17 +19,6 @@ SHORT_INTERVALS: dict[str, dict[str, Any]] = {
     "es_dllm": {"retention_ratio": 0.5},
 }
 """Cache options by which a short response has every kind of step of its method."""
-GEOMETRY = PoolGeometry(page_size=4, num_layers=4, num_kv_heads=2, head_dim=8, hidden_size=32, total_kv_heads=2)
-"""A page holds 4 tokens: 8 slots of one head each, or 4 rows of features."""
-
-
-def engine_options(cache_method: str = "none", page_size: int = 4, **cache_options: Any) -> EngineOptions:
-    options = {"cache_method": cache_method, "page_size": page_size, "cache_options": cache_options}
-    return EngineOptions.parse(options)
-
-
-def cache_of(cache_method: str, **cache_options: Any) -> CacheOptions:
-    return engine_options(cache_method, **cache_options).cache
 
 
 def spec_of(**changes: Any) -> DecodingSpec:
@@ -39,14 +28,35 @@ def spec_of(**changes: Any) -> DecodingSpec:
     return DecodingSpec(**(fields | changes))
 
 
-def plan_of(spec: DecodingSpec, method: str, progress: Progress) -> StepPlan:
-    return CACHE_METHODS[method].plan(spec, progress)
-
-
 def plans_of(spec: DecodingSpec, method: str) -> list[StepPlan]:
     """All plans of a request whose steps unmask exactly what is asked."""
     progress, plans = Progress.begin(spec), []
     while progress.num_unmasked < spec.num_masks:
-        plans.append(plan_of(spec, method, progress))
+        plans.append(CACHE_METHODS[method].plan(spec, progress))
         progress.advance(spec, plans[-1].quota.count, retained=plans[-1].retained)
     return plans
+
+
+def draw_cache_options(draw: random.Random, method: str) -> dict[str, Any]:
+    """Random values for most options of a cache method; all of them go together."""
+    schemas = CACHE_METHODS[method].options.model_json_schema().get("properties", {})
+    while True:
+        drawn = {name: _draw_value(draw, schema) for name, schema in schemas.items() if draw.random() < 0.8}
+        with suppress(ValueError):
+            EngineOptions.parse({"cache_method": method, "cache_options": drawn})
+            return drawn
+
+
+def _draw_value(draw: random.Random, schema: dict[str, Any]) -> Any:
+    schema = draw.choice(schema.get("anyOf", [schema]))
+    if "enum" in schema:
+        return draw.choice(schema["enum"])
+    match schema["type"]:
+        case "boolean":
+            return draw.random() < 0.5
+        case "integer":
+            return schema["minimum"] + draw.choice([0, 1, draw.randrange(40)])
+        case "number":
+            least, most = schema["minimum"], schema["maximum"]
+            return draw.choice([least, most, draw.uniform(least, most)])
+    return schema.get("default")

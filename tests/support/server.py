@@ -8,8 +8,6 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.preloaded import Program, wait_until
 
 START_TIMEOUT_S = 600
+DEMO_SERVER = (
+    *("serve", "demo", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"),
+    *("--cache-method", "sparse", "--page-size", "8"),
+)
+"""Arguments of a server with a cache."""
 
 
 def free_port() -> int:
@@ -93,16 +96,6 @@ def is_healthy(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-@contextmanager
-def running(program: str, *arguments: str, log: Path, **options: Any) -> Iterator[Server]:
-    server = Server(program, *arguments, log=log, **options)
-    try:
-        server.wait_until_ready()
-        yield server
-    finally:
-        server.stop()
 
 
 def scrape(url: str) -> dict[str, float]:

@@ -1,6 +1,5 @@
-"""Engines driven a step at a time: requests that join later, memory that is poisoned, requests that are aborted."""
+"""Engines driven a step at a time: requests that join later, and memory that is poisoned."""
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -82,30 +81,10 @@ class Poison:
 
     def __init__(self, llm: "LLM") -> None:
         self.llm, self.held = llm, held_pages(llm)
-        self.num_given_back = 0
         runner_of(llm).pages.memory.fill_(torch.nan)
 
     def __call__(self) -> None:
         held = held_pages(self.llm)
         given_back = sorted(self.held - held)
         runner_of(self.llm).pages.memory[given_back] = torch.nan
-        self.num_given_back += len(given_back)
         self.held = held
-
-
-def abort_all(llm: "LLM", prompts: Sequence[list[int]], params: Sequence[Any], seed: int) -> None:
-    """Abort requests in random order, one before anything runs and the others while all run."""
-    draw = random.Random(seed)
-    for i, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, params[i])
-    left = list(range(len(prompts)))
-    draw.shuffle(left)
-    pages = scheduler_of(llm).pages
-    llm.llm_engine.abort_request([str(left.pop())])
-    while llm.llm_engine.has_unfinished_requests():
-        llm.llm_engine.step()
-        if left and draw.random() < 0.9:
-            llm.llm_engine.abort_request([str(left.pop())])
-        assert pages.num_allocated <= pages.num_reserved
-        assert len(held_pages(llm)) == pages.num_allocated
-    assert_nothing_left(llm)

@@ -1,0 +1,79 @@
+"""Budgets of layers and heads: numbers worked out by hand, and what holds for any."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS, head_budgets
+from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
+from tests.oracles import maskkv as plain_maskkv
+
+
+@pytest.mark.parametrize(
+    ("average", "importance", "expected"),
+    [
+        # The last int(20 / 20) = 1, the first 2 · 20 − 1; 39, 39 − 38 / 3, 39 − 76 / 3, 1, whatever their importance.
+        *((20, importance, [39, 26, 13, 1]) for importance in ([0.0] * 4, [0.3, 0.1, 0.1, 0.5])),
+        (10, [1, 1, 1], [20, 10, 0]),
+        (10, [1], [10]),
+    ],
+)
+def test_pyramid(average, importance, expected):
+    assert layer_budgets("pyramid", average, importance, 100, base_share=0.4) == expected
+
+
+@pytest.mark.parametrize("kind", LAYER_BUDGETS)
+@settings(max_examples=80, deadline=None)
+@given(
+    average=st.integers(0, 80),
+    importance=st.lists(st.floats(0, 2), min_size=1, max_size=12) | st.just([0.0] * 4),
+    base_share=st.floats(0, 1),
+    prompt_length=st.integers(1, 100),
+)
+def test_layers_have_the_average_and_no_more(kind, average, importance, base_share, prompt_length):
+    floored = layer_budgets(kind, average, importance, prompt_length, base_share=base_share)
+    layers = len(importance)
+    assert len(floored) == layers
+    assert min(floored) >= 0
+    assert sum(floored) <= average * layers
+    if average >= prompt_length:
+        assert floored == [prompt_length] * layers
+        return
+    if kind == "boundary":
+        assert floored == plain_maskkv.layer_budgets(average, importance, layers, beta=base_share)
+    if kind == "squeeze":
+        assert floored == plain_maskkv.squeeze(average, importance)
+    assert sum(floored) > (average - 2) * layers, "more is lost than rounding loses"
+
+
+def test_adaptive():
+    # Budget 3 of two heads: of all scores the highest 6 are the first head's 9, 8, 7, 6, 5 and the second's 5.5.
+    scores = torch.tensor([[9.0, 8, 7, 6, 5, 1, 1], [5.5, 4, 3, 2, 1, 1, 1]])
+    # A fifth of 3 to each, 0.8 of the 5 and the 1: 4.6 and 1.4.
+    assert head_budgets("adaptive", scores, 3, base_share=0.1).tolist() == [4, 1]
+    # All scores are among the highest 14 or more; 0.2 · 9 + 0.8 · 7 = 7.4.
+    assert head_budgets("adaptive", scores, 9, base_share=0.1).tolist() == [7, 7]
+    # All 7 of the first head and one of the second: 0.8 + 5.6 and 0.8 + 0.8.
+    lonely = torch.stack((scores[0] + 10, scores[1]))
+    assert head_budgets("adaptive", lonely, 4, base_share=0.1).tolist() == [6, 1]
+
+
+@pytest.mark.parametrize("kind", HEAD_BUDGETS)
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    heads=st.integers(1, 8),
+    tokens=st.integers(0, 60),
+    budget=st.integers(0, 70),
+    base_share=st.floats(0, 1),
+    scale=st.sampled_from([0, 1, 1]),
+)
+def test_heads_keep_to_the_budget_of_the_layer(kind, seed, heads, tokens, budget, base_share, scale):
+    scores = torch.rand(heads, tokens, generator=torch.Generator().manual_seed(seed)).pow(6) * scale
+    floored = head_budgets(kind, scores, budget, base_share=base_share).tolist()
+    assert sum(floored) <= budget * heads
+    assert all(0 <= amount <= tokens for amount in floored)
+    if kind != "adaptive":
+        masses = scores.double().sum(dim=1).tolist() if scores.any() else [1.0] * heads  # without any preference
+        assert floored == plain_maskkv.head_budgets(masses, budget, tokens, kind=kind, alpha=base_share)
