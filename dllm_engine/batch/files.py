@@ -47,11 +47,14 @@ class BatchRequest(BaseModel):
         """The messages, or the prompt as a message of the user."""
         return self.messages or [Message(role="user", content=self.prompt or "")]
 
-    def prompt_tokens(self, tokenizer: Any) -> list[int]:
-        """Prompt by the tokenizer's chat template; without a template, the prompt as it is."""
-        if self.messages is None and not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer.encode(self.prompt))
-        return list(tokenizer.apply_chat_template(self.as_messages(), add_generation_prompt=True, return_dict=False))
+
+def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
+    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
+    if isinstance(prompt, str):
+        if not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer.encode(prompt))
+        prompt = [Message(role="user", content=prompt)]
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
 @dataclass(frozen=True)

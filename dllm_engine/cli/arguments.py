@@ -28,7 +28,7 @@ RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
 ONE = "one"
 """The unmasking rule of one token per step."""
 GUIDED = "guided"
-"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
+"""The unmasking rule that leaves the choice to a guide, whose model is its value."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,16 +39,10 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in words], namespace)
         if unknown and not getattr(parsed, "passes_on_unknown", False):
             word = unknown[0]
-            self.error(
-                f"{word} is unknown{self.closest(word)}"
-                if word.startswith("-")
-                else f"{word!r} is one argument too many; put quotes around a text with spaces"
-            )
+            if not word.startswith("-"):
+                self.error(f"{word!r} is one argument too many; put quotes around a text with spaces")
+            self.error(f"{word} is unknown{did_you_mean(word.partition('=')[0], self._option_string_actions)}")
         return parsed, unknown
-
-    def closest(self, flag: str, others: Iterable[str] = ()) -> str:
-        """The end of a message on an unknown flag: the closest one of this parser and ``others``."""
-        return did_you_mean(self._with_dashes(flag).partition("=")[0], [*self._option_string_actions, *others])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"dllm: error: {message} (`{self.prog} --help` lists what it takes)\n")
@@ -150,10 +144,10 @@ def add_value(
     group.add_argument(*names.split(), type=read, metavar=metavar, help=meaning, **more)
 
 
-def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
+def add_denoising_arguments(group: "argparse._ArgumentGroup", without: Iterable[str] = ()) -> None:
     """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()
-    for name in DENOISING:
+    for name in (name for name in DENOISING if name not in without):
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 

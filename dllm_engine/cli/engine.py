@@ -84,11 +84,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_value(group, "--engine-arg", key_value, "KEY=VALUE", other, action="append", default=[])
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser, names_of_length: str = "") -> None:
+def add_decoding_arguments(
+    parser: argparse.ArgumentParser, names_of_length: str = "", without: Iterable[str] = ()
+) -> None:
+    """Arguments about responses, but for options ``without``; the length may have more names."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     length = "response tokens (default: the checkpoint's, else 256)"
     add_value(group, f"--gen-length {names_of_length}", whole_number, "N", length)
-    add_denoising_arguments(group)
+    add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
     add_options(group, RequestOptions, ("top_p", "top_k"))
     add_value(group, "--seed", int, "N", "seed of everything that is drawn at random")

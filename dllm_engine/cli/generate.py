@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
+from dllm_engine.batch.files import BatchRequest, ResultFile, prompt_tokens, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import add_value
 from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, prepare, start_engine
@@ -67,7 +67,7 @@ def _answer_prompt(args: argparse.Namespace) -> int:
         pieces = parse_template(args.template)
 
     def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        tokens = {"prompt_token_ids": request.prompt_tokens(front_end.tokenizer)}
+        tokens = {"prompt_token_ids": prompt_tokens(args.prompt, front_end.tokenizer)}
         front_end.check(tokens if not args.raw and front_end.has_chat_template else args.prompt, params, pieces)
 
     llm, params = start_engine(args, check)

@@ -1,11 +1,7 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
-import csv
-import hashlib
-import json
 import math
 import statistics
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Runner, Tell
+from dllm_engine.evaluation.runner import Answer, Cost, LoadEngine, Runner
 from dllm_engine.text import format_table
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-SAVE_SECONDS = 30
-"""From one time that the answers of an unfinished row are written to the next."""
 UNKNOWN = "–"
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
@@ -80,24 +74,12 @@ class Task(ABC):
     """Decoding with a guide; None: as without, but for ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of examples."""
+    at_once: int | None = field(default=None, kw_only=True)
+    """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
         """Score an engine; ``answer`` answers requests."""
-
-    @abstractmethod
-    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
-        """Scores of some examples, from 0 to 1."""
-
-    @property
-    def subject(self) -> dict[str, Any]:
-        """Name and digest of the examples and settings, for a result file."""
-        return {"tasks": self.name, "tasks_digest": hashlib.sha256(repr(self).encode()).hexdigest()[:16]}
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
@@ -114,32 +96,29 @@ class Task(ABC):
 
 @dataclass
 class Row(Combination):
-    """A combination on a task."""
+    """A combination on a task. ``result`` is None until it is measured."""
 
     task: str
-    answers: Answers = field(default_factory=Answers)
-    """Texts only until all requests are answered."""
     result: Result | None = None
-    """None until then."""
+    cost: Cost = field(default_factory=Cost)
 
     @property
     def key(self) -> str:
-        return json.dumps([self.method, self.unmasking, self.task])
+        return f"{self.method} {self.unmasking} {self.task}"
 
     @property
     def values(self) -> dict[str, Any]:
-        """Names, score and cost."""
-        values = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        values |= {} if self.result is None else vars(self.result)
-        values.pop("details", None)
-        return values | self.answers.cost.figures
+        """Names, score and cost, as columns name them."""
+        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
+        result = {} if self.result is None else vars(self.result) | self.result.details
+        return names | result | self.cost.figures
 
 
 class Comparison:
     """Fills a table: a row per combination and task.
 
     Args:
-        file: rows so far; each is written as soon as it is scored, and its answers while it is not.
+        file: rows so far; each is written as soon as it is measured.
         load: starts an engine.
     """
 
@@ -153,7 +132,7 @@ class Comparison:
         self._tasks: dict[str, Task] = {}
         for combination in combinations:
             for task in tasks:
-                engine = {name: value for name, value in task.engine_of(combination).items() if value is not None}
+                engine = task.engine_of(combination)
                 label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
                 row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
                 self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
@@ -167,10 +146,10 @@ class Comparison:
 
     def save(self, **about: Any) -> None:
         """Write all of it, after ``about``."""
-        self.file.write(**about, rows=[asdict(row) for row in self.rows.values() if row.result or row.answers.texts])
+        self.file.write(**about, rows=[asdict(row) for row in self.scored])
 
     def run(self) -> None:
-        """Measure the rows that are missing. Interrupted, it leaves what it has measured in the file.
+        """Measure the rows that are missing. Interrupted, it leaves those it has measured in the file.
 
         Raises:
             ValueError: not one row can be measured.
@@ -180,22 +159,12 @@ class Comparison:
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
-    def _measure(self, key: str, tell: Tell) -> None:
-        row, saved = self.rows[key], time.monotonic()
-
-        def tell_and_save(share: float) -> None:
-            nonlocal saved
-            tell(share)
-            if time.monotonic() - saved > SAVE_SECONDS:
-                self.save()
-                saved = time.monotonic()
-
-        try:
-            ask = partial(self._tasks[key].score, decoding=row.decoding)
-            row.result = self._runner.run(row.engine, ask, row.answers, tell=tell_and_save)
-            row.answers.texts = {}
-        finally:
-            self.save()
+    def _measure(self, key: str) -> None:
+        row = self.rows[key]
+        task = self._tasks[key]
+        ask = partial(task.score, decoding=row.decoding)
+        row.result, row.cost = self._runner.run(row.engine, ask, task.at_once, key)
+        self.save()
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
@@ -204,14 +173,6 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
         [UNKNOWN if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows
     ]
     return format_table([tuple(columns), *cells])
-
-
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A line per row, with all digits."""
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:

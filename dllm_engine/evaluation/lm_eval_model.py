@@ -1,4 +1,4 @@
-"""The models ``dllm`` and ``dllm-http`` of lm-evaluation-harness: its tasks run by a diffusion engine, or its server.
+"""The model ``dllm`` of lm-evaluation-harness: its tasks run by a diffusion engine.
 
 Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval`` is the command of any release, with
 this module loaded first.
@@ -7,19 +7,16 @@ this module loaded first.
 import json
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
-import requests as http
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
-from dllm_engine.evaluation.runner import Answer, Request
+from dllm_engine.evaluation.runner import Answer, answer_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -34,19 +31,6 @@ _TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
 
 Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
 """Texts, where a cache may keep them, and tokens of a prompt and its continuation, as lm_eval hands them on."""
-
-
-def _cached(lm: TemplateLM, requests: Sequence[Continuation], answers: list[tuple[float, bool]]) -> list[Any]:
-    for (text, _, _), answer in zip(requests, answers, strict=True):
-        if text is not None:
-            lm.cache_hook.add_partial("loglikelihood", text, answer)
-    return answers
-
-
-def answer_at_once(llm: LLM, requests: Sequence[Request]) -> list[str]:
-    """All requests are the engine's to batch."""
-    prompts, params = [{"prompt_token_ids": ids} for ids, _ in requests], [wanted for _, wanted in requests]
-    return [output.outputs[0].text for output in llm.generate(prompts, params)]
 
 
 @register_model("dllm")
@@ -80,7 +64,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer = answer_at_once,
+        answer: Answer = answer_requests,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -149,7 +133,7 @@ class DiffusionLM(TemplateLM):
                 asked[id(request)] += 1
         contexts = [self.tok_encode(request.args[0]) for request in requests]
         prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        texts = self.answer(self.llm, list(zip(prompts, params, strict=True)))
+        texts, _ = self.answer(self.llm, list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -195,7 +179,10 @@ class DiffusionLM(TemplateLM):
         bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
         greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
         answers = list(zip(bounds, greedy, strict=True))
-        return _cached(self, requests, answers)
+        for (text, _, _), answer in zip(requests, answers, strict=True):
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answers
 
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
         """True for each continuation that is the model's own, unmasked one token per step in one block."""
@@ -215,29 +202,3 @@ class DiffusionLM(TemplateLM):
             totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
         return totals
-
-
-@register_model("dllm-http")
-class DiffusionAPI(LocalCompletionsAPI):
-    """A server of this package as lm_eval's model: ``local-completions`` but for likelihoods.
-
-    ``--model_args``: those of ``local-completions``, ``mc_num`` and ``mc_seed``.
-    """
-
-    def __init__(self, *, mc_num: int = NUM_SAMPLES, mc_seed: int = 0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.sampling = {"num_samples": int(mc_num), "seed": int(mc_seed)}
-
-    def _loglikelihood_tokens(self, requests: Sequence[Continuation], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Bounds, as ``DiffusionLM`` without ``check_greedy``; raises ``RuntimeError`` with the server's message."""
-        with ThreadPoolExecutor(self._concurrent) as pool:
-            return _cached(self, requests, [(bound, False) for bound in pool.map(self._log_likelihood, requests)])
-
-    def _log_likelihood(self, request: Continuation) -> float:
-        _, prompt, continuation = request
-        body = {"model": self.model, "prompt": prompt, "answers": [continuation]} | self.sampling
-        url = self.base_url.replace("/v1/completions", "/v1/likelihoods")
-        reply = http.post(url, json=body, headers=self.header, verify=self.verify_certificate, timeout=self.timeout)
-        if reply.status_code != 200:
-            raise RuntimeError(f"{url}: {reply.text}")
-        return reply.json()["data"][0]["log_likelihood"]

@@ -1,24 +1,21 @@
 """``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from dllm_engine.cli import tune
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.evaluation import tuning
+from dllm_engine.evaluation.result_file import SCHEMA
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
+NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "2", "--budget", "1"]
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Fewer settings, timed less often."""
-    monkeypatch.setattr(tuning, "MIN_TIMED", 1)
+    """Fewer settings."""
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
         monkeypatch.setattr(tuning, name, ())
 
@@ -36,31 +33,27 @@ def served(*argv):
 
 def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(started, tmp_path, capsys):
     output = tmp_path / "tune.json"
-    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    assert tuned(output, "--tasks", "reverse", "--count", "12", "--loss", "20") == 0
     printed = capsys.readouterr().out
-    assert "Batch 1:" in printed
-    assert "Chosen at batch 2:" in printed
+    assert "Chosen: " in printed
     assert "threshold=0.9" in printed
-    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    lines = [line.split() for line in printed.splitlines() if line.startswith("    dllm serve")]
-    for batch, line in zip(("1", "2"), lines, strict=True):
-        assert line[:3] == ["dllm", "serve", "demo"]
-        taken = served("demo", "--settings", str(output), "--settings-batch", batch)
-        assert taken == {"cache_options": {}} | served(*line[2:])
+    (line,) = (line.split() for line in printed.splitlines() if line.startswith("    dllm serve"))
+    assert line[:3] == ["dllm", "serve", "demo"]
+    assert served("demo", "--settings", str(output)) == {"cache_options": {}} | served(*line[2:])
 
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
     plain = written["trials"][0]
-    assert plain["setting"] == {"cache_method": "none", "cache_options": {}, "rule": {}, "blocks": {}}
+    assert plain["setting"] == {"engine": {"cache_method": "none", "cache_options": {}}, "decoding": {}}
     assert len(plain["scores"]) == 12
     assert plain["cost"]["forward_passes"] == plain["cost"]["tokens_unmasked"]
-    chosen = written["chosen"]["2"]
+    chosen = written["chosen"]
     assert chosen["decoding"]["threshold"] == 0.9
     assert chosen["tokens_per_second"] > chosen["plain_tokens_per_second"] > 0
-    assert {arguments["max_num_seqs"] for arguments in started} == {tune.MIN_AT_ONCE}
+    assert {arguments["max_num_seqs"] for arguments in started} == {2}
 
     started.clear()
-    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    assert tuned(output, "--tasks", "reverse", "--count", "12", "--loss", "20") == 0
     assert started == []
     assert json.loads(output.read_text())["trials"] == written["trials"]
 
@@ -80,20 +73,6 @@ def test_tasks_of_ones_own_are_asked_once_each(started, tmp_path, capsys):
     assert "choose another --output" in capsys.readouterr().err
 
 
-def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["tune", "demo", "--lm-eval", "examples/lm_eval/facts.yaml"]) == 2
-    assert "there is nothing to tune" in capsys.readouterr().err
-    output = tmp_path / "tune.json"
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert tuned(output, "--lm-eval", "examples/lm_eval/names.yaml", "--count", "5", "--loss", "50") == 0
-    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
-    assert not output.with_suffix(".png").exists()
-    written = json.loads(output.read_text())
-    assert written["trials"][0]["scores"] == [1] * 5
-    assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
-
-
 def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch, capsys):
     output = tmp_path / "tune.json"
 
@@ -101,8 +80,8 @@ def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tuning.Search, "_halve", interrupt)
-    assert tuned(output, "--count", "6") == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert tuned(output, "--tasks", "reverse", "--count", "6") == 130
+    assert "dllm: interrupted" in capsys.readouterr().err
     assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
 
 
@@ -110,16 +89,14 @@ def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch
 
 
 SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
-MANY = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
+CHOSEN = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
 
 
 @pytest.fixture
 def settings(tmp_path):
-    """A result with a setting for two batch sizes."""
+    """A result."""
     file = tmp_path / "tune.json"
-    few = {"engine": {"cache_method": "dual", "cache_options": {}}, "decoding": {"threshold": 0.9}}
-    many = {"engine": SPARSE, "decoding": MANY}
-    result = {"schema": 3, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
+    result = {"schema": SCHEMA, "subject": {"model": "demo"}, "chosen": {"engine": SPARSE, "decoding": CHOSEN}}
     file.write_text(json.dumps(result))
     return str(file)
 
@@ -127,17 +104,15 @@ def settings(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], SPARSE | {"request_defaults": MANY}),
-        (["--settings-batch", "1"],
-         {"cache_method": "dual", "cache_options": {}, "request_defaults": {"threshold": 0.9}}),
+        ([], SPARSE | {"request_defaults": CHOSEN}),
         (["--retention-ratio", "0.5", "--page-size", "16"],
-         SPARSE | {"cache_options": {"retention_ratio": 0.5}, "page_size": 16, "request_defaults": MANY}),
-        (["--cache-method", "dual"], {"cache_method": "dual", "request_defaults": MANY}),
+         SPARSE | {"cache_options": {"retention_ratio": 0.5}, "page_size": 16, "request_defaults": CHOSEN}),
+        (["--cache-method", "dual"], {"cache_method": "dual", "request_defaults": CHOSEN}),
         # A rule takes the place of another, a length that of the other length.
         (["--threshold", "0.8", "--block-length", "8"],
          SPARSE | {"request_defaults": {"threshold": 0.8, "block_add_threshold": 0.5, "block_length": 8}}),
         (["--additional-config", '{"dllm": {"cache_method": "none"}}'],
-         {"cache_method": "none", "request_defaults": MANY}),
+         {"cache_method": "none", "request_defaults": CHOSEN}),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
@@ -151,18 +126,14 @@ def test_settings_of_another_model_are_a_warning(settings, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "message"),
+    ("content", "message"),
     [
-        ("nonsense", [], "is not JSON"),
-        ("{}", [], "is no result of this version's `dllm tune`"),
-        ('{"schema": 3, "subject": {}}', [], "has no chosen setting yet"),
-        (None, ["--settings-batch", "8"], "no setting for batch size 8; it has some for 1, 16"),
+        ("nonsense", "is not JSON"),
+        ("{}", "is no result of this version's `dllm tune`"),
+        (json.dumps({"schema": SCHEMA, "subject": {}}), "has no chosen setting yet"),
     ],
 )
-def test_what_is_no_settings_file_is_refused(settings, content, arguments, message):
-    if content is not None:
-        Path(settings).write_text(content)
+def test_what_is_no_settings_file_is_refused(settings, content, message):
+    Path(settings).write_text(content)
     with pytest.raises(ValueError, match=message):
-        served("demo", "--settings", settings, *arguments)
-    with pytest.raises(ValueError, match="--settings-batch 8"):
-        served("demo", "--settings-batch", "8")
+        served("demo", "--settings", settings)

@@ -172,28 +172,3 @@ def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refu
     engine.changes_per_pass = 1
     (result,) = computed(engine, [(1, 10)] * num_canvases)
     assert isinstance(result, HTTPException) == is_refused
-
-
-# lm_eval
-
-
-def test_lm_evals_model_asks_a_server_for_the_same_likelihoods(client, demo, monkeypatch):
-    from lm_eval.api.instance import Instance
-
-    from dllm_engine.evaluation import lm_eval_model
-
-    def post(url, json, headers, **kwargs):
-        assert url.startswith("http://localhost:8000/v1/")
-        return client.post(url.removeprefix("http://localhost:8000"), json=json, headers=headers)
-
-    monkeypatch.setattr(lm_eval_model.http, "post", post)
-    url = "http://localhost:8000/v1/completions"
-    settings = {"model": "demo", "tokenizer": demo.model_config.model, "tokenizer_backend": "huggingface"}
-    remote = lm_eval_model.DiffusionAPI(base_url=url, mc_num=16, **settings)
-    local = lm_eval_model.DiffusionLM(demo, mc_num=16, check_greedy=False)
-    asked = [Instance("loglikelihood", {}, (PROMPT, answer), i) for i, answer in enumerate(ANSWERS)]
-    bounds, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
-    assert [value for value, _ in bounds] == pytest.approx([value for value, _ in expected], rel=1e-5)
-    too_long = Instance("loglikelihood", {}, (PROMPT, " a" * 300), 0)
-    with pytest.raises(RuntimeError, match=r"/v1/likelihoods.*256"):
-        remote.loglikelihood([too_long])

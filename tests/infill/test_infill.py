@@ -3,15 +3,13 @@
 import asyncio
 import json
 import re
-from functools import partial
 
 import httpx
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
-from dllm_engine.evaluation.runner import Answers, Runner
+from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
@@ -223,9 +221,13 @@ def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypat
 
 def test_the_demo_model_fills_in_items_of_its_answers(demo):
     """By the training that it has, which masks any part of an answer."""
-    tasks = demo_tasks(HOLES, 4, seed=0)
-    assert {task.part for task in tasks} == {"names", "keys", "facts", "reverse", "copy"}
-    assert all(any(task.given) for task in tasks)
-    score = partial(OwnTasks(HOLES, tasks, "exact").score, decoding={"gen_length": 64, "block_length": 64})
-    result = Runner(lambda arguments: demo).run({}, score, Answers(), at_once=32)
-    assert result.score >= 0.95, result.details
+    tokenizer = demo.get_tokenizer()
+    chats, templates, items = [], [], []
+    for example in (each for name in ("names", "facts", "copy") for each in make_examples(name, 8, seed=0)):
+        before, item, after = f" {example.answer}".partition(f" {example.items[-1]}")
+        chats.append([{"role": "user", "content": example.prompt}])
+        templates.append([piece for piece in (before, len(tokenizer.encode(item)), after) if piece])
+        items.append(item)
+    outputs = demo.fill_in(chats, templates)
+    right = [output.outputs[0].holes == [item] for output, item in zip(outputs, items, strict=True)]
+    assert sum(right) >= 0.9 * len(right)
