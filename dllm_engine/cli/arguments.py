@@ -19,7 +19,7 @@ from dllm_engine.scheduler.options.request_fields import (
     RequestOptions,
 )
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
-from dllm_engine.text import choices, did_you_mean
+from dllm_engine.text import assignments, choices, did_you_mean
 
 DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
 """Arguments about how a response is denoised, under the names of request options."""
@@ -169,11 +169,6 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
     return [(method, dict(options)) for options in itertools.product(*chosen)]
 
 
-def method_text(method: str, options: dict[str, Any]) -> str:
-    """As ``parse_method`` reads it."""
-    return ":".join(filter(None, (method, assignments(options))))
-
-
 def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
     """A way of unmasking as a guide's model, or None, and request options: ``one``, a policy, or options such as
     ``threshold=0.9+block_add_threshold=0.2``, with a guide ``guided=MODEL+guide_top_k=2``."""
@@ -202,9 +197,3 @@ def as_words(options: dict[str, Any]) -> list[str]:
         else:
             words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return words
-
-
-def assignments(options: dict[str, Any]) -> str:
-    """Options as ``parse_method`` and ``parse_rule`` read them."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
-    return "+".join(f"{name}={text}" for name, text in texts.items())

@@ -48,10 +48,12 @@ def run(args: argparse.Namespace) -> int:
         Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
-    comparison = Comparison(combinations(args, max(args.batch)), workloads, result_file(args, "bench"), _load)
+    comparison = Comparison(result_file(args, "bench"), _load)
+    comparison.add(combinations(args, max(args.batch)), workloads)
     try:
         comparison.run()
     finally:
+        comparison.stop()
         if comparison.scored:
             from dllm_engine.evaluation.hardware import machine_line, provenance
 

@@ -11,6 +11,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import (
@@ -18,7 +19,6 @@ from dllm_engine.cli.arguments import (
     ONE,
     RULES,
     add_value,
-    method_text,
     parse_method,
     parse_rule,
     positive_int,
@@ -44,6 +44,7 @@ from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
+from dllm_engine.text import method_text
 
 DEMO_COUNT = 50
 ANSWER_LENGTH = 32
@@ -122,23 +123,22 @@ def run(args: argparse.Namespace) -> int:
         asked = paper_table(args.paper_table)
         args.paper, args.paper_task, args.tasks = asked["paper"], asked["benchmarks"], None
         args.methods, args.unmasking_rules = args.methods or asked["methods"], args.unmasking_rules or asked["rules"]
-    plot = None if args.output is None else plot_beside(args.output)
+    plot = plot_beside(args.output)
     tasks = tasks_of(args)
     wanted = combinations(args, args.batch)
     for task in tasks:
         if isinstance(task, HarnessTask):
             task.check()  # before a model is loaded: the data is what is missing most often
-    comparison = Comparison(wanted, tasks, result_file(args, "eval"), load)
+    comparison = Comparison(result_file(args, "eval"), load)
+    comparison.add(wanted, tasks)
     try:
         comparison.run()
     finally:
+        comparison.stop()
         if comparison.scored:
             print(table([row.values for row in comparison.scored], COLUMNS))
             finish(args, comparison)
-            answered = [row.values for row in comparison.scored if row.cost.requests]
-            if plot is not None and answered:
-                draw_tradeoff(answered, plot)
-                print(f"wrote {plot}")
+            draw_tradeoff(comparison.scored, plot)
     return 1 if comparison.errors else 0
 
 
@@ -193,13 +193,12 @@ def result_file(args: argparse.Namespace, command: str) -> ResultFile:
     return ResultFile(args.output, command, {name: value for name, value in vars(args).items() if name not in FREE})
 
 
-def finish(args: argparse.Namespace, comparison: Comparison) -> None:
-    """Print errors, and write the rows, also those of a run that was interrupted or failed late."""
+def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> None:
+    """Print errors, and write the rows and ``more``, also those of a run that was interrupted or failed late."""
     for key, why in comparison.errors.items():
         print(f"cannot be measured: {key}: {why}", file=sys.stderr)
     if args.output is not None:
         from dllm_engine.evaluation.hardware import provenance
 
-        comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance())
-        is_through = len(comparison.scored) == len(comparison.rows)
-        print(f"\nwrote {args.output}" + ("" if is_through else "; the same command goes on from there"))
+        comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), **more)
+        print(f"\nwrote {args.output}" + ("" if comparison.is_through else "; the same command goes on from there"))

@@ -7,29 +7,21 @@ same command goes on where it stopped.
 
 import argparse
 import hashlib
-import random
 import shlex
-import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, positive_int, split_names
 from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
-from dllm_engine.cli.evaluate import add_own_task_arguments, own_tasks_of
+from dllm_engine.cli.evaluate import add_own_task_arguments, finish, own_tasks_of
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.evaluation import tuning
-from dllm_engine.evaluation.own_tasks import OwnTasks
+from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
+from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Cost, Runner
 from dllm_engine.families import family_of
 from dllm_engine.scheduler.methods import methods_for
-
-FIRST_EXAMPLES = 32
-"""Examples before a setting is judged at all."""
-ORDER_SEED = 0
-"""Examples are asked in a random order, the same in every run, so that the first ones are like all."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = "the search ends in this time (default: %(default)s)"
     add_value(parser, "--budget", float, "MINUTES", budget, default=60.0)
     add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the checkpoint's)")
-    output = "all trials and the chosen setting (default: %(default)s)"
+    output = "all rows and the chosen setting, with a plot of the same name (default: %(default)s)"
     add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
     add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
@@ -59,60 +51,41 @@ def run(args: argparse.Namespace) -> int:
     if args.tasks is None and args.model not in DEMO_MODELS:
         raise ValueError(f"nothing says what {args.model} is to answer; give --tasks FILE, with prompts and answers")
     prepare(args)
-    runner = Runner(load)
-    search = _search(args, runner)
+    plot = plot_beside(args.output)
+    (tasks, *others), decoding = own_tasks_of(args), given(args, ("gen_length",))
+    if others:
+        raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
+    engine = engine_arguments(args) | {"max_num_seqs": args.batch}
+    digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
+    subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
+    comparison = Comparison(ResultFile(args.output, "tune", subject), load)
+    search = tuning.Search(comparison, tasks, _space(args, decoding), engine, decoding, args.loss / 100)
     try:
-        if not search.run():
-            print("The budget ended the search early; the same command goes on where it stopped.", file=sys.stderr)
+        search.run(60 * args.budget)
     finally:
-        runner.stop()
-        if search.plain.scores:
-            _finish(args, search)
+        comparison.stop()
+        if search.plain.result is not None:
+            rows = sorted(comparison.scored, key=lambda row: -row.cost.tokens_per_second)
+            print(table([row.values for row in rows], COLUMNS))
+            _finish(args, search, comparison)
+            draw_tradeoff(comparison.scored, plot)
     return 0
 
 
-def _search(args: argparse.Namespace, runner: Runner) -> tuning.Search:
-    """The search for what ``args`` ask; raises ``ValueError`` for an output of other tasks or another model."""
+def _space(args: argparse.Namespace, decoding: dict[str, Any]) -> tuning.Space:
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
-    tasks, *others = own_tasks_of(args)
-    if others:
-        raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
-    tasks = OwnTasks(tasks.name, list({repr(task): task for task in tasks.tasks}.values()), args.match)
-    config, decoding = load_config(args.model), given(args, ("gen_length",))
+    config = load_config(args.model)
     family, defaults = family_of(config), checkpoint_defaults(config) | decoding
     longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
-    space = tuning.space_of(
+    return tuning.space_of(
         args.model,
         family,
         methods_for(family.attention) if args.methods in (None, "all") else args.methods.split(","),
         default_block=min(defaults.get("block_length") or family.block_length_of(longest), longest),
         longest_block=longest,
         rules=_rules(args),
-    )
-    engine = {name: value for name, value in engine_arguments(args).items() if name not in tuning.PLAIN.engine}
-    engine |= {"max_num_seqs": args.batch}
-    examples = random.Random(ORDER_SEED).sample(range(len(tasks.tasks)), len(tasks.tasks))
-
-    def ask(setting: tuning.Setting, indices: range) -> tuple[list[float], Cost]:
-        scores = partial(
-            tasks.scores,
-            decoding=decoding | setting.decoding,
-            examples=examples[indices.start : indices.stop],
-        )
-        return runner.run(engine | setting.engine, scores, label=str(setting))
-
-    digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
-    subject = {"model": args.model, "tasks": tasks.name, "tasks_digest": digest, "decoding": decoding, "engine": engine}
-    return tuning.Search(
-        ask,
-        ResultFile(args.output, "tune", subject),
-        args.loss / 100,
-        space,
-        chunk=max(FIRST_EXAMPLES, 2 * args.batch),
-        num_examples=len(examples),
-        budget=60 * args.budget,
     )
 
 
@@ -129,24 +102,21 @@ def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rules
 
 
-def _finish(args: argparse.Namespace, search: tuning.Search) -> None:
-    """Print and write the result, which may be that of an interrupted search."""
-    from dllm_engine.evaluation.hardware import provenance
+def _finish(args: argparse.Namespace, search: tuning.Search, comparison: Comparison) -> None:
+    """Print and write the chosen setting, which may be that of an interrupted search."""
     from dllm_engine.params import DiffusionParams
 
-    trial = search.chosen
-    engine, decoding = trial.setting.engine, trial.setting.decoding
-    arguments = given(args, ENGINE) | dict(args.engine_arg) | engine
+    (setting, row), figures = search.best, search.figures()
+    loss, lowest, highest = (100 * figures[name] for name in ("loss", "loss_lowest", "loss_highest"))
+    arguments = given(args, ENGINE) | dict(args.engine_arg) | setting.engine
     named = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
-    chosen = {"engine": engine, "decoding": decoding, **search.figures(trial)}
-    search.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), chosen=chosen)
     print(
-        tuning.report(search),
-        "",
-        f"    {shlex.join(['dllm', 'serve', args.model, *as_words(engine | decoding)])}",
+        f"\nChosen: {row.method} {row.unmasking}, {figures['tokens_per_second']:.0f} tokens/s; plain decoding "
+        f"{figures['plain_tokens_per_second']:.0f}.",
+        f"On {figures['examples']} examples it loses {loss:.1f} points (90 % interval {lowest:.1f} … {highest:.1f}).\n",
+        f"    {shlex.join(['dllm', 'serve', args.model, *as_words(setting.engine | setting.decoding)])}",
         f"    llm = LLM({args.model!r}{named})",
-        f"    params = {DiffusionParams(gen_length=args.gen_length, **decoding)!r}",
-        "",
-        f"wrote {args.output}; `dllm serve {args.model} --settings {args.output}` serves the chosen setting",
+        f"    params = {DiffusionParams(gen_length=args.gen_length, **setting.decoding)!r}",
         sep="\n",
     )
+    finish(args, comparison, chosen={"engine": setting.engine, "decoding": setting.decoding, **figures})

@@ -91,10 +91,9 @@ def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
 
 def values_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The values of each row, and its speed over that without a cache."""
-    plain = {(row.unmasking, row.task): row.result.score for row in rows if row.method == "none" and row.result}
+    plain = {(row.unmasking, row.task): row.score for row in rows if row.method == "none"}
     values = []
     for row in rows:
         none = plain.get((row.unmasking, row.task))
-        over_none = row.result.score / none if row.result and none else None
-        values.append(row.values | {"over_none": over_none})
+        values.append(row.values | row.details | {"over_none": row.score / none if none else None})
     return values

@@ -107,11 +107,19 @@ class Row(Combination):
         return f"{self.method} {self.unmasking} {self.task}"
 
     @property
+    def score(self) -> float:
+        """NaN until it is measured."""
+        return self.result.score if self.result else math.nan
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return self.result.details if self.result else {}
+
+    @property
     def values(self) -> dict[str, Any]:
         """Names, score and cost, as columns name them."""
         names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        result = {} if self.result is None else vars(self.result) | self.result.details
-        return names | result | self.cost.figures
+        return names | (vars(self.result) if self.result else {}) | self.cost.figures
 
 
 class Comparison:
@@ -122,46 +130,59 @@ class Comparison:
         load: starts an engine.
     """
 
-    def __init__(
-        self, combinations: Sequence[Combination], tasks: Sequence[Task], file: ResultFile, load: LoadEngine
-    ) -> None:
+    def __init__(self, file: ResultFile, load: LoadEngine) -> None:
         self.file, self._runner = file, Runner(load)
-        stored = {row.key: row for row in TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))}
-        self.rows: dict[str, Row] = {}
-        """Rows that were asked for first, then the others of the file."""
+        stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
+        self._stored = {row.key: row for row in stored}
+        self._asked: dict[str, Row] = {}
         self._tasks: dict[str, Task] = {}
-        for combination in combinations:
-            for task in tasks:
-                engine = task.engine_of(combination)
-                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-                row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
-                self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
-        self.rows |= stored
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 
+    def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
+        """Ask for rows, which have results where the file has them."""
+        rows = []
+        for combination in combinations:
+            for task in tasks:
+                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
+                engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+                row = Row(combination.method, combination.unmasking, engine, decoding, label)
+                row = self._asked.setdefault(row.key, self._stored.get(row.key, row))
+                self._tasks[row.key] = task
+                rows.append(row)
+        return rows
+
+    @property
+    def is_through(self) -> bool:
+        return all(row.result is not None for row in self._asked.values())
+
     @property
     def scored(self) -> list[Row]:
-        return [row for row in self.rows.values() if row.result is not None]
+        """Measured rows: first those that were asked for, then the others of the file."""
+        return [row for row in (self._asked | self._stored).values() if row.result is not None]
 
     def save(self, **about: Any) -> None:
         """Write all of it, after ``about``."""
         self.file.write(**about, rows=[asdict(row) for row in self.scored])
 
-    def run(self) -> None:
-        """Measure the rows that are missing. Interrupted, it leaves those it has measured in the file.
+    def run(self, deadline: float = math.inf) -> None:
+        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``. Interrupted, it leaves those it
+        has measured in the file.
 
         Raises:
             ValueError: not one row can be measured.
         """
-        missing = {key: self.rows[key].engine for key in self._tasks if self.rows[key].result is None}
-        self._runner.each(missing, self._measure, self.errors)
+        missing = {k: row.engine for k, row in self._asked.items() if row.result is None and k not in self.errors}
+        self._runner.each(missing, self._measure, self.errors, deadline)
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
+    def stop(self) -> None:
+        """End the running engine, if there is one."""
+        self._runner.stop()
+
     def _measure(self, key: str) -> None:
-        row = self.rows[key]
-        task = self._tasks[key]
+        row, task = self._asked[key], self._tasks[key]
         ask = partial(task.score, decoding=row.decoding)
         row.result, row.cost = self._runner.run(row.engine, ask, task.at_once, key)
         self.save()

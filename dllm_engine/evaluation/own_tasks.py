@@ -36,21 +36,15 @@ class OwnTasks(Task):
     match: str
 
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        """The share of tasks answered right."""
-        scores = self.scores(llm, answer, decoding, range(len(self.tasks)))
-        return Result(self.match, *mean_and_error(scores), len(scores))
-
-    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
-        """1 for each task that is answered right, 0 for the others. Raises ``ValueError`` for messages without a chat
-        template."""
+        """The share of tasks answered right. Raises ``ValueError`` for messages without a chat template."""
         from dllm_engine.params import DiffusionParams
 
-        tasks, tokenizer = [self.tasks[index] for index in examples], llm.get_tokenizer()
-        if not llm.has_chat_template and any(isinstance(task.prompt, list) for task in tasks):
+        if not llm.has_chat_template and any(isinstance(task.prompt, list) for task in self.tasks):
             raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
-        params = DiffusionParams(**decoding)
-        texts, _ = answer(llm, [(prompt_tokens(task.prompt, tokenizer), params) for task in tasks])
-        return [float(MATCHES[self.match](text, task.answer)) for text, task in zip(texts, tasks, strict=True)]
+        tokenizer, params = llm.get_tokenizer(), DiffusionParams(**decoding)
+        texts, _ = answer(llm, [(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
+        scores = [float(MATCHES[self.match](text, own.answer)) for text, own in zip(texts, self.tasks, strict=True)]
+        return Result(self.match, *mean_and_error(scores), len(scores), {"scores": scores})
 
 
 def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:

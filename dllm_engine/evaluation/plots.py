@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.evaluation.comparison import Row
+
 MARKS = "os^DvPX*<>"
 """Marks of the unmasking rules; cache methods have matplotlib's colours."""
 COSTS = {
@@ -16,8 +18,10 @@ COSTS = {
 """Costs, and the label of each one's axis."""
 
 
-def plot_beside(output: Path) -> Path | None:
-    """A PNG of the same name as ``output``; None, with a warning, where it cannot be drawn."""
+def plot_beside(output: Path | None) -> Path | None:
+    """A PNG of the same name as ``output``; None where there is none, and with a warning where it cannot be drawn."""
+    if output is None:
+        return None
     if find_spec("matplotlib") is None:
         print(
             "no plot will be drawn: matplotlib is not installed; run pip install 'dllm-engine[eval]'", file=sys.stderr
@@ -26,11 +30,14 @@ def plot_beside(output: Path) -> Path | None:
     return output.with_suffix(".png")
 
 
-def draw_tradeoff(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
     """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule.
 
-    A row has the values of a comparison's; None is not drawn.
+    Rows without responses are not drawn.
     """
+    rows = [row.values for row in measured if row.cost.requests]
+    if path is None or not rows:
+        return
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys(_panel(row) for row in rows))
@@ -58,6 +65,7 @@ def draw_tradeoff(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.plot([], [], MARKS[index % len(MARKS)], color="gray", label=rule)
     figure.legend(frameon=False, loc="outside right upper")
     figure.savefig(path)
+    print(f"wrote {path}")
 
 
 def _panel(row: Mapping[str, Any]) -> str:

@@ -152,22 +152,26 @@ class Runner:
             raise
 
     def each(
-        self, rows: Mapping[str, dict[str, Any]], measure: Callable[[str], object], errors: dict[str, str]
+        self,
+        rows: Mapping[str, dict[str, Any]],
+        measure: Callable[[str], object],
+        errors: dict[str, str],
+        deadline: float,
     ) -> None:
-        """Call ``measure`` with the key of each row. ``errors`` gets the reasons why rows could not be measured.
+        """Call ``measure`` with the key of each row, until the deadline. ``errors`` gets the reasons why rows could not
+        be measured.
 
         An engine starts once: rows that share its arguments, the values of ``rows``, follow each other.
         """
         engines = list(rows.values())
-        try:
-            for key in sorted(rows, key=lambda key: engines.index(rows[key])):
-                try:
-                    measure(key)
-                except (ValueError, RuntimeError) as error:
-                    # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                    errors[key] = one_line(error)
-        finally:
-            self.stop()
+        for key in sorted(rows, key=lambda key: (rows[key] != self._arguments, engines.index(rows[key]))):
+            if time.monotonic() > deadline:
+                return
+            try:
+                measure(key)
+            except (ValueError, RuntimeError) as error:
+                # A method and a rule may exclude each other, or memory may not suffice; the others go on.
+                errors[key] = one_line(error)
 
 
 def answer_requests(

@@ -33,11 +33,11 @@ def measured(monkeypatch):
     def measured(*arguments):
         asked = []
 
-        def refuse(*args):
-            asked.append(args[:2])
+        def refuse(comparison, *args):
+            asked.append(args)
             raise ValueError
 
-        monkeypatch.setattr(bench, "Comparison", refuse)
+        monkeypatch.setattr(bench.Comparison, "add", refuse)
         assert main(["bench", *arguments]) == 2
         return asked[0]
 

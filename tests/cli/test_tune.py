@@ -40,13 +40,12 @@ def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(s
     (line,) = (line.split() for line in printed.splitlines() if line.startswith("    dllm serve"))
     assert line[:3] == ["dllm", "serve", "demo"]
     assert served("demo", "--settings", str(output)) == {"cache_options": {}} | served(*line[2:])
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
-    plain = written["trials"][0]
-    assert plain["setting"] == {"engine": {"cache_method": "none", "cache_options": {}}, "decoding": {}}
-    assert len(plain["scores"]) == 12
-    assert plain["cost"]["forward_passes"] == plain["cost"]["tokens_unmasked"]
+    plain = written["rows"][0]
+    assert (plain["method"], plain["unmasking"], plain["result"]["examples"]) == ("none", "one", 12)
     chosen = written["chosen"]
     assert chosen["decoding"]["threshold"] == 0.9
     assert chosen["tokens_per_second"] > chosen["plain_tokens_per_second"] > 0
@@ -55,18 +54,18 @@ def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(s
     started.clear()
     assert tuned(output, "--tasks", "reverse", "--count", "12", "--loss", "20") == 0
     assert started == []
-    assert json.loads(output.read_text())["trials"] == written["trials"]
+    assert json.loads(output.read_text())["rows"] == written["rows"]
 
 
-def test_tasks_of_ones_own_are_asked_once_each(started, tmp_path, capsys):
+def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
     file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
     right = '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n'
     message = '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
-    file.write_text(right * 2 + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
+    file.write_text(right + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
     asked = ["--tasks", str(file), "--gen-length", "16", "--loss", "40"]
     assert tuned(output, *asked) == 0
     written = json.loads(output.read_text())
-    assert sorted(written["trials"][0]["scores"]) == [0, 1, 1]
+    assert sorted(written["rows"][0]["result"]["details"]["scores"]) == [0, 1, 1]
     assert written["subject"]["decoding"] == {"gen_length": 16}
     file.write_text(right)
     assert tuned(output, *asked) == 2
@@ -79,10 +78,12 @@ def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuning.Search, "_halve", interrupt)
+    monkeypatch.setattr(tuning.Space, "varied", interrupt)
     assert tuned(output, "--tasks", "reverse", "--count", "6") == 130
-    assert "dllm: interrupted" in capsys.readouterr().err
-    assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
+    printed = capsys.readouterr()
+    assert "Chosen: none one, " in printed.out
+    assert "dllm: interrupted" in printed.err
+    assert json.loads(output.read_text())["chosen"]["decoding"] == {}
 
 
 # The result in `dllm serve`
