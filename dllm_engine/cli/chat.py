@@ -18,7 +18,6 @@ from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
 
 if TYPE_CHECKING:
-    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
@@ -36,12 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        if not front_end.has_chat_template:
-            raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-        front_end.check_params(params)
-
-    llm, params = start_engine(args, check)
+    llm, params = start_engine(args)
+    if not llm.has_chat_template:
+        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         with suppress(ImportError):

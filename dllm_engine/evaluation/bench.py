@@ -9,16 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.batch.files import prompt_tokens
-from dllm_engine.demo.tasks import filler_sentences, make_examples
 from dllm_engine.evaluation.comparison import COST_COLUMNS, Result, Row, Task
 from dllm_engine.evaluation.runner import Answer, Request
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-ASKED = 2
-"""Items that each prompt of a model with a tokenizer asks for, so that answers are equally long."""
 COLUMNS = {
     **{name.upper(): (name, "") for name in ("method", "unmasking", "batch", "prompt")},
     "TOKENS/S": ("score", ".1f"),
@@ -47,34 +43,13 @@ class Workload(Task):
         return Result("tokens/s", statistics.median(rates), None, len(requests), about)
 
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
-        """Random tokens for a model without tokenizer, whose weights are random and end tokens mean nothing; else a
-        question about a few names behind filler.
-
-        Raises:
-            ValueError: the question alone is longer than the prompt.
-        """
+        """Random tokens, with end tokens ignored, so that each row does the same work."""
         from dllm_engine.params import DiffusionParams
 
-        rng, count = random.Random(self.seed), self.at_once or 1
-        if not llm.model_config.skip_tokenizer_init:
-            tokenizer, params = llm.get_tokenizer(), DiffusionParams(**decoding)
-            examples = make_examples("names", count, self.seed, min_pairs=ASKED, max_pairs=ASKED, asked=ASKED)
-            return [(_padded(example.prompt, self.prompt, rng, tokenizer), params) for example in examples]
-        params, size = DiffusionParams(**decoding, ignore_eos=True), llm.model_config.get_vocab_size() - 2
-        return [([rng.randrange(size) for _ in range(self.prompt)], params) for _ in range(count)]
-
-
-def _padded(question: str, length: int, rng: random.Random, tokenizer: Any) -> list[int]:
-    """The question as a chat's only message, with filler before it, cut at the filler's start to the wanted length."""
-    bare = prompt_tokens(question, tokenizer)
-    if len(bare) > length:
-        raise ValueError(f"a prompt of {length} tokens is too short for a question of {len(bare)}; raise --prompt")
-    # As many words as tokens are wanted are more than enough: no tokenizer joins words.
-    filler = " ".join(filler_sentences(rng, length))
-    tokens = prompt_tokens(f"{filler} {question}", tokenizer)
-    # The chat template's beginning stays.
-    start = next((i for i, (a, b) in enumerate(zip(tokens, bare, strict=False)) if a != b), len(bare))
-    return tokens[:start] + tokens[start + len(tokens) - length :]
+        config, rng = llm.model_config.hf_config, random.Random(self.seed)
+        tokens = [token for token in range(llm.model_config.get_vocab_size()) if token != config.mask_token_id]
+        params = DiffusionParams(**decoding | {"ignore_eos": True})
+        return [(rng.choices(tokens, k=self.prompt), params) for _ in range(self.at_once or 1)]
 
 
 def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":

@@ -4,7 +4,6 @@ Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval
 this module loaded first.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +37,7 @@ class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
     ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
-    ``max_model_len``, …; ``cache_options`` as JSON), decoding options (``gen_length``, ``block_length``, ``steps``,
+    ``max_model_len``, …), decoding options (``gen_length``, ``block_length``, ``steps``,
     ``threshold``, …) and the keyword arguments below. Decoding options named there replace a task's own; diffusion
     options in lm_eval's ``--gen_kwargs`` replace both.
 
@@ -76,11 +75,6 @@ class DiffusionLM(TemplateLM):
             options.pop(name, None)  # lm_eval's: the engine batches what fits, on the device that vLLM finds
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.
         self.decoding = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
-        if isinstance(text := options.get("cache_options"), str) and text.startswith("{"):
-            try:
-                options["cache_options"] = json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"cache_options={text!r} is not JSON: {error}") from None
         if options and not isinstance(pretrained, str):
             raise ValueError(f"unknown decoding option {min(options)!r}{choices(min(options), DECODING_OPTIONS)}")
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained

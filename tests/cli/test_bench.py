@@ -73,7 +73,7 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
 def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, quick = measured("--quick", "--batch", "2", "--methods", "none")
     assert [(workload.at_once, workload.prompt) for workload in quick] == [(2, 64)]
-    assert [combination.unmasking for combination in combinations] == ["one", "threshold=0.9"]
+    assert [combination.unmasking for combination in combinations] == ["one", "tokens_per_step=4"]
     combinations, workloads = measured()
     assert [(workload.at_once, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
@@ -86,24 +86,9 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
     assert [(workload.at_once, workload.prompt) for workload in workloads] == [(2, 60)]
 
 
-def test_random_weights_have_no_guide(capsys):
-    assert main(["bench", "--model", "llada-8b/8", "--unmasking-rules", "guided=demo"]) == 2
-    assert "'llada-8b/8' has random weights" in capsys.readouterr().err
-
-
-def test_prompts_have_the_length_that_is_asked_for(engines, tiny_llada):
-    llm = bench.load({"cache_method": "none"})
-    tokenizer = llm.get_tokenizer()
-    for length in (30, 100):
-        prompts = [prompt for prompt, _ in Workload("", length, 1, 0, at_once=3).requests(llm, {})]
-        assert [len(prompt) for prompt in prompts] == [length] * 3
-        text = tokenizer.decode(prompts[0])
-        assert text.startswith("User:")
-        assert text.endswith("Bot:")
-        assert "Give:" in text
-    with pytest.raises(ValueError, match="too short for a question"):
-        Workload("", 8, 1, 0, at_once=1).requests(llm, {})
-    # Random weights get random tokens.
-    (first, params), (second, _) = Workload("", 60, 1, 0, at_once=2).requests(engines(tiny_llada), {})
+def test_prompts_are_random_tokens_of_the_length_that_is_asked_for(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    (first, params), (second, _) = Workload("", 60, 1, 0, at_once=2).requests(llm, {})
     assert (len(first), len(second), params.ignore_eos) == (60, 60, True)
     assert first != second
+    assert llm.model_config.hf_config.mask_token_id not in {*first, *second}

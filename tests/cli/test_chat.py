@@ -10,7 +10,6 @@ from dllm_engine.cli import chat, engine
 from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, HELP, MAIN_SCREEN, PROMPT
 from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_BLOCKS
-from dllm_engine.front_end import FrontEnd
 from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
@@ -125,10 +124,8 @@ def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
     assert "/clear" in error
 
 
-def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
-    assert run("Hello!\n", arguments=["--steps", "2"]) == 2
-    assert "steps=2" in capsys.readouterr().err
-    monkeypatch.setattr(FrontEnd, "has_chat_template", False)
+def test_a_model_without_a_chat_template_is_refused(run, demo, monkeypatch, capsys):
+    monkeypatch.setattr(type(demo), "has_chat_template", False)
     assert run("Hello!\n") == 2
     assert "has no chat template" in capsys.readouterr().err
 
