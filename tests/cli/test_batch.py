@@ -161,12 +161,6 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
     assert output.read_bytes() == complete
 
 
-@pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
-def test_an_unwritable_output_is_reported_on_opening(tmp_path, name):
-    with pytest.raises(OSError, match=name):
-        ResultFile(tmp_path / name, LINES, SETTINGS)
-
-
 def test_any_text_survives_the_file(output):
     text = 'line\nbreak\u2028 "quoted" é 数 \ud800'
     write(output, LINES[:1], text=text)

@@ -9,7 +9,6 @@ import pytest
 from dllm_engine.cli import chat, engine
 from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, HELP, MAIN_SCREEN, PROMPT
 from dllm_engine.cli.main import main
-from dllm_engine.demo import DEMO_BLOCKS
 from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
@@ -64,18 +63,6 @@ def test_on_a_terminal_the_masks_fill_in_and_the_answer_stays(run):
     counts = [picture.count("░") for picture in pictures]
     assert counts[0] == 7, "after the first step of a block of 8"
     assert counts == sorted(counts, reverse=True)
-
-
-def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
-    """The first one has the last tokens of the prompt, which is fed in parts."""
-    terminal = Terminal()
-    llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
-    asked = f"{'Tom lives in Paris. Ida lives in Oslo. ' * 3}Where does Ida live?"
-    assert run(f"{asked}\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]) == 0
-    for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
-        assert f"{answer}\n{PROMPT}" in terminal.main_screen
-    assert max(picture.count("░") for pictures in terminal.drawings for picture in pictures) == 7
-    assert_nothing_left(llm)
 
 
 def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypatch):

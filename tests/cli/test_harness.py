@@ -100,6 +100,13 @@ def test_a_paper_has_other_lengths_with_a_guide():
     assert ("steps" in one, "steps" in guided) == (True, False)
 
 
+def test_a_papers_table_sets_what_is_not_named(monkeypatch):
+    args = parsed("--paper-table", "sparse-dllm/table-3", "--methods", "none", "--model", "GSAI-ML/LLaDA-8B-Instruct")
+    monkeypatch.setattr(evaluate, "tasks_of", lambda args: pytest.fail(f"{args.methods} {args.paper_task}"))
+    with pytest.raises(pytest.fail.Exception, match="none arc_challenge"):
+        evaluate.run(args)
+
+
 def results(groups=None, **values):
     entries = {name: {"alias": name, "f1,none": f1, "f1_stderr,none": 0.1} for name, (f1, _) in values.items()}
     counts = {name: {"original": 100, "effective": count} for name, (_, count) in values.items()}

@@ -6,7 +6,6 @@ The commands themselves run as printed in ``tests/docs/test_snippets.py``.
 import contextlib
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -56,23 +55,6 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(tmp_path):
     assert process.returncode == 130
     assert output == b""
     assert log.read_text().count("dllm: interrupted\n") == 1
-
-
-def test_a_terminal_shows_what_a_command_does_before_it_answers(tmp_path):
-    terminal, stderr = pty.openpty()
-    command = [preloaded_programs() / "dllm", "generate", PROMPT]
-    program = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=stderr)
-    os.close(stderr)
-    answer, _ = program.communicate(timeout=TIMEOUT)
-    shown = b""
-    with contextlib.suppress(OSError):  # the end
-        while part := os.read(terminal, 1 << 16):
-            shown += part
-    os.close(terminal)
-    assert answer == b"Ida=07, Tom=48\n"
-    importing, starting, *_ = shown.decode().split("\r\x1b[K")
-    assert importing == "Importing vLLM …"
-    assert starting.startswith("Starting the engine …")
 
 
 def test_bench_measures_one_engine_after_the_other(tmp_path):

@@ -96,12 +96,9 @@ def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
     ("decoding", "task", "expected"),
     [
         ({}, {"max_gen_toks": 24}, {"gen_length": 24}),
-        ({"gen_length": 16}, {"max_gen_toks": 24}, {"gen_length": 16}),
         ({"gen_length": 16, "steps": 8}, {"gen_length": 12, "steps": 6}, {"gen_length": 12, "steps": 6}),
-        ({}, {}, {"gen_length": None, "temperature": 0.0}),
         ({}, {"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
         ({}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
-        ({"temperature": 0.2}, {"do_sample": True, "temperature": 0.7}, {"temperature": 0.2}),
         ({"threshold": 0.9}, {"until": "x"}, {"threshold": 0.9, "stop": ["x"]}),
     ],
 )
@@ -127,12 +124,6 @@ def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
     assert model._fit(tokens, 32) == tokens[:50] + tokens[-51:]
     assert model.generate_until(asked, disable_tqdm=True) == [" Ida=07"]
     assert math.isfinite(model.loglikelihood(requests("loglikelihood", (prompt, " Ida=07")))[0][0])
-
-
-def test_chat_templates_may_leave_the_answer_open(make):
-    chat = [{"role": "user", "content": "Hi!"}, {"role": "assistant", "content": "Hello"}]
-    assert make().apply_chat_template(chat[:1]).endswith("Bot:")
-    assert make().apply_chat_template(chat, add_generation_prompt=False).endswith("Bot: Hello")
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,10 @@ def test_prompts_are_text_or_messages(tmp_path):
         ("\n", "holds no tasks"),
         ("nonsense", "task 1 must be"),
         ("caf\udce9", "tasks.jsonl: task 1 must be .* Invalid JSON"),
-        ("[]", "task 1 must be .* Input should be an object"),
         ('{"prompt": "x", "answer": "y"}\n\n{"prompt": "x"}', "task 3 must be .* answer: Field required"),
         ('{"answer": "x"}', "prompt: Field required"),
         ('{"prompt": "x", "answer": 3}', "answer: Input should be a valid string"),
-        ('{"prompt": "x", "answer": " "}', "answer: String should have at least 1 character"),
         ('{"prompt": 3, "answer": "x"}', "prompt: Input should be a valid string; prompt: Input"),
-        ('{"prompt": [{"content": "x"}], "answer": "x"}', "prompt: Field required"),
     ],
 )
 def test_a_line_that_is_no_task_is_named(tmp_path, content, message):
