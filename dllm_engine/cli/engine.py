@@ -121,8 +121,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
-    asked = {"model": args.model, **given(args, ENGINE), **engine_options(args)}
-    return asked | {"use_tqdm_on_load": False} | dict(args.engine_arg)
+    return {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -152,8 +151,7 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
         structure = given(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
         params = DiffusionParams(structured_outputs=structured_outputs, **given(args, DECODING))
-    progress = {"use_tqdm_on_load": sys.stderr.isatty()}
-    return load(engine_arguments(args) | progress | dict(args.engine_arg)), params
+    return load(engine_arguments(args)), params
 
 
 def load(arguments: dict[str, Any]) -> "LLM":
@@ -162,8 +160,9 @@ def load(arguments: dict[str, Any]) -> "LLM":
 
     # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
+    progress: dict[str, Any] = {"use_tqdm_on_load": sys.stderr.isatty()}
     try:
-        return LLM(**arguments)
+        return LLM(**progress | arguments)
     except OSError as error:
         raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
     finally:

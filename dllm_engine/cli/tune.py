@@ -11,7 +11,6 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, positive_int, split_names
 from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
 from dllm_engine.cli.evaluate import add_own_task_arguments, finish, own_tasks_of
@@ -20,8 +19,6 @@ from dllm_engine.evaluation import tuning
 from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.families import family_of
-from dllm_engine.scheduler.methods import methods_for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +56,9 @@ def run(args: argparse.Namespace) -> int:
     digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
     comparison = Comparison(ResultFile(args.output, "tune", subject), load)
-    search = tuning.Search(comparison, tasks, _space(args, decoding), engine, decoding, args.loss / 100)
+    methods = None if args.methods in (None, "all") else args.methods.split(",")
+    space = tuning.space_of(args.model, methods, _rules(args), decoding)
+    search = tuning.Search(comparison, tasks, space, engine, decoding, args.loss / 100)
     try:
         search.run(60 * args.budget)
     finally:
@@ -70,23 +69,6 @@ def run(args: argparse.Namespace) -> int:
             _finish(args, search, comparison)
             draw_tradeoff(comparison.scored, plot)
     return 0
-
-
-def _space(args: argparse.Namespace, decoding: dict[str, Any]) -> tuning.Space:
-    from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-    from dllm_engine.scheduler.options.resolve import checkpoint_defaults
-
-    config = load_config(args.model)
-    family, defaults = family_of(config), checkpoint_defaults(config) | decoding
-    longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
-    return tuning.space_of(
-        args.model,
-        family,
-        methods_for(family.attention) if args.methods in (None, "all") else args.methods.split(","),
-        default_block=min(defaults.get("block_length") or family.block_length_of(longest), longest),
-        longest_block=longest,
-        rules=_rules(args),
-    )
 
 
 def _rules(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import lm_eval.models  # noqa: F401 - its own models are registered only where n
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.evaluation.runner import Answer, answer_requests
@@ -187,12 +186,4 @@ class DiffusionLM(TemplateLM):
         return [not continuation or list(next(own).outputs[0].token_ids) == continuation for _, continuation in pairs]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The same bound of whole texts, in windows of ``max_model_len`` that do not overlap."""
-        totals = []
-        for (text,) in (request.args for request in requests):
-            tokens = self.tok_encode(text, add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, context_len=1)
-            pairs = [make_disjoint_window(window) for window in windows]
-            totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
-        return totals
+        raise ValueError("likelihoods of whole texts are not supported; take a task that asks for continuations")

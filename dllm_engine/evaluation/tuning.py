@@ -12,11 +12,12 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task
 from dllm_engine.evaluation.result_file import read_results
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import assignments, method_text
@@ -83,28 +84,29 @@ class Space:
         return [other for other in others if other != setting]
 
 
-def space_of(
-    model: str,
-    family: ModelFamily,
-    methods: Sequence[str],
-    default_block: int,
-    longest_block: int,
-    rules: Sequence[Options] = RULES,
-) -> Space:
-    """The space for a model whose blocks have ``default_block`` tokens; ``longest_block`` is a whole response.
+def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options], decoding: Options) -> Space:
+    """The space for a model whose requests have options ``decoding``; None: all cache methods that suit the model.
 
     Where attention goes by blocks they keep their length, and run one at a time. Raises ``ValueError`` for an unknown
     cache method.
     """
+    from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+    from dllm_engine.scheduler.options.resolve import checkpoint_defaults
+
+    config = load_config(model)
+    family = family_of(config)
     options = {}
-    for method in methods:
+    for method in methods or methods_for(family.attention):
         own = EngineOptions.parse({"cache_method": method}).with_paper_settings(model, family).cache
         tuned = CACHE_METHODS[method].tuned.items()
         options[method] = [{name: v} for name, values in tuned for v in values if v != getattr(own, name)]
     if family.attention_block is not None:
         return Space(options, rules)
-    lengths = sorted({int(default_block * ratio) for ratio in BLOCK_LENGTHS} - {default_block})
-    return Space(options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest_block])
+    defaults = checkpoint_defaults(config) | decoding
+    longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
+    default = min(defaults.get("block_length") or family.block_length_of(longest), longest)
+    lengths = sorted({int(default * ratio) for ratio in BLOCK_LENGTHS} - {default})
+    return Space(options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest])
 
 
 class Search:

@@ -72,19 +72,6 @@ def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
         assert (is_greedy, is_not) == (True, False)
 
 
-def test_whole_texts_are_cut_into_windows(make, demo, monkeypatch):
-    text = " Ida=07. Tom"
-    tokens = demo.get_tokenizer().encode(text)
-    assert len(tokens) == 6
-    whole = requests("loglikelihood_rolling", (text,))
-    model, (bos, folder) = make(mc_num=127), (demo.get_tokenizer().bos_token_id, Path(demo_model_path()))
-    assert model.loglikelihood_rolling(whole) == pytest.approx([plain_bound(folder, [bos], tokens)], rel=1e-3)
-    monkeypatch.setattr(type(model), "max_length", 5)
-    windows = [([bos], tokens[:4]), (tokens[1:4], tokens[4:])]
-    expected = sum(plain_bound(folder, *window) for window in windows)
-    assert model.loglikelihood_rolling(whole) == pytest.approx([expected], rel=1e-3)
-
-
 def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
     model = make(block_length=8)
     asked = [(PROMPT, {"until": until, "max_gen_toks": 32}) for until in ([], ["="], ["", "nowhere", "07"])]

@@ -9,15 +9,14 @@ from dllm_engine.evaluation.own_tasks import OwnTasks
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost
 from dllm_engine.evaluation.tuning import PLAIN, RULES, Search, Setting, Space, loss_interval, space_of
-from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from tests.support.plans import FULL_METHODS
 
 
-def space(family=LLADA, default_block=8, longest_block=32):
-    return space_of("demo", family, list(FULL_METHODS), default_block, longest_block)
+def space(model="demo", **decoding):
+    return space_of(model, None, RULES, decoding)
 
 
 def test_values_that_are_tried_are_those_of_methods_and_requests():
@@ -31,17 +30,19 @@ def test_values_that_are_tried_are_those_of_methods_and_requests():
         DiffusionParams(**rule)
 
 
-def test_options_differ_from_the_papers_of_the_model_and_blocks_are_at_most_the_response():
+def test_options_differ_from_the_papers_of_the_model_and_blocks_are_at_most_the_response(tiny_dream):
     assert space().methods["dkv"] == [{"refresh_interval": 4}, {"refresh_interval": 16}]
-    assert space(DREAM).methods["dkv"] == [{"refresh_interval": 8}, {"refresh_interval": 16}]
+    assert space(str(tiny_dream)).methods["dkv"] == [{"refresh_interval": 8}, {"refresh_interval": 16}]
     assert space().methods["none"] == []
-    assert space().block_lengths == [4, 16, 32]
-    assert space(default_block=256, longest_block=256).block_lengths == [32, 64, 128]
+    assert space(gen_length=32).block_lengths == [4, 16, 32]
+    assert space(gen_length=256, block_length=256).block_lengths == [32, 64, 128]
+    assert set(space("demo-blocks").methods) == {"none", "block"}
+    assert space("demo-blocks").block_lengths == ()
 
 
 def test_one_factor_is_varied():
     chosen = Setting("sparse", {"retention_ratio": 0.25}, {"threshold": 0.9, "block_length": 16})
-    varied = {factor: space().varied(chosen, factor) for factor in module.FACTORS}
+    varied = {factor: space(gen_length=32).varied(chosen, factor) for factor in module.FACTORS}
     rules = [other.decoding for other in varied["rule"]]
     assert rules == [rule | {"block_length": 16} for rule in RULES if rule != {"threshold": 0.9}]
     windows = [other.decoding for other in varied["block_add_threshold"]]
