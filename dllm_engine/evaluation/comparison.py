@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,7 +14,7 @@ from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Answer, Cost, LoadEngine, Runner
-from dllm_engine.text import format_table
+from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -154,7 +155,8 @@ class Comparison:
 
     @property
     def is_through(self) -> bool:
-        return all(row.result is not None for row in self._asked.values())
+        """True if each row that was asked for is measured, or cannot be."""
+        return all(row.result is not None or key in self.errors for key, row in self._asked.items())
 
     @property
     def scored(self) -> list[Row]:
@@ -172,8 +174,17 @@ class Comparison:
         Raises:
             ValueError: not one row can be measured.
         """
-        missing = {k: row.engine for k, row in self._asked.items() if row.result is None and k not in self.errors}
-        self._runner.each(missing, self._measure, self.errors, deadline)
+        missing = [key for key, row in self._asked.items() if row.result is None and key not in self.errors]
+        engines = [self._asked[key].engine for key in missing]
+        # Rows that share an engine follow each other.
+        for key in sorted(missing, key=lambda key: engines.index(self._asked[key].engine)):
+            if time.monotonic() > deadline:
+                break
+            try:
+                self._measure(key)
+            except (ValueError, RuntimeError) as error:
+                # A method and a rule may exclude each other, or memory may not suffice; the others go on.
+                self.errors[key] = one_line(error)
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 

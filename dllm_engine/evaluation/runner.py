@@ -5,13 +5,11 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
-
-from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -150,28 +148,6 @@ class Runner:
         except RuntimeError:
             self.stop()
             raise
-
-    def each(
-        self,
-        rows: Mapping[str, dict[str, Any]],
-        measure: Callable[[str], object],
-        errors: dict[str, str],
-        deadline: float,
-    ) -> None:
-        """Call ``measure`` with the key of each row, until the deadline. ``errors`` gets the reasons why rows could not
-        be measured.
-
-        An engine starts once: rows that share its arguments, the values of ``rows``, follow each other.
-        """
-        engines = list(rows.values())
-        for key in sorted(rows, key=lambda key: (rows[key] != self._arguments, engines.index(rows[key]))):
-            if time.monotonic() > deadline:
-                return
-            try:
-                measure(key)
-            except (ValueError, RuntimeError) as error:
-                # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                errors[key] = one_line(error)
 
 
 def answer_requests(

@@ -52,7 +52,7 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     printed = capsys.readouterr()
     rows = [line.split()[:4] for line in printed.out.splitlines() if line.startswith(("none ", "dual "))]
     assert rows == [[m, rule, batch, "32"] for m in ("none", "dual") for rule in rules for batch in ("1", "2")]
-    assert f"wrote {output}; the same command goes on from there" in printed.out
+    assert f"wrote {output}\n" in printed.out
     assert "cannot be measured: dual steps=99 1 × 32: steps=99 is out of range" in printed.err
     assert [arguments["cache_method"] for arguments in loaded] == ["none", "dual"]
     assert {arguments["max_num_batched_tokens"] for arguments in loaded} == {2 * 48}
