@@ -6,7 +6,6 @@ Everything ``vllm serve`` accepts works here too; ``vllm serve --help=all`` list
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
@@ -18,9 +17,7 @@ from dllm_engine.cli.arguments import (
 )
 from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_model, given
 from dllm_engine.demo import DEMO_MODELS, model_path
-from dllm_engine.evaluation.tuning import chosen_setting
 from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
-from dllm_engine.scheduler.options.request_fields import with_defaults
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server import start as server_start
@@ -48,8 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(other, EngineOptions, OTHER_SETTINGS)
     additional = f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
     add_value(other, ADDITIONAL_CONFIG, str, "JSON", additional)
-    settings = "a result of `dllm tune`: cache and request defaults are those it chose, where other arguments do not "
-    add_value(other, "--settings", Path, "FILE", settings + "say otherwise")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,32 +115,10 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     if defaults := given(args, DENOISING):
         check_release()  # what checks them needs it
         stated["request_defaults"] = defaults
-    options = above_settings(merged(options, stated), args)
+    options = merged(options, stated)
     engine = EngineOptions.parse(options)
     if engine.request_defaults:
         from dllm_engine.scheduler.options.resolve import check_request_defaults
 
         check_request_defaults(engine)
     return additional | {OPTIONS_KEY: options} if options else additional
-
-
-def above_settings(options: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Engine options laid over those of ``--settings``, if that is given.
-
-    A model of another name may be a copy of the same one, or tuned further, so it is a warning and no error. Raises
-    ``ValueError`` for a file that holds no chosen setting.
-    """
-    if args.settings is None:
-        return options
-    model, chosen = chosen_setting(args.settings)
-    if model != args.model:
-        print(
-            f"dllm: warning: {args.settings} was made with model {model}, this is {args.model}: its accuracy and speed "
-            f"say nothing here; run `dllm tune {args.model}`",
-            file=sys.stderr,
-        )
-    below = chosen["engine"]
-    if options.get("cache_method", below["cache_method"]) != below["cache_method"]:
-        below = {}  # its cache options are another method's
-    defaults = with_defaults(options.get("request_defaults", {}), chosen["decoding"])
-    return merged(below, options) | {"request_defaults": defaults}

@@ -6,6 +6,7 @@ this module loaded first.
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
@@ -62,7 +63,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer = answer_requests,
+        answer: Answer = partial(answer_requests, label="Requests"),
         **options: Any,
     ) -> None:
         super().__init__()

@@ -8,13 +8,11 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task
-from dllm_engine.evaluation.result_file import read_results
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
@@ -180,11 +178,3 @@ def loss_interval(plain: Sequence[float], scores: Sequence[float]) -> tuple[floa
     error = math.sqrt(((sum(value**2 for value in differences) + 2) / count - centre**2) / count)
     bound = NormalDist().inv_cdf(0.95) * error
     return centre - bound, centre + bound
-
-
-def chosen_setting(path: Path) -> tuple[str, dict[str, Any]]:
-    """The model and the chosen setting in a file of ``dllm tune``; raises ``ValueError`` if there is none."""
-    stored = read_results(path, "tune")
-    if not stored.get("chosen"):
-        raise ValueError(f"{path} has no chosen setting yet; run its `dllm tune` again, which goes on")
-    return stored["subject"]["model"], stored["chosen"]

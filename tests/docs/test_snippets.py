@@ -46,7 +46,6 @@ NOT_RUN = {
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --lora-path": NEEDS_CHECKPOINT,
-    "dllm serve GSAI-ML/LLaDA-8B-Instruct --settings": NEEDS_CHECKPOINT,
     "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": "tests/docs/test_deploy_docs.py compares all of its output",
     'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
     "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
