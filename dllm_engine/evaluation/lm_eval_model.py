@@ -49,7 +49,7 @@ class DiffusionLM(TemplateLM):
             of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
-        answer: what answers the requests.
+        answer: what answers the requests; None: the engine, all at once.
 
     Raises:
         ValueError: an option that is unknown or out of range.
@@ -63,7 +63,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer = partial(answer_requests, label="Requests"),
+        answer: Answer | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -79,7 +79,8 @@ class DiffusionLM(TemplateLM):
             raise ValueError(f"unknown decoding option {min(options)!r}{choices(min(options), DECODING_OPTIONS)}")
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
-        self.max_prompt_tokens, self.answer = max_prompt_tokens, answer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.answer: Answer = answer or partial(answer_requests, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
