@@ -112,7 +112,7 @@ stage() {
         4)
             bench methods --methods none,prefix,dual,sparse,dkv,dllm_cache,maskkv,es_dllm,freecache,delayed,d2_cache
             bench dual-launched --methods dual --no-cuda-graphs
-            bench dual-threshold --methods dual --threshold 0.9
+            bench dual-threshold --methods dual --unmasking-rules threshold=0.9
             bench dual-fp8 --methods dual --engine-arg quantization=fp8
             ;;
         5) run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json" ;;

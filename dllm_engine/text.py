@@ -60,6 +60,17 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def assignments(options: dict[str, Any]) -> str:
+    """Options as ``name=value+name=value``."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    return "+".join(f"{name}={text}" for name, text in texts.items())
+
+
+def method_text(method: str, options: dict[str, Any]) -> str:
+    """A cache method and its options, as ``--methods`` takes them."""
+    return ":".join(filter(None, (method, assignments(options))))
+
+
 def json_rows(value: Any, depth: int) -> str:
     """JSON with a line for each value at ``depth``, so that a list of rows there reads as a table."""
     if depth == 0 or not value or not isinstance(value, dict | list):

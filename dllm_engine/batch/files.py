@@ -47,11 +47,14 @@ class BatchRequest(BaseModel):
         """The messages, or the prompt as a message of the user."""
         return self.messages or [Message(role="user", content=self.prompt or "")]
 
-    def prompt_tokens(self, tokenizer: Any) -> list[int]:
-        """Prompt by the tokenizer's chat template; without a template, the prompt as it is."""
-        if self.messages is None and not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer.encode(self.prompt))
-        return list(tokenizer.apply_chat_template(self.as_messages(), add_generation_prompt=True, return_dict=False))
+
+def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
+    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
+    if isinstance(prompt, str):
+        if not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer.encode(prompt))
+        prompt = [Message(role="user", content=prompt)]
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
 @dataclass(frozen=True)
@@ -68,16 +71,6 @@ class InputLine:
     def parse(self) -> BatchRequest:
         """Raises pydantic's ``ValidationError``, a ``ValueError``, for a line that is no request."""
         return BatchRequest.model_validate_json(self.text)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Finished lines of an output file."""
-
-    indices: frozenset[int] = frozenset()
-    num_errors: int = 0
-    num_bytes: int = 0
-    """Length of its complete lines. A torn one may follow."""
 
 
 def _digest(data: bytes) -> str:
@@ -98,8 +91,8 @@ def read_input(path: Path) -> list[InputLine]:
 _RECORD_START = b'{"index": '
 
 
-def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> Finished:
-    """Read the records of an earlier run.
+def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> tuple[set[int], int, int]:
+    """Read the records of an earlier run: their indices, the number of errors, and of bytes without a torn last line.
 
     Args:
         output: the file's lines with their line breaks; only a torn last line has none.
@@ -129,7 +122,7 @@ def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings:
         indices.add(index)
         num_errors += "error" in record
         num_bytes += len(raw)
-    return Finished(frozenset(indices), num_errors, num_bytes)
+    return indices, num_errors, num_bytes
 
 
 def _load_record(raw: bytes) -> dict[str, Any] | None:
@@ -158,26 +151,24 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         os.register_at_fork(after_in_child=self._file.close)
         self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         try:
-            finished = self._resume(lines) if self._is_regular else Finished()
+            finished = self._resume(lines) if self._is_regular else set()
         except BaseException:
             self._file.close()
             raise
-        self.num_errors = finished.num_errors
-        self.num_resumed = self._num_written = len(finished.indices)
-        self._num_lines = len(lines)
-        self.pending = [line for line in lines if line.index not in finished.indices]
+        self.num_resumed = len(finished)
+        self.pending = [line for line in lines if line.index not in finished]
 
-    def _resume(self, lines: Sequence[InputLine]) -> Finished:
+    def _resume(self, lines: Sequence[InputLine]) -> set[int]:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another run is writing {self.path}; wait for it, or choose another output") from None
         try:
             with self.path.open("rb") as existing:
-                finished = read_finished(existing, lines, self._settings)
+                finished, self.num_errors, num_bytes = read_finished(existing, lines, self._settings)
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}; choose another output, or remove this one") from None
-        self._file.truncate(finished.num_bytes)
+        self._file.truncate(num_bytes)
         return finished
 
     def __exit__(self, *error: object) -> None:
@@ -192,17 +183,13 @@ class ResultFile(AbstractContextManager["ResultFile"]):
     def append(self, records: Sequence[dict[str, Any]]) -> None:
         """Write the records of finished requests. Once this returns, they survive a crash of the machine."""
         data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
-        num_bytes = 0
         try:
-            while num_bytes < len(data):
-                num_bytes += self._file.write(data[num_bytes:])
+            while data:
+                data = data[self._file.write(data) :]
             if self._is_regular:
                 os.fsync(self._file.fileno())
         except OSError as error:
-            num_written = self._num_written + data[:num_bytes].count(b"\n")
             raise ValueError(
-                f"cannot write {self.path}: {error.strerror}; {num_written} of {self._num_lines} requests are in it"
-                + ("; the same command goes on where this one stopped" if self._is_regular else "")
+                f"cannot write {self.path}: {error.strerror}; the same command goes on with what is in it"
             ) from error
-        self._num_written += len(records)
         self.num_errors += sum("error" in record for record in records)

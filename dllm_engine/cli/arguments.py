@@ -19,7 +19,7 @@ from dllm_engine.scheduler.options.request_fields import (
     RequestOptions,
 )
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
-from dllm_engine.text import choices, did_you_mean
+from dllm_engine.text import assignments, choices, did_you_mean
 
 DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_ratio")
 """Arguments about how a response is denoised, under the names of request options."""
@@ -28,7 +28,7 @@ RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
 ONE = "one"
 """The unmasking rule of one token per step."""
 GUIDED = "guided"
-"""The unmasking rule that leaves the choice to a guide, whose model may be its value."""
+"""The unmasking rule that leaves the choice to a guide, whose model is its value."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -39,16 +39,10 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in words], namespace)
         if unknown and not getattr(parsed, "passes_on_unknown", False):
             word = unknown[0]
-            self.error(
-                f"{word} is unknown{self.closest(word)}"
-                if word.startswith("-")
-                else f"{word!r} is one argument too many; put quotes around a text with spaces"
-            )
+            if not word.startswith("-"):
+                self.error(f"{word!r} is one argument too many; put quotes around a text with spaces")
+            self.error(f"{word} is unknown{did_you_mean(word.partition('=')[0], self._option_string_actions)}")
         return parsed, unknown
-
-    def closest(self, flag: str, others: Iterable[str] = ()) -> str:
-        """The end of a message on an unknown flag: the closest one of this parser and ``others``."""
-        return did_you_mean(self._with_dashes(flag).partition("=")[0], [*self._option_string_actions, *others])
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"dllm: error: {message} (`{self.prog} --help` lists what it takes)\n")
@@ -150,10 +144,10 @@ def add_value(
     group.add_argument(*names.split(), type=read, metavar=metavar, help=meaning, **more)
 
 
-def add_denoising_arguments(group: "argparse._ArgumentGroup") -> None:
+def add_denoising_arguments(group: "argparse._ArgumentGroup", without: Iterable[str] = ()) -> None:
     """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()
-    for name in DENOISING:
+    for name in (name for name in DENOISING if name not in without):
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 
@@ -173,11 +167,6 @@ def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
             raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE")
         chosen.append([(name, json_value(value)) for value in values.split(":")])
     return [(method, dict(options)) for options in itertools.product(*chosen)]
-
-
-def method_text(method: str, options: dict[str, Any]) -> str:
-    """As ``parse_method`` reads it."""
-    return ":".join(filter(None, (method, assignments(options))))
 
 
 def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
@@ -208,9 +197,3 @@ def as_words(options: dict[str, Any]) -> list[str]:
         else:
             words += [flag, value if isinstance(value, str) else json.dumps(value)]
     return words
-
-
-def assignments(options: dict[str, Any]) -> str:
-    """Options as ``parse_method`` and ``parse_rule`` read them."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
-    return "+".join(f"{name}={text}" for name, text in texts.items())

@@ -18,18 +18,11 @@ from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
 
 if TYPE_CHECKING:
-    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-COMMANDS = {
-    "/help": "lists the commands",
-    "/clear": "forgets the conversation",
-    "/exit": "ends, as Ctrl-D does",
-}
-GREETING = "/help lists the commands, Ctrl-D ends, Ctrl-C stops an answer."
-HELP = "\n".join(f"{name:7} {does}" for name, does in COMMANDS.items())
-HELP += "\nA message that begins with such a word needs a space before it."
+COMMANDS = ("/help", "/clear", "/exit")
+HELP = "/help lists the commands, /clear forgets the conversation, /exit and Ctrl-D end, Ctrl-C stops an answer."
 DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
 PROMPT = "> "
 ALTERNATE_SCREEN, MAIN_SCREEN, CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b[J"
@@ -42,17 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        if not front_end.has_chat_template:
-            raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
-        front_end.check_params(params)
-
-    llm, params = start_engine(args, check)
+    llm, params = start_engine(args)
+    if not llm.has_chat_template:
+        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
     on_terminal = sys.stdout.isatty()
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
-        print(GREETING)
+        print(HELP)
         if args.model in DEMO_MODELS:
             print(DEMO_HINT)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -61,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
     while True:
         try:
             line = input(PROMPT if on_terminal else "")
-        except (EOFError, KeyboardInterrupt) as end:
-            if on_terminal:
-                print()
-            if isinstance(end, KeyboardInterrupt):
-                raise
+        except EOFError:
+            print(end="\n" if on_terminal else "")
             return 0
         said = line.strip()
         if said == "/exit":
@@ -75,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         elif said == "/clear":
             messages.clear()
         elif re.match(r"/\w*(\s|$)", line):
-            print(f"dllm: error: {said} is unknown{choices(said, COMMANDS)}", file=sys.stderr)
+            hint = "; a message that begins with such a word needs a space before it"
+            print(f"dllm: error: {said} is unknown{choices(said, COMMANDS)}{hint}", file=sys.stderr)
         elif not is_text(said):
             print("dllm: error: the message is not UTF-8; send it in that encoding", file=sys.stderr)
         elif said:
@@ -119,18 +107,9 @@ def answer(
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
     """Step the engine until the answer is complete, and draw it behind a message unless that is None; returns the
-    completion, or None after Ctrl-C.
-
-    Ctrl-C is noted instead of interrupting a step; a second one raises ``KeyboardInterrupt``.
-    """
+    completion, or None after Ctrl-C, which is noted instead of interrupting a step."""
     interrupts: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if interrupts:
-            raise KeyboardInterrupt
-        interrupts.append(number)
-
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         while not interrupts:
             for output in llm.llm_engine.step():

@@ -4,8 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
@@ -29,7 +28,6 @@ from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now
 
 if TYPE_CHECKING:
-    from dllm_engine.front_end import FrontEnd
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
@@ -84,11 +82,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_value(group, "--engine-arg", key_value, "KEY=VALUE", other, action="append", default=[])
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser, names_of_length: str = "") -> None:
+def add_decoding_arguments(
+    parser: argparse.ArgumentParser, names_of_length: str = "", without: Iterable[str] = ()
+) -> None:
+    """Arguments about responses, but for options ``without``; the length may have more names."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     length = "response tokens (default: the checkpoint's, else 256)"
     add_value(group, f"--gen-length {names_of_length}", whole_number, "N", length)
-    add_denoising_arguments(group)
+    add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
     add_options(group, RequestOptions, ("top_p", "top_k"))
     add_value(group, "--seed", int, "N", "seed of everything that is drawn at random")
@@ -120,8 +121,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
-    asked = {"model": args.model, **given(args, ENGINE), **engine_options(args)}
-    return asked | {"use_tqdm_on_load": False} | dict(args.engine_arg)
+    return {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -138,51 +138,32 @@ def prepare(args: argparse.Namespace) -> None:
     check_release()
 
 
-def start_engine(
-    args: argparse.Namespace, check: "Callable[[FrontEnd, DiffusionParams], object]"
-) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for.
-
-    Args:
-        check: raises ``ValueError`` for requests that the engine would refuse, before the model is loaded.
-
-    Raises:
-        ValueError: options out of range, a model that cannot be found.
-    """
+def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
+    """The engine and the decoding parameters that ``args`` ask for; raises ``ValueError`` for options out of range and
+    a model that cannot be found."""
     be_quiet()
     with progress_line("Importing vLLM"):
         prepare(args)
         from vllm.sampling_params import StructuredOutputsParams
 
-        from dllm_engine.front_end import FrontEnd
         from dllm_engine.params import DiffusionParams
 
         structure = given(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
         params = DiffusionParams(structured_outputs=structured_outputs, **given(args, DECODING))
-        arguments = engine_arguments(args)
-    with naming_model(arguments):
-        check(FrontEnd(arguments), params)
-    return load(arguments | {"use_tqdm_on_load": sys.stderr.isatty(), **dict(args.engine_arg)}), params
+    return load(engine_arguments(args)), params
 
 
 def load(arguments: dict[str, Any]) -> "LLM":
-    """Start an engine with arguments of ``LLM``."""
+    """Start an engine with arguments of ``LLM``; raises ``ValueError`` if the model's files cannot be read."""
     from dllm_engine.llm import LLM
 
     # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
+    progress: dict[str, Any] = {"use_tqdm_on_load": sys.stderr.isatty()}
     try:
-        with naming_model(arguments):
-            return LLM(**arguments)
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def naming_model(arguments: dict[str, Any]) -> Iterator[None]:
-    """Errors of reading the model's files as ``ValueError`` with its name."""
-    try:
-        yield
+        return LLM(**progress | arguments)
     except OSError as error:
         raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
+    finally:
+        signal.signal(signal.SIGINT, before)

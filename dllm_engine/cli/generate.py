@@ -6,19 +6,14 @@ A run over a file, with --input and --output, may be interrupted at any time; th
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
 from dllm_engine.batch.run import answer_lines, enqueue, outcome
 from dllm_engine.cli.arguments import add_value
-from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, prepare, start_engine
+from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
 from dllm_engine.text import is_text
-
-if TYPE_CHECKING:
-    from dllm_engine.front_end import FrontEnd
-    from dllm_engine.params import DiffusionParams
 
 SOME_FAILED = 1
 _SETTINGS = ("model", "dtype", "raw", "cache_method", "cache_option", "guide_model", "guide_tokens_per_token")
@@ -60,17 +55,11 @@ def _answer_prompt(args: argparse.Namespace) -> int:
         if args.gen_length is None:
             raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
         pieces, args.gen_length, args.raw = [args.gen_length, args.suffix], None, True
-    elif args.template is not None:
-        prepare(args)
+    llm, params = start_engine(args)
+    if args.template is not None:
         from dllm_engine.infill.template import parse_template  # imports vLLM
 
         pieces = parse_template(args.template)
-
-    def check(front_end: "FrontEnd", params: "DiffusionParams") -> None:
-        tokens = {"prompt_token_ids": request.prompt_tokens(front_end.tokenizer)}
-        front_end.check(tokens if not args.raw and front_end.has_chat_template else args.prompt, params, pieces)
-
-    llm, params = start_engine(args, check)
     use_chat = not args.raw and llm.has_chat_template
     if pieces is not None:
         (output,) = llm.fill_in([request.as_messages() if use_chat else args.prompt], [pieces], params)
@@ -93,7 +82,7 @@ def _answer_file(args: argparse.Namespace) -> int:
     settings = settings_digest({name: getattr(args, name) for name in (*_SETTINGS, *DECODING, *STRUCTURE)})
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
-            llm, params = start_engine(args, lambda front_end, params: front_end.check_params(params))
+            llm, params = start_engine(args)
             with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
                 answer_lines(llm, results, params, use_chat=not args.raw and llm.has_chat_template, bar=bar)
         print(

@@ -15,7 +15,6 @@ from dllm_engine.cli.arguments import add_options, as_words
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory.capacity import Deployment, RequestDemand, Sizing
 from dllm_engine.memory.capacity import plan as sizing_of
-from dllm_engine.memory.weights import QUANTIZATIONS
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions, explain
 from dllm_engine.text import format_table, readable_size
 
@@ -39,12 +38,11 @@ def run(args: argparse.Namespace) -> int:
     except ValidationError as error:
         raise ValueError(explain(error, "argument")) from None
     sizing = sizing_of(deployment)
-    copy, command = copy_command(sizing), serve_command(sizing, args)
+    command = serve_command(sizing, args)
     if args.json:
         print(json.dumps(sizing.model_dump(mode="json") | {"serve": command}, indent=2))
     else:
-        copied = [f"To make the copy: {shlex.join(copy)}"] if copy else []
-        print(as_text(sizing), *copied, f"To serve it so: {shlex.join(command)}", sep="\n")
+        print(as_text(sizing), f"To serve it so: {shlex.join(command)}", sep="\n")
     return 0
 
 
@@ -85,16 +83,6 @@ def _method_row(demand: RequestDemand, canvas: int, *, chosen: bool) -> tuple[st
     return (name, *sizes, f"{demand.rows_per_step:,.0f}", f"{demand.requests:,}", demand.limit)
 
 
-def copy_command(s: Sizing) -> list[str]:
-    """The command that writes the quantized copy of the plan's model; empty if there is none to write, or if the tools
-    of its format write it."""
-    if s.quantization in (None, "fp8", "gptq", "awq"):  # FP8 is made at load time
-        return []
-    group = QUANTIZATIONS[s.quantization].group_size
-    scheme = ["--scheme", s.quantization, *(["--group-size", str(group)] if group else [])]
-    return ["python", "examples/quantize.py", s.model, _copy_of(s), *scheme]
-
-
 def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
     options: dict[str, Any] = {} if s.options.cache_method == "none" else {"cache_method": s.options.cache_method}
@@ -102,9 +90,6 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     options |= {"cache_options": dict(args.cache_option), **{name: getattr(s, name) for name in settled}}
     options |= given(args, ("tensor_parallel_size", "dtype", "page_size", *GUIDE_SETTINGS))
     if s.quantization == "fp8":
-        options["quantization"] = "fp8_per_channel"
-    return ["dllm", "serve", s.model if s.quantization in (None, "fp8") else _copy_of(s), *as_words(options)]
-
-
-def _copy_of(s: Sizing) -> str:
-    return f"{Path(s.model).name}-{s.quantization}"
+        options["quantization"] = "fp8_per_channel"  # made at load time; other formats are a copy's
+    model = s.model if s.quantization in (None, "fp8") else f"{Path(s.model).name}-{s.quantization}"
+    return ["dllm", "serve", model, *as_words(options)]

@@ -49,10 +49,6 @@ MAX_PAIRS: dict[str, int] = {"names": 36, "keys": 24, "facts": 24, "reverse": 12
 """Longest prompts seen in training: pairs for the recall tasks, words for the list tasks."""
 MAX_ASKED = 4
 """Most items asked in one recall prompt; four of any task fit in a response of 32 tokens."""
-NEEDLE_LENGTHS: tuple[int, ...] = (64, 128, 192, 256, 320, 384)
-"""Tokens of the prompts that a needle is hidden in; the model was trained on prompts of about 250 at most."""
-NEEDLE_DEPTHS: tuple[int, ...] = (0, 25, 50, 75, 100)
-"""Percent of the filler that stands before the needle."""
 
 
 @dataclass(frozen=True)
@@ -99,34 +95,6 @@ def make_examples(
     if task in LIST_TASKS:
         return [_list_example(task, rng, rng.randint(low, high), filler) for _ in range(count)]
     return [_recall_example(task, rng, rng.randint(low, high), asked, filler) for _ in range(count)]
-
-
-def needle_examples(length: int, depth: int, count: int, seed: int) -> list[Example]:
-    """Draw ``count`` examples of a needle in a haystack: prompts of about ``length`` tokens that ask for one pair, as
-    the task ``names`` does. The pair stands behind ``depth`` percent of filler sentences."""
-    rng = random.Random(f"needle {length} {depth} {seed}")
-    made = []
-    for _ in range(count):
-        name, code = rng.choice(NAMES), f"{rng.randrange(100):02d}"
-        statement, question = f"{name}={code}", f"Give: {name}"
-        sentences = filler_sentences(rng, length - _length(f"{statement}. {question}"))
-        sentences.insert(round(len(sentences) * depth / 100), f"{statement}.")
-        made.append(Example("names", " ".join([*sentences, question]), statement, (statement,)))
-    return made
-
-
-def hole_examples(task: str, count: int, seed: int) -> list[tuple[Example, str, str, str]]:
-    """Draw ``count`` examples of a task with several items, each with its response in three parts: what stands before
-    an item, the item, and what stands behind it. The task ``chat`` has no items."""
-    rng = random.Random(f"hole {task} {seed}")
-    made: list[tuple[Example, str, str, str]] = []
-    while len(made) < count:
-        (example,) = make_examples(task, 1, rng.randrange(TRAINING_SEED_START))
-        item, answer = rng.choice(example.items), f" {example.answer}"
-        if len(example.items) > 1 and answer.count(f" {item}") == 1:
-            before, after = answer.split(f" {item}")
-            made.append((example, before, f" {item}", after))
-    return made
 
 
 def _chat(rng: random.Random) -> Example:

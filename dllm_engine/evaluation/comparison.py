@@ -1,8 +1,5 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
-import csv
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -16,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Answer, Answers, LoadEngine, Runner, Tell
-from dllm_engine.text import format_table
+from dllm_engine.evaluation.runner import Answer, Cost, LoadEngine, Runner
+from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-SAVE_SECONDS = 30
-"""From one time that the answers of an unfinished row are written to the next."""
 UNKNOWN = "–"
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
@@ -80,24 +75,12 @@ class Task(ABC):
     """Decoding with a guide; None: as without, but for ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method."""
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Number of examples."""
+    at_once: int | None = field(default=None, kw_only=True)
+    """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
         """Score an engine; ``answer`` answers requests."""
-
-    @abstractmethod
-    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
-        """Scores of some examples, from 0 to 1."""
-
-    @property
-    def subject(self) -> dict[str, Any]:
-        """Name and digest of the examples and settings, for a result file."""
-        return {"tasks": self.name, "tasks_digest": hashlib.sha256(repr(self).encode()).hexdigest()[:16]}
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
@@ -114,88 +97,106 @@ class Task(ABC):
 
 @dataclass
 class Row(Combination):
-    """A combination on a task."""
+    """A combination on a task. ``result`` is None until it is measured."""
 
     task: str
-    answers: Answers = field(default_factory=Answers)
-    """Texts only until all requests are answered."""
     result: Result | None = None
-    """None until then."""
+    cost: Cost = field(default_factory=Cost)
 
     @property
     def key(self) -> str:
-        return json.dumps([self.method, self.unmasking, self.task])
+        return f"{self.method} {self.unmasking} {self.task}"
+
+    @property
+    def score(self) -> float:
+        """NaN until it is measured."""
+        return self.result.score if self.result else math.nan
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return self.result.details if self.result else {}
 
     @property
     def values(self) -> dict[str, Any]:
-        """Names, score and cost."""
-        values = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        values |= {} if self.result is None else vars(self.result)
-        values.pop("details", None)
-        return values | self.answers.cost.figures
+        """Names, score and cost, as columns name them."""
+        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
+        return names | (vars(self.result) if self.result else {}) | self.cost.figures
 
 
 class Comparison:
     """Fills a table: a row per combination and task.
 
     Args:
-        file: rows so far; each is written as soon as it is scored, and its answers while it is not.
+        file: rows so far; each is written as soon as it is measured.
         load: starts an engine.
     """
 
-    def __init__(
-        self, combinations: Sequence[Combination], tasks: Sequence[Task], file: ResultFile, load: LoadEngine
-    ) -> None:
+    def __init__(self, file: ResultFile, load: LoadEngine) -> None:
         self.file, self._runner = file, Runner(load)
-        stored = {row.key: row for row in TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))}
-        self.rows: dict[str, Row] = {}
-        """Rows that were asked for first, then the others of the file."""
+        stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
+        self._stored = {row.key: row for row in stored}
+        self._asked: dict[str, Row] = {}
         self._tasks: dict[str, Task] = {}
-        for combination in combinations:
-            for task in tasks:
-                engine = {name: value for name, value in task.engine_of(combination).items() if value is not None}
-                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-                row = Row(combination.method, combination.unmasking, engine, task.decoding_of(combination), label)
-                self.rows[row.key], self._tasks[row.key] = stored.get(row.key, row), task
-        self.rows |= stored
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 
+    def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
+        """Ask for rows, which have results where the file has them."""
+        rows = []
+        for combination in combinations:
+            for task in tasks:
+                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
+                engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+                row = Row(combination.method, combination.unmasking, engine, decoding, label)
+                row = self._asked.setdefault(row.key, self._stored.get(row.key, row))
+                self._tasks[row.key] = task
+                rows.append(row)
+        return rows
+
+    @property
+    def is_through(self) -> bool:
+        """True if each row that was asked for is measured, or cannot be."""
+        return all(row.result is not None or key in self.errors for key, row in self._asked.items())
+
     @property
     def scored(self) -> list[Row]:
-        return [row for row in self.rows.values() if row.result is not None]
+        """Measured rows: first those that were asked for, then the others of the file."""
+        return [row for row in (self._asked | self._stored).values() if row.result is not None]
 
     def save(self, **about: Any) -> None:
         """Write all of it, after ``about``."""
-        self.file.write(**about, rows=[asdict(row) for row in self.rows.values() if row.result or row.answers.texts])
+        self.file.write(**about, rows=[asdict(row) for row in self.scored])
 
-    def run(self) -> None:
-        """Measure the rows that are missing. Interrupted, it leaves what it has measured in the file.
+    def run(self, deadline: float = math.inf) -> None:
+        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``. Interrupted, it leaves those it
+        has measured in the file.
 
         Raises:
             ValueError: not one row can be measured.
         """
-        missing = {key: self.rows[key].engine for key in self._tasks if self.rows[key].result is None}
-        self._runner.each(missing, self._measure, self.errors)
+        missing = [key for key, row in self._asked.items() if row.result is None and key not in self.errors]
+        engines = [self._asked[key].engine for key in missing]
+        # Rows that share an engine follow each other.
+        for key in sorted(missing, key=lambda key: engines.index(self._asked[key].engine)):
+            if time.monotonic() > deadline:
+                break
+            try:
+                self._measure(key)
+            except (ValueError, RuntimeError) as error:
+                # A method and a rule may exclude each other, or memory may not suffice; the others go on.
+                self.errors[key] = one_line(error)
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
-    def _measure(self, key: str, tell: Tell) -> None:
-        row, saved = self.rows[key], time.monotonic()
+    def stop(self) -> None:
+        """End the running engine, if there is one."""
+        self._runner.stop()
 
-        def tell_and_save(share: float) -> None:
-            nonlocal saved
-            tell(share)
-            if time.monotonic() - saved > SAVE_SECONDS:
-                self.save()
-                saved = time.monotonic()
-
-        try:
-            ask = partial(self._tasks[key].score, decoding=row.decoding)
-            row.result = self._runner.run(row.engine, ask, row.answers, tell=tell_and_save)
-            row.answers.texts = {}
-        finally:
-            self.save()
+    def _measure(self, key: str) -> None:
+        row, task = self._asked[key], self._tasks[key]
+        ask = partial(task.score, decoding=row.decoding)
+        row.result, row.cost = self._runner.run(row.engine, ask, task.at_once, key)
+        self.save()
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
@@ -204,14 +205,6 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
         [UNKNOWN if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows
     ]
     return format_table([tuple(columns), *cells])
-
-
-def write_csv(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """A line per row, with all digits."""
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:

@@ -1,9 +1,6 @@
-"""The machine that figures are made on, and the memory that this process holds of it."""
+"""The machine that figures are made on, and the memory that an engine takes of it."""
 
-import ctypes
 import datetime
-import gc
-import os
 import platform
 import re
 from importlib.metadata import version
@@ -11,13 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import vllm
 from vllm.platforms import current_platform
 
-from dllm_engine.memory.capacity import models_of
-from dllm_engine.memory.weights import weight_bytes
 from dllm_engine.version import __version__
 
 
@@ -56,37 +50,25 @@ class MemoryMeter:
     """Peaks of an engine's memory in this process from now on; ``look`` after each of its steps."""
 
     def __init__(self, runner: Any, pool: Any) -> None:
-        models = models_of(runner.model_config.hf_config, runner.options)
-        itemsize = runner.model_config.dtype.itemsize
-        self._weight_bytes = sum(weight_bytes(model, 1, itemsize) for model in models)
-        self._page_bytes = 0 if runner.pages is None else runner.pages.memory[0].nbytes
+        has_pages = runner.pages is not None
+        self._pool_bytes = runner.pages.memory.nbytes if has_pages else 0
+        self._bytes_per_page = runner.pages.memory[0].nbytes if has_pages else 0
         self._pool, self._most_pages = pool, 0
-        # Freed memory that the allocator keeps would hide what comes next.
-        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-            self._before = torch.cuda.memory_allocated()
-            return
-        if "CS_GNU_LIBC_VERSION" in os.confstr_names:
-            ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = psutil.Process().memory_info().rss
 
     def look(self) -> None:
         """Count the pages held now."""
         self._most_pages = max(self._most_pages, self._pool.num_allocated)
 
-    def read(self) -> dict[str, int]:
-        """Bytes of weights and pages, and those held beyond the memory at first, by PyTorch's allocator on a GPU, else
-        by this process."""
-        if torch.cuda.is_available():
-            peak = torch.cuda.max_memory_allocated()
-        else:
-            high_water = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
-            assert high_water
-            peak = 1024 * int(high_water[1])
-        return {
-            "weight_bytes": self._weight_bytes,
-            "page_bytes": self._most_pages * self._page_bytes,
-            "working_bytes": max(0, peak - self._before),
-        }
+    @property
+    def page_bytes(self) -> int:
+        """The most bytes of pages held at once."""
+        return self._most_pages * self._bytes_per_page
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """PyTorch's allocations on the GPU at their peak, without the pages that were free; None without a GPU."""
+        if not torch.cuda.is_available():
+            return None
+        return torch.cuda.max_memory_allocated() - self._pool_bytes + self.page_bytes

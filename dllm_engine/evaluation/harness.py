@@ -1,10 +1,8 @@
 """Tasks of lm-evaluation-harness."""
 
 import os
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,11 +36,10 @@ class HarnessTask(Task):
     confirm_run_unsafe_code: bool = False
     """Run the programs that a model writes."""
 
-    def load(self) -> dict[str, Any]:
-        """lm_eval's tasks of it, by name; raises ``ValueError`` where it is unknown or its data is missing."""
+    def check(self) -> None:
+        """Raise ``ValueError`` where the task is unknown or its data is missing."""
         try:
-            tasks: dict[str, Any] = self._manager.load([self.name])["tasks"]
-            return tasks
+            self._manager.load([self.name])
         except KeyError as error:
             raise ValueError(
                 f"lm_eval knows no task {self.name!r}; name one of `lm_eval ls tasks`, a YAML file, or the folder of "
@@ -56,7 +53,25 @@ class HarnessTask(Task):
             ) from error
 
     def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        results = self._evaluate(llm, answer, decoding, limit=self.count)
+        import lm_eval
+
+        from dllm_engine.evaluation.lm_eval_model import DiffusionLM
+
+        longest, masks = self.max_prompt_tokens, {"mc_num": self.mc_num, "mc_seed": self.seed}
+        chat = self.with_chat_template and llm.has_chat_template
+        if self.confirm_run_unsafe_code:
+            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            DiffusionLM(llm, max_prompt_tokens=longest, answer=answer, **masks | decoding),
+            tasks=[self.name],
+            limit=self.count,
+            num_fewshot=self.num_fewshot,
+            task_manager=self._manager,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
+            log_samples=False,
+        )
         metric, score, stderr = headline(results, self.name, self.metric)
         details = {
             name: {key: value for key, value in entry.items() if "," in key}
@@ -64,67 +79,6 @@ class HarnessTask(Task):
         }
         examples = sum(samples["effective"] for samples in results["n-samples"].values())
         return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
-
-    @cached_property
-    def _examples(self) -> list[tuple[str, int]]:
-        """Task and number of each example; raises ``ValueError`` where a task asks for no responses."""
-        loaded = self.load()
-        for name, task in loaded.items():
-            if (kind := task.get_config("output_type")) != "generate_until":
-                raise ValueError(
-                    f"task {name!r} asks for {kind}, which is computed without a cache: there is nothing to tune; take "
-                    f"a task that asks for responses"
-                )
-        return [(name, i) for name, task in loaded.items() for i in range(len(task.eval_docs))]
-
-    @property
-    def size(self) -> int:
-        return len(self._examples)
-
-    def scores(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], examples: Sequence[int]) -> list[float]:
-        asked, samples = [self._examples[index] for index in examples], defaultdict(list)
-        for name, index in asked:
-            samples[name].append(index)
-        # A task from a file is known by its path alone; of a group, only tasks that have an example here are run.
-        tasks = [self.name] if self.name.endswith(".yaml") else list(samples)
-        which = {"tasks": tasks, "samples": dict(samples), "log_samples": True, "bootstrap_iters": 0}
-        results = self._evaluate(llm, answer, self.decoding | decoding, **which)
-        metric, _, chosen_filter = headline(results, self.name, self.metric)[0].partition(",")
-        scored = {
-            (name, sample["doc_id"]): sample.get(metric)
-            for name, samples_of_task in results["samples"].items()
-            for sample in samples_of_task
-            if sample["filter"] == chosen_filter
-        }
-        for score in scored.values():
-            if not isinstance(score, bool | int | float) or not 0 <= score <= 1:
-                raise ValueError(
-                    f"task {self.name!r}: {metric} of an example is {score!r}, and settings are compared by a score "
-                    f"from 0 to 1 per example; name another with --metric"
-                )
-        return [float(scored[example]) for example in asked]
-
-    def _evaluate(self, llm: "LLM", answer: Answer, decoding: dict[str, Any], **which: Any) -> dict[str, Any]:
-        """lm_eval's results. ``which`` holds more arguments of lm_eval, such as ``limit`` or ``samples``."""
-        import lm_eval
-
-        from dllm_engine.evaluation.lm_eval_model import DiffusionLM
-
-        longest, masks = self.max_prompt_tokens, {"mc_num": self.mc_num, "mc_seed": self.seed}
-        model = DiffusionLM(llm, max_prompt_tokens=longest, answer=answer, **masks | decoding)
-        chat = self.with_chat_template and llm.has_chat_template
-        if self.confirm_run_unsafe_code:
-            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
-        results: dict[str, Any] = lm_eval.simple_evaluate(
-            model,
-            num_fewshot=self.num_fewshot,
-            task_manager=self._manager,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,
-            confirm_run_unsafe_code=self.confirm_run_unsafe_code,
-            **{"tasks": [self.name], "log_samples": False} | which,
-        )
-        return results
 
     @property
     def _manager(self) -> Any:

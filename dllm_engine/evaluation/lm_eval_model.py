@@ -1,25 +1,21 @@
-"""The models ``dllm`` and ``dllm-http`` of lm-evaluation-harness: its tasks run by a diffusion engine, or its server.
+"""The model ``dllm`` of lm-evaluation-harness: its tasks run by a diffusion engine.
 
 Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval`` is the command of any release, with
 this module loaded first.
 """
 
-import json
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
-import requests as http
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
-from lm_eval.models.openai_completions import LocalCompletionsAPI
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
-from dllm_engine.evaluation.runner import Answer, Request
+from dllm_engine.evaluation.runner import Answer, answer_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -36,25 +32,12 @@ Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
 """Texts, where a cache may keep them, and tokens of a prompt and its continuation, as lm_eval hands them on."""
 
 
-def _cached(lm: TemplateLM, requests: Sequence[Continuation], answers: list[tuple[float, bool]]) -> list[Any]:
-    for (text, _, _), answer in zip(requests, answers, strict=True):
-        if text is not None:
-            lm.cache_hook.add_partial("loglikelihood", text, answer)
-    return answers
-
-
-def answer_at_once(llm: LLM, requests: Sequence[Request]) -> list[str]:
-    """All requests are the engine's to batch."""
-    prompts, params = [{"prompt_token_ids": ids} for ids, _ in requests], [wanted for _, wanted in requests]
-    return [output.outputs[0].text for output in llm.generate(prompts, params)]
-
-
 @register_model("dllm")
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
     ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
-    ``max_model_len``, …; ``cache_options`` as JSON), decoding options (``gen_length``, ``block_length``, ``steps``,
+    ``max_model_len``, …), decoding options (``gen_length``, ``block_length``, ``steps``,
     ``threshold``, …) and the keyword arguments below. Decoding options named there replace a task's own; diffusion
     options in lm_eval's ``--gen_kwargs`` replace both.
 
@@ -66,7 +49,7 @@ class DiffusionLM(TemplateLM):
             of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
-        answer: what answers the requests.
+        answer: what answers the requests; None: the engine, all at once.
 
     Raises:
         ValueError: an option that is unknown or out of range.
@@ -80,7 +63,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer = answer_at_once,
+        answer: Answer | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -92,16 +75,12 @@ class DiffusionLM(TemplateLM):
             options.pop(name, None)  # lm_eval's: the engine batches what fits, on the device that vLLM finds
         # A ratio lowers the engine's for every request; the engine's own is cache_options'.
         self.decoding = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
-        if isinstance(text := options.get("cache_options"), str) and text.startswith("{"):
-            try:
-                options["cache_options"] = json.loads(text)
-            except ValueError as error:
-                raise ValueError(f"cache_options={text!r} is not JSON: {error}") from None
         if options and not isinstance(pretrained, str):
             raise ValueError(f"unknown decoding option {min(options)!r}{choices(min(options), DECODING_OPTIONS)}")
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
-        self.max_prompt_tokens, self.answer = max_prompt_tokens, answer
+        self.max_prompt_tokens = max_prompt_tokens
+        self.answer: Answer = answer or partial(answer_requests, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
@@ -149,7 +128,7 @@ class DiffusionLM(TemplateLM):
                 asked[id(request)] += 1
         contexts = [self.tok_encode(request.args[0]) for request in requests]
         prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        texts = self.answer(self.llm, list(zip(prompts, params, strict=True)))
+        texts, _ = self.answer(self.llm, list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -195,7 +174,10 @@ class DiffusionLM(TemplateLM):
         bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
         greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
         answers = list(zip(bounds, greedy, strict=True))
-        return _cached(self, requests, answers)
+        for (text, _, _), answer in zip(requests, answers, strict=True):
+            if text is not None:
+                self.cache_hook.add_partial("loglikelihood", text, answer)
+        return answers
 
     def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
         """True for each continuation that is the model's own, unmasked one token per step in one block."""
@@ -206,38 +188,4 @@ class DiffusionLM(TemplateLM):
         return [not continuation or list(next(own).outputs[0].token_ids) == continuation for _, continuation in pairs]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The same bound of whole texts, in windows of ``max_model_len`` that do not overlap."""
-        totals = []
-        for (text,) in (request.args for request in requests):
-            tokens = self.tok_encode(text, add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, context_len=1)
-            pairs = [make_disjoint_window(window) for window in windows]
-            totals.append(sum(log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
-        return totals
-
-
-@register_model("dllm-http")
-class DiffusionAPI(LocalCompletionsAPI):
-    """A server of this package as lm_eval's model: ``local-completions`` but for likelihoods.
-
-    ``--model_args``: those of ``local-completions``, ``mc_num`` and ``mc_seed``.
-    """
-
-    def __init__(self, *, mc_num: int = NUM_SAMPLES, mc_seed: int = 0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.sampling = {"num_samples": int(mc_num), "seed": int(mc_seed)}
-
-    def _loglikelihood_tokens(self, requests: Sequence[Continuation], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Bounds, as ``DiffusionLM`` without ``check_greedy``; raises ``RuntimeError`` with the server's message."""
-        with ThreadPoolExecutor(self._concurrent) as pool:
-            return _cached(self, requests, [(bound, False) for bound in pool.map(self._log_likelihood, requests)])
-
-    def _log_likelihood(self, request: Continuation) -> float:
-        _, prompt, continuation = request
-        body = {"model": self.model, "prompt": prompt, "answers": [continuation]} | self.sampling
-        url = self.base_url.replace("/v1/completions", "/v1/likelihoods")
-        reply = http.post(url, json=body, headers=self.header, verify=self.verify_certificate, timeout=self.timeout)
-        if reply.status_code != 200:
-            raise RuntimeError(f"{url}: {reply.text}")
-        return reply.json()["data"][0]["log_likelihood"]
+        raise ValueError("likelihoods of whole texts are not supported; take a task that asks for continuations")

@@ -7,7 +7,7 @@ from typing import Any
 
 from dllm_engine.text import json_rows
 
-SCHEMA = 3
+SCHEMA = 4
 """Number of the layout of result files; raised where a reader of older ones would go wrong."""
 
 
@@ -15,19 +15,6 @@ def check_folder_of(path: Path | None) -> None:
     """Raise ``ValueError`` for a file that could not be written, as its folder does not exist."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-
-
-def read_results(path: Path, command: str) -> dict[str, Any]:
-    """The content of a file that ``dllm COMMAND`` wrote; raises ``ValueError`` for any other file."""
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA or stored.get("of", command) != command:
-        raise ValueError(
-            f"{path} is no result of this version's `dllm {command}`; give another file, or run `dllm {command}` again"
-        )
-    return stored
 
 
 class ResultFile:
@@ -42,8 +29,8 @@ class ResultFile:
     """
 
     def __init__(self, path: Path | None, command: str, subject: dict[str, Any]) -> None:
-        self.path, self.command = path, command
-        self.subject: dict[str, Any] = json.loads(json.dumps(subject, default=str))
+        self.path = path
+        self.subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self.stored: dict[str, Any] = {}
         """Its content at first."""
         if path is not None and path.suffix != ".json":
@@ -51,7 +38,10 @@ class ResultFile:
         check_folder_of(path)
         if path is None or not path.exists():
             return
-        self.stored = read_results(path, command)
+        try:
+            self.stored = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
         before = self.stored.get("subject", {})
         for name, value in self.subject.items():
             if before.get(name) != value:
@@ -65,7 +55,6 @@ class ResultFile:
         each."""
         if self.path is None:
             return
-        written = {"schema": SCHEMA, "of": self.command, "subject": self.subject, **values}
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json_rows(written, depth=2) + "\n", encoding="utf-8")
+        beside.write_text(json_rows({"subject": self.subject, **values}, depth=2) + "\n", encoding="utf-8")
         os.replace(beside, self.path)

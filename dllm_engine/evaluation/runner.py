@@ -4,15 +4,12 @@
 """
 
 import gc
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
-
-from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -21,16 +18,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Request = tuple[list[int], "DiffusionParams"]
 """Prompt tokens and how to answer them."""
-Answer = Callable[["LLM", Sequence[Request]], list[str]]
-"""Answers requests, in their order."""
 LoadEngine = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
-Tell = Callable[[float], object]
-"""Takes the share of the work that is done."""
-BAR = "{percentage:3.0f}% |{bar:20}| {desc} [{elapsed}<{remaining}]"
 MIB = 1 << 20
 NUM_WARMUP = 4
-"""Requests that an engine answers before it is measured."""
+"""Requests that are answered before a run is measured."""
 
 
 @dataclass
@@ -52,18 +44,19 @@ class Cost:
     """Passes that requests share count for each."""
     tokens_computed: int = 0
     """Rows fed to the model."""
-    weight_bytes: int = 0
-    """Weights of the model, and of a guide; 0 if the engine runs in other processes, where memory is not measured."""
-    page_bytes: int = 0
-    """Pages held by requests at once. The pool they come from has whatever size it was given."""
-    working_bytes: int = 0
-    """Beyond the memory held before the requests came."""
+    page_bytes: int | None = None
+    """Pages held by requests at once; None if the engine runs in other processes."""
+    memory_bytes: int | None = None
+    """GPU memory, without the pages that no request held; None on a CPU and in other processes."""
 
     def add(self, other: "Cost") -> None:
         """Count another measurement in."""
         for name, value in vars(other).items():
             own = getattr(self, name)
-            setattr(self, name, max(own, value) if name.endswith("_bytes") else own + value)
+            if name.endswith("_bytes"):
+                setattr(self, name, max((size for size in (own, value) if size is not None), default=None))
+            else:
+                setattr(self, name, own + value)
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,8 +65,7 @@ class Cost:
     @property
     def figures(self) -> dict[str, float | None]:
         """Means per request and peaks in MiB; None if unknown."""
-        asked, is_measured = self.requests, self.weight_bytes > 0
-        memory = self.weight_bytes + self.page_bytes + self.working_bytes
+        asked = self.requests
         return {
             "passes_per_answer": self.forward_passes / asked if asked else None,
             "tokens_per_pass": self.tokens_unmasked / self.forward_passes if asked else None,
@@ -81,18 +73,13 @@ class Cost:
             "tokens_per_second": self.tokens_per_second if asked else None,
             "first_block_seconds": self.first_block_seconds / asked if asked else None,
             "latency_seconds": self.latency_seconds / asked if asked else None,
-            "memory_mib": memory / MIB if is_measured else None,
-            "pages_mib": self.page_bytes / MIB if is_measured else None,
+            "memory_mib": None if self.memory_bytes is None else self.memory_bytes / MIB,
+            "pages_mib": None if self.page_bytes is None else self.page_bytes / MIB,
         }
 
 
-@dataclass
-class Answers:
-    """Responses so far, and what they cost."""
-
-    texts: dict[str, str] = field(default_factory=dict)
-    """By the number of the request; JSON has no other keys."""
-    cost: Cost = field(default_factory=Cost)
+Answer = Callable[["LLM", Sequence[Request]], tuple[list[str], Cost]]
+"""Answers requests; returns the texts, in their order, and the cost."""
 
 
 class Runner:
@@ -103,14 +90,13 @@ class Runner:
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
         self._refusal: ValueError | None = None
-        self._is_warm = False
 
     def start(self, arguments: dict[str, Any]) -> "LLM":
         """The engine with these arguments of ``LLM``; another one is stopped first. One that did not start is not tried
         again."""
         if self._arguments != arguments:
             self.stop()
-            self._arguments, self._refusal, self._is_warm = arguments, None, False
+            self._arguments, self._refusal = arguments, None
             try:
                 self._llm = self._load(arguments)
             except ValueError as error:
@@ -130,77 +116,46 @@ class Runner:
         self,
         arguments: dict[str, Any],
         ask: Callable[["LLM", Answer], T],
-        answers: Answers,
         at_once: int | None = None,
-        tell: Tell = lambda share: None,
-    ) -> T:
-        """Call ``ask`` with an engine and a function that answers requests, and return its result.
+        label: str = "",
+    ) -> tuple[T, Cost]:
+        """Call ``ask`` with an engine and a function that answers requests; return its result and the whole cost.
+
+        The first requests are answered once before, to warm up.
 
         Args:
             arguments: of ``LLM``.
-            answers: filled as requests are answered. Requests that have a response there are not asked again.
             at_once: requests in the engine; by default its ``max_num_seqs``.
-            tell: called with the share of the requests that each response is.
+            label: shown beside the progress.
 
         Raises:
             RuntimeError: the engine failed; it is stopped, as it may be in any state.
         """
-        numbers = itertools.count()
+        total, is_warm = Cost(), False
 
-        def answer(llm: "LLM", requests: Sequence[Request]) -> list[str]:
-            numbered = {str(next(numbers)): request for request in requests}
-            asked = [number for number in numbered if number not in answers.texts]
-            missing = [numbered[number] for number in asked]
-            if missing and not self._is_warm:
-                self._warm_up(llm, missing[:NUM_WARMUP])
+        def answer(llm: "LLM", requests: Sequence[Request]) -> tuple[list[str], Cost]:
+            nonlocal is_warm
+            if not is_warm:
+                answer_requests(llm, requests[:NUM_WARMUP])
+                is_warm = True
             llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-            for index, output, cost in answered(llm, missing, at_once):
-                answers.texts[asked[index]] = output.text
-                answers.cost.add(cost)
-                tell(1 / len(asked))
-            return [answers.texts[number] for number in numbered]
+            texts, cost = answer_requests(llm, requests, at_once, label)
+            total.add(cost)
+            return texts, cost
 
         try:
-            return ask(self.start(arguments), answer)
+            return ask(self.start(arguments), answer), total
         except RuntimeError:
             self.stop()
             raise
 
-    def _warm_up(self, llm: "LLM", requests: Sequence[Request]) -> None:
-        if is_in_process(llm) and (pages := runner_of(llm).pages) is not None:
-            pages.memory.zero_()  # taken when first written to, it would count as that of the requests measured
-        for _ in answered(llm, requests):
-            pass
-        self._is_warm = True
 
-    def each(
-        self, rows: Mapping[str, dict[str, Any]], measure: Callable[[str, Tell], object], errors: dict[str, str]
-    ) -> None:
-        """Call ``measure`` with the key of each row and a function that is told of its progress. ``errors`` gets the
-        reasons why rows could not be measured.
-
-        An engine starts once: rows that share its arguments, the values of ``rows``, follow each other.
-        """
-        engines = list(rows.values())
-        try:
-            with tqdm(total=len(rows), bar_format=BAR, leave=False) as bar:
-                for number, key in enumerate(sorted(rows, key=lambda key: engines.index(rows[key])), start=1):
-                    bar.set_description_str(key)
-                    try:
-                        measure(key, bar.update)
-                    except (ValueError, RuntimeError) as error:
-                        # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                        errors[key] = one_line(error)
-                    bar.update(number - bar.n)
-        finally:
-            self.stop()
-
-
-def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None) -> Iterator[tuple[int, Any, Cost]]:
+def answer_requests(
+    llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
+) -> tuple[list[str], Cost]:
     """Keep ``at_once`` requests in the engine, by default ``max_num_seqs``, until all are answered.
 
-    Yields the index of each request as it is answered, its ``CompletionOutput``, and the cost since the one before. The
-    clock stands still meanwhile.
+    Returns the texts, in the order of the requests, and what they cost.
 
     Raises:
         ValueError: the engine ended a request.
@@ -214,47 +169,49 @@ def answered(llm: "LLM", requests: Sequence[Request], at_once: int | None = None
     at_once = at_once or engine.vllm_config.scheduler_config.max_num_seqs
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
-    clock, counted, num_answered = 0.0, 0.0, 0
+    texts: dict[int, str] = {}
+    cost = Cost()
     meter = MemoryMeter(runner_of(llm), scheduler_of(llm).pages) if is_in_process(llm) else None
+    bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
+    begin = time.perf_counter()
     try:
-        while num_answered < len(requests):
-            begin = time.perf_counter()
-            while len(starts) < min(len(requests), num_answered + at_once):
+        while len(texts) < len(requests):
+            while len(starts) < min(len(requests), len(texts) + at_once):
                 prompt, params = requests[len(starts)]
                 params = params.clone()
                 params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
                 engine.add_request(str(len(starts)), {"prompt_token_ids": prompt}, params)
-                starts.append(clock)
+                starts.append(time.perf_counter())
             outputs = engine.step()
-            clock += time.perf_counter() - begin
+            now = time.perf_counter()
             if meter is not None:
                 meter.look()
             for output in outputs:
                 index, completion = int(output.request_id), output.outputs[0]
-                first_blocks.setdefault(index, clock)
+                first_blocks.setdefault(index, now)
                 if not output.finished:
                     continue
                 figures, tokens = completion.diffusion, completion.token_ids
                 if figures.error:
                     raise ValueError(f"the engine ended a request: {figures.error}")
-                num_answered += 1
+                texts[index] = completion.text
                 ends = end_token_ids(requests[index][1], config)
-                cost = Cost(
-                    requests=1,
-                    tokens=next((i for i, token in enumerate(tokens) if token in ends), len(tokens)),
-                    seconds=clock - counted,
-                    first_block_seconds=first_blocks[index] - starts[index],
-                    latency_seconds=clock - starts[index],
-                    tokens_unmasked=figures.tokens_unmasked,
-                    forward_passes=figures.forward_passes,
-                    tokens_computed=figures.tokens_computed,
-                    **({} if meter is None else meter.read()),
-                )
-                counted = clock
-                yield index, completion, cost
+                cost.requests += 1
+                cost.tokens += next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+                cost.seconds = now - begin
+                cost.first_block_seconds += first_blocks[index] - starts[index]
+                cost.latency_seconds += now - starts[index]
+                cost.tokens_unmasked += figures.tokens_unmasked
+                cost.forward_passes += figures.forward_passes
+                cost.tokens_computed += figures.tokens_computed
+                bar.update()
     finally:
-        if num_answered < len(starts):
+        bar.close()
+        if len(texts) < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
+    if meter is not None:
+        cost.page_bytes, cost.memory_bytes = meter.page_bytes, meter.memory_bytes
+    return [texts[index] for index in range(len(requests))], cost
 
 
 def is_in_process(llm: "LLM") -> bool:

@@ -150,7 +150,7 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
             *whole, last = [records] if at_once else [[record] for record in records]
             for batch in whole:
                 results.append(batch)
-            with pytest.raises(ValueError, match=r"File too large; 2 of 3 requests are in it; the same command"):
+            with pytest.raises(ValueError, match=r"File too large; the same command"):
                 results.append(last)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -159,12 +159,6 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
         assert results.pending == LINES[2:]
     write(output, LINES)
     assert output.read_bytes() == complete
-
-
-@pytest.mark.parametrize("name", ["missing/out.jsonl", "."])
-def test_an_unwritable_output_is_reported_on_opening(tmp_path, name):
-    with pytest.raises(OSError, match=name):
-        ResultFile(tmp_path / name, LINES, SETTINGS)
 
 
 def test_any_text_survives_the_file(output):

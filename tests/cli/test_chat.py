@@ -7,14 +7,12 @@ import signal
 import pytest
 
 from dllm_engine.cli import chat, engine
-from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, GREETING, MAIN_SCREEN, PROMPT
+from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, HELP, MAIN_SCREEN, PROMPT
 from dllm_engine.cli.main import main
-from dllm_engine.demo import DEMO_BLOCKS
-from dllm_engine.front_end import FrontEnd
 from tests.support.engines import assert_nothing_left
 
 HELLO = "Hello! How can I help?"
-OPENING = f"{GREETING}\n{DEMO_HINT}\n"
+OPENING = f"{HELP}\n{DEMO_HINT}\n"
 
 
 class Terminal(io.StringIO):
@@ -67,18 +65,6 @@ def test_on_a_terminal_the_masks_fill_in_and_the_answer_stays(run):
     assert counts == sorted(counts, reverse=True)
 
 
-def test_a_block_diffusion_model_fills_in_a_block_at_a_time(run, engines):
-    """The first one has the last tokens of the prompt, which is fed in parts."""
-    terminal = Terminal()
-    llm = engines(DEMO_BLOCKS, skip_tokenizer_init=False, max_num_seqs=2, max_num_batched_tokens=16)
-    asked = f"{'Tom lives in Paris. Ida lives in Oslo. ' * 3}Where does Ida live?"
-    assert run(f"{asked}\n/clear\nReverse: Rome Tom Oslo\n", terminal, llm, ["--model", DEMO_BLOCKS]) == 0
-    for answer in ("Ida lives in Oslo.", "Oslo Tom Rome"):
-        assert f"{answer}\n{PROMPT}" in terminal.main_screen
-    assert max(picture.count("░") for pictures in terminal.drawings for picture in pictures) == 7
-    assert_nothing_left(llm)
-
-
 def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypatch):
     asked = []
     tokenizer = demo.get_tokenizer()
@@ -125,10 +111,8 @@ def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
     assert "/clear" in error
 
 
-def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
-    assert run("Hello!\n", arguments=["--steps", "2"]) == 2
-    assert "steps=2" in capsys.readouterr().err
-    monkeypatch.setattr(FrontEnd, "has_chat_template", False)
+def test_a_model_without_a_chat_template_is_refused(run, demo, monkeypatch, capsys):
+    monkeypatch.setattr(type(demo), "has_chat_template", False)
     assert run("Hello!\n") == 2
     assert "has no chat template" in capsys.readouterr().err
 
@@ -137,9 +121,9 @@ def test_what_fails_every_request_is_refused_at_once(run, monkeypatch, capsys):
 def test_a_command_that_is_unknown_is_no_message(run, capsys, line):
     assert run(f"{line}\n/help\n") == 0
     printed = capsys.readouterr()
-    assert all(f"{name} " in printed.out for name in COMMANDS)
+    assert printed.out == f"{HELP}\n"
     assert printed.err.startswith(f"dllm: error: {line} is unknown; ")
-    assert printed.err.endswith(f"hoose one of {', '.join(COMMANDS)}\n")
+    assert f"hoose one of {', '.join(COMMANDS)}" in printed.err
 
 
 @pytest.mark.parametrize("message", [" /exit Hello!", "/etc/hosts: Hello!"])

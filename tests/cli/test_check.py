@@ -94,19 +94,6 @@ def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cas
     assert "2 failed" in printed
 
 
-def test_what_was_found_is_written_before_the_process_ends(few_cases, monkeypatch, tmp_path):
-    def end(*arguments):
-        raise SystemExit
-
-    monkeypatch.setattr(rotate_, "cpu", end)
-    output = tmp_path / "check.json"
-    with pytest.raises(SystemExit):
-        main(["check", "llada-8b/32", "--only", "kernels", "--output", str(output)])
-    report = json.loads(output.read_text())
-    assert report["sizes"]["head_dim"] == 128
-    assert [check["result"] for check in report["checks"] if check["name"].startswith("write_slots")] == [OK] * 3
-
-
 def test_an_engine_that_answers_otherwise_fails(shared_engines, tmp_path, monkeypatch):
     stored = json.loads(ANSWERS.read_text())
     stored["none"][1][0][5] += 1

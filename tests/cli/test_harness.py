@@ -67,13 +67,13 @@ def parsed(*arguments):
 
 def test_paper_tasks_bring_lengths_shots_and_intervals_which_give_way_to_the_commands_own():
     args = parsed("--model", "GSAI-ML/LLaDA-8B-Instruct", "--paper-task", "gsm8k,mbpp", "--paper", "dllm-cache")
-    gsm8k, mbpp = evaluate.tasks_of(args, 1)
+    gsm8k, mbpp = evaluate.tasks_of(args)
     assert (gsm8k.name, gsm8k.num_fewshot, gsm8k.with_chat_template) == ("gsm8k", 4, True)
     assert gsm8k.decoding == {"gen_length": 256, "block_length": 8, "steps": 256}
     assert mbpp.cache_options["dllm_cache"]["prompt_refresh_interval"] == 100
 
     args.paper_task, args.num_fewshot = "gsm8k", 2
-    assert [task.num_fewshot for task in evaluate.tasks_of(args, 1)] == [2]
+    assert [task.num_fewshot for task in evaluate.tasks_of(args)] == [2]
     args.methods = "none,dllm_cache,dllm_cache:response_refresh_interval=2"
     none, cached, own = map(gsm8k.engine_of, evaluate.combinations(args, None))
     assert none["cache_options"] == {}
@@ -85,7 +85,7 @@ def test_a_paper_has_other_lengths_with_a_guide():
     args = parsed("--model", "Dream-org/Dream-v0-Instruct-7B", "--paper-table", "freecache/table-7")
     args.paper, args.paper_task = "freecache", "hellaswag"
     args.methods, args.unmasking_rules = "freecache", "one,guided=demo+guide_top_k=1,tokens_per_step=2"
-    (task,) = evaluate.tasks_of(args, 1)
+    (task,) = evaluate.tasks_of(args)
     assert (Path(task.name).name, task.num_fewshot) == ("hellaswag_chat.yaml", 5)
     one, guided, counted = map(task.decoding_of, evaluate.combinations(args, None))
     seed = {"seed": 0}
@@ -95,9 +95,16 @@ def test_a_paper_has_other_lengths_with_a_guide():
     assert counted == {"gen_length": 256, "block_length": 256, "tokens_per_step": 2} | seed
     # Steps of a paper without a guide are not a guide's.
     args.paper, args.paper_task, args.methods = None, "gsm8k", "none"
-    (task,) = evaluate.tasks_of(args, 1)
+    (task,) = evaluate.tasks_of(args)
     one, guided, _ = map(task.decoding_of, evaluate.combinations(args, None))
     assert ("steps" in one, "steps" in guided) == (True, False)
+
+
+def test_a_papers_table_sets_what_is_not_named(monkeypatch):
+    args = parsed("--paper-table", "sparse-dllm/table-3", "--methods", "none", "--model", "GSAI-ML/LLaDA-8B-Instruct")
+    monkeypatch.setattr(evaluate, "tasks_of", lambda args: pytest.fail(f"{args.methods} {args.paper_task}"))
+    with pytest.raises(pytest.fail.Exception, match="none arc_challenge"):
+        evaluate.run(args)
 
 
 def results(groups=None, **values):

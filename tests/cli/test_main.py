@@ -25,23 +25,16 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["generate", "Hello!", "--input", "in.jsonl"], "give either a PROMPT or --input FILE"),
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["generate", "Hello!", "--model", "/no/such/folder"], "model folder /no/such/folder does not exist"),
-        (["generate", "Hello!", "--model", "."], ". holds no config.json; name the folder of a checkpoint"),
-        (["generate", "Hello!", "--cache-method", "magic"], "unknown cache method"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
-        (["generate", "Hello!", "--margin", "1.5"], "margin=1.5"),
-        (["eval", "--methods", "sparse", "--cache-option", "retention_ratio=0.3"], "leave out --cache-method"),
         (
             ["eval", "--unmasking-rules", "one,two"],
             "rule 'two' is unknown; give one, guided=MODEL or one of tokens_per",
         ),
-        (["eval", "--unmasking-rules", "margin=0.5+threshold=0.5"], "margin=0.5"),
-        (["eval", "--unmasking-rules", "one", "--margin", "0.9"], "--unmasking-rules and --margin both say"),
         (
             ["eval", "--unmasking-rules", 'one,slow_fast={"span_steps":2,"span_window":0}'],
             "slow_fast option span_window=0",
         ),
-        (["generate", "Hello!", "--slow-fast", "{"], "slow_fast='{': it is no JSON"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (PLAN, "--gpu-memory is missing"),
         (
@@ -52,24 +45,20 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["bench", "--response", "4", "--block-length", "8"], "--block-length 8 is out of range: 1 … 4"),
         (["bench", "--prompt", "4000"], "2048 positions"),
         (["eval", "--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
-        (["bench", "--output", "nowhere/result.json"], "there is no folder nowhere"),
         (["eval", "--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
         (["eval", "--paper-task", "gsm8k", "--paper", "nobody"], "paper 'nobody' is unknown"),
         (["eval", "--output", "table.txt"], "give the file the ending .json"),
         (["eval", "--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
-        (["eval", "--methods", "dual:speed=3"], "'speed'"),
-        (["eval", "--unmasking-rules", "guided"], "unmasking rule 'guided' is unknown; give one, guided=MODEL"),
         (["eval", "--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
         (["eval", "--paper-table", "maskkv/table-6"], "table-6 is not made by this command: it has only settings"),
         (["tune", "some/model"], "nothing says what some/model is to answer; give --tasks FILE"),
         (["tune", "demo", "--loss", "-1"], "--loss -1 is out of range"),
         (["tune", "demo", "--budget", "0"], "--budget 0 is out of range"),
         (["tune", "demo", "--methods", "none,fast"], "cache_method='fast': unknown cache method"),
-        (["tune", "demo", "--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "is varied anyway"),
-        (["tune", "demo", "--unmasking-rules", "slow_fast={}"], "slow_fast is not searched"),
-        (["tune", "demo", "--engine-arg", "max_num_seqs=4"], "max_num_seqs=4 is less than --batch 16"),
+        (["tune", "demo", "--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "as NAME=VALUE alone"),
+        (["tune", "demo", "--unmasking-rules", "slow_fast={}"], "without slow_fast"),
         (["tune", "demo", "--output", "nowhere/tune.json"], "there is no folder nowhere"),
-        (["tune", "demo", "--paper-task", "gsm8k,mbpp"], "leave out mbpp"),
+        (["tune", "demo", "--tasks", "names,keys"], "leave out keys"),
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
@@ -122,26 +111,6 @@ def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
             for slip in (f"{flag}x", *slips(flag)):
                 if not any(known.startswith(slip) for known in flags):  # as an abbreviation
                     assert f"{slip} is unknown; did you mean '--" in refused([command, slip, "demo"], capsys)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["generate", "Hello!", "--strps", "4"],
-        ["generate", "Hello!", "--threshold", "0.9", "--margin", "0.5"],
-        ["models", "extra"],
-        ["tune", "demo", "--batch", "0"],
-        ["sing"],
-        [],
-    ],
-)
-def test_unknown_arguments_are_refused(argv, capsys):
-    with pytest.raises(SystemExit) as exit_status:
-        main(argv)
-    assert exit_status.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("dllm: error: ")
-    assert printed.count("\n") == 1
 
 
 def test_traceback_is_shown_on_request(monkeypatch):
@@ -204,16 +173,13 @@ def test_counts_are_at_least_one_and_options_need_key_and_value(read, text):
 
 def test_cache_options_may_be_repeated_and_the_last_one_counts():
     words = ["--cache-option", "a=1", "--cache-option", "retention_ratio=0.3", "--retention-ratio", "0.5"]
-    assert dict(build_parser().parse_args(["eval", *words]).cache_option) == {"a": 1, "retention_ratio": 0.5}
+    assert dict(build_parser().parse_args(["generate", *words]).cache_option) == {"a": 1, "retention_ratio": 0.5}
 
 
-def test_validation_errors_come_without_pydantics_additions():
+def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_them():
     with pytest.raises(ValidationError) as caught:
         BatchRequest(prompt=1)
-    assert one_line(caught.value) == "prompt: Input should be a valid string"
-
-
-def test_errors_that_no_user_was_meant_to_see_name_their_type():
+    assert one_line(caught.value) == "prompt: Input should be a valid string", "without pydantic's additions"
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"

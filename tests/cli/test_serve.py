@@ -1,14 +1,11 @@
 """``dllm serve`` becomes a command line of ``vllm serve``."""
 
 import json
-import socket
-import subprocess
-import sys
 
 import pytest
 
 from dllm_engine.cli.main import build_parser
-from dllm_engine.cli.serve import add_config_file, check_flags, check_listening, stated_arguments, vllm_arguments
+from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.demo import DEMO_MODELS, demo_model_path
 
 
@@ -86,7 +83,6 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
         (["--additional-config", "{"], "is not JSON"),
         (["--additional-config", "[1]"], "must be a JSON object"),
         (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
-        (["--additional-config.dllm.trace"], "needs a value"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -95,100 +91,8 @@ def test_arguments_that_mean_nothing_are_refused_before_a_server_starts(argv, me
         arguments("m", *argv)
 
 
-@pytest.mark.parametrize(
-    ("flag", "closest"),
-    [
-        ("--cache-metod", "--cache-method"),
-        ("--cache_metod=dual", "--cache-method"),
-        ("--max-modle-len", "--max-model-len"),
-        ("--aditional-config.dllm.trace", "--additional-config"),
-    ],
-)
-def test_a_flag_that_nobody_knows_is_told_the_closest(flag, closest):
-    parser = build_parser().parse_args(["serve", "demo"]).parser
-    with pytest.raises(ValueError, match=f"is unknown; did you mean '{closest}'"):
-        check_flags(parser, [flag, "1"])
-    known = ["--port", "8001", "-tp", "2", "--enforce-eager", "--max_model_len=128", "--no-enable-prefix-caching"]
-    check_flags(parser, [*known, "--hf-overrides.rope_theta", "5"])
-
-
-def test_the_dotted_form_of_an_additional_config_is_merged():
-    dotted = ["--additional-config.dllm.cache_method", "sparse", "--additional_config.other.x=1k"]
-    more = ["--additional-config.dllm.cache_options.scorer=snapkv", "--retention-ratio", "0.25"]
-    given = ["--additional-config", '{"dllm": {"cache_method": "dual", "page_size": 16}}']
-    result = arguments("m", *given, *dotted, "--port", "8001", *more)
-    assert result[-2:] == ["--port", "8001"]
-    options = {"cache_method": "sparse", "page_size": 16}
-    options["cache_options"] = {"scorer": "snapkv", "retention_ratio": 0.25}
-    assert json.loads(result[3]) == {"other": {"x": 1000}, "dllm": options}
-
-
-def with_config_file(path, *argv):
-    args, args.unknown = build_parser().parse_known_args(["serve", *argv, "--config", str(path)])
-    add_config_file(args)
-    return vllm_arguments(args)
-
-
-def test_a_config_file_holds_options_of_both_and_yields_to_the_command_line(tmp_path):
-    path = tmp_path / "serve.yaml"
-    path.write_text(
-        "model: other\ncache-method: sparse\nretention_ratio: 0.25\ntrace: true\nport: 8001\n"
-        "enable-prefix-caching: false\nadditional-config: {other: {x: 1}, dllm: {page_size: 16}}\n"
-    )
-    result = with_config_file(path, "demo", "--retention-ratio", "0.5")
-    assert result[:5] == ["serve", demo_model_path(), "--served-model-name", "demo", "--additional-config"]
-    assert json.loads(result[5]) == {
-        "other": {"x": 1},
-        "dllm": {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.5}, "page_size": 16, "trace": True},
-    }
-    assert result[6:] == ["--port", "8001", "--no-enable-prefix-caching"]
-
-
-@pytest.mark.parametrize("text", [None, "- a\n", "model: [\n"])
-def test_a_config_file_that_cannot_be_read_is_named(text, tmp_path):
-    path = tmp_path / "serve.yaml"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ValueError, match=r"serve\.yaml cannot be read"):
-        with_config_file(path, "m")
-
-
-@pytest.fixture
-def taken_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield str(listener.getsockname()[1])
-
-
-def test_a_port_in_use_is_named_before_vllm_is_imported(taken_port):
-    command = [sys.executable, "-X", "importtime", "-m", "dllm_engine.cli.main", "serve", "demo"]
-    flags = ["--host=127.0.0.1", "--port", taken_port]
-    process = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
-    assert process.returncode == 2
-    (line,) = (line for line in process.stderr.splitlines() if not line.startswith("import time:"))
-    assert line == (
-        f"dllm: error: the server cannot listen on --host 127.0.0.1 --port {taken_port}: Address already in use; "
-        "choose another"
-    )
-    assert "| vllm" not in process.stderr
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--host", "nowhere.invalid"], "cannot listen on --host nowhere.invalid"),
-        (["--host", "203.0.113.7"], "cannot listen on --host 203.0.113.7"),
-        (["--host", "::5"], "cannot listen on --host ::5"),
-        (["--port", "70000"], "cannot listen on --port 70000: bind.*0-65535"),
-        (["--port=x"], "--port x is not a whole number"),
-    ],
-)
-def test_an_address_that_cannot_be_had_is_named(flags, message):
-    with pytest.raises(ValueError, match=message):
-        check_listening(stated_arguments(flags))
-
-
-def test_an_address_is_not_checked_where_none_is_listened_at(taken_port):
-    for flags in (["--headless"], ["--uds", "socket"]):
-        check_listening(stated_arguments(["--host", "127.0.0.1", "--port", taken_port, *flags]))
+def test_a_dotted_additional_config_is_vllms_to_read_but_not_beside_our_options():
+    dotted = ["--additional_config.dllm.cache_method", "sparse"]
+    assert arguments("m", *dotted) == ["serve", "m", *dotted]
+    with pytest.raises(ValueError, match="give --additional-config as JSON"):
+        arguments("m", *dotted, "--trace")

@@ -1,24 +1,18 @@
 """``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-from dllm_engine.cli import tune
-from dllm_engine.cli.main import build_parser, main
-from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.cli.main import main
 from dllm_engine.evaluation import tuning
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "1,2", "--budget", "1"]
+NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "2", "--budget", "1"]
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Fewer settings, timed less often."""
-    monkeypatch.setattr(tuning, "MIN_TIMED", 1)
+    """Fewer settings."""
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
         monkeypatch.setattr(tuning, name, ())
 
@@ -27,71 +21,45 @@ def tuned(output, *arguments):
     return main(["tune", "demo", "--output", str(output), *NARROW, *arguments])
 
 
-def served(*argv):
-    """The engine options and request defaults of a `dllm serve` command line."""
-    args, args.unknown = build_parser().parse_known_args(["serve", *argv])
-    words = vllm_arguments(args)
-    return json.loads(words[words.index("--additional-config") + 1])["dllm"]
-
-
-def test_it_finds_something_faster_which_serve_takes_and_goes_on_from_its_file(started, tmp_path, capsys):
+def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, capsys):
     output = tmp_path / "tune.json"
-    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    assert tuned(output, "--tasks", "reverse", "--count", "12", "--loss", "20") == 0
     printed = capsys.readouterr().out
-    assert "Batch 1:" in printed
-    assert "Chosen at batch 2:" in printed
+    assert "Chosen: " in printed
     assert "threshold=0.9" in printed
+    (line,) = (line.split() for line in printed.splitlines() if line.startswith("    dllm serve"))
+    assert line[:5] == ["dllm", "serve", "demo", "--cache-method", "none"]
+    assert line[5:] == ["--threshold", "0.9"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    lines = [line.split() for line in printed.splitlines() if line.startswith("    dllm serve")]
-    for batch, line in zip(("1", "2"), lines, strict=True):
-        assert line[:3] == ["dllm", "serve", "demo"]
-        taken = served("demo", "--settings", str(output), "--settings-batch", batch)
-        assert taken == {"cache_options": {}} | served(*line[2:])
 
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
-    plain = written["trials"][0]
-    assert plain["setting"] == {"cache_method": "none", "cache_options": {}, "rule": {}, "blocks": {}}
-    assert len(plain["scores"]) == 12
-    assert plain["cost"]["forward_passes"] == plain["cost"]["tokens_unmasked"]
-    chosen = written["chosen"]["2"]
+    plain = written["rows"][0]
+    assert (plain["method"], plain["unmasking"], plain["result"]["examples"]) == ("none", "one", 12)
+    chosen = written["chosen"]
     assert chosen["decoding"]["threshold"] == 0.9
     assert chosen["tokens_per_second"] > chosen["plain_tokens_per_second"] > 0
-    assert {arguments["max_num_seqs"] for arguments in started} == {tune.MIN_AT_ONCE}
+    assert {arguments["max_num_seqs"] for arguments in started} == {2}
 
     started.clear()
-    assert tuned(output, "--count", "12", "--loss", "20") == 0
+    assert tuned(output, "--tasks", "reverse", "--count", "12", "--loss", "20") == 0
     assert started == []
-    assert json.loads(output.read_text())["trials"] == written["trials"]
+    assert json.loads(output.read_text())["rows"] == written["rows"]
 
 
-def test_tasks_of_ones_own_are_asked_once_each(started, tmp_path, capsys):
+def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
     file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
     right = '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n'
     message = '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
-    file.write_text(right * 2 + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
+    file.write_text(right + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
     asked = ["--tasks", str(file), "--gen-length", "16", "--loss", "40"]
     assert tuned(output, *asked) == 0
     written = json.loads(output.read_text())
-    assert sorted(written["trials"][0]["scores"]) == [0, 1, 1]
+    assert sorted(written["rows"][0]["result"]["details"]["scores"]) == [0, 1, 1]
     assert written["subject"]["decoding"] == {"gen_length": 16}
     file.write_text(right)
     assert tuned(output, *asked) == 2
     assert "choose another --output" in capsys.readouterr().err
-
-
-def test_a_task_of_lm_eval_without_matplotlib(started, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(CHECKOUT)
-    assert main(["tune", "demo", "--lm-eval", "examples/lm_eval/facts.yaml"]) == 2
-    assert "there is nothing to tune" in capsys.readouterr().err
-    output = tmp_path / "tune.json"
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert tuned(output, "--lm-eval", "examples/lm_eval/names.yaml", "--count", "5", "--loss", "50") == 0
-    assert "no plot will be drawn: a plot needs matplotlib" in capsys.readouterr().err
-    assert not output.with_suffix(".png").exists()
-    written = json.loads(output.read_text())
-    assert written["trials"][0]["scores"] == [1] * 5
-    assert written["chosen"]["2"]["decoding"]["threshold"] == 0.9
 
 
 def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch, capsys):
@@ -100,69 +68,9 @@ def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tuning.Search, "_halve", interrupt)
-    assert tuned(output, "--count", "6") == 130
-    assert "the same command goes on" in capsys.readouterr().err
-    assert len(json.loads(output.read_text())["trials"][0]["scores"]) == 6
-
-
-# The result in `dllm serve`
-
-
-SPARSE = {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}
-MANY = {"factor": 1.0, "block_add_threshold": 0.5, "block_length": 16}
-
-
-@pytest.fixture
-def settings(tmp_path):
-    """A result with a setting for two batch sizes."""
-    file = tmp_path / "tune.json"
-    few = {"engine": {"cache_method": "dual", "cache_options": {}}, "decoding": {"threshold": 0.9}}
-    many = {"engine": SPARSE, "decoding": MANY}
-    result = {"schema": 3, "subject": {"model": "demo"}, "chosen": {"1": few, "16": many}}
-    file.write_text(json.dumps(result))
-    return str(file)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], SPARSE | {"request_defaults": MANY}),
-        (["--settings-batch", "1"],
-         {"cache_method": "dual", "cache_options": {}, "request_defaults": {"threshold": 0.9}}),
-        (["--retention-ratio", "0.5", "--page-size", "16"],
-         SPARSE | {"cache_options": {"retention_ratio": 0.5}, "page_size": 16, "request_defaults": MANY}),
-        (["--cache-method", "dual"], {"cache_method": "dual", "request_defaults": MANY}),
-        # A rule takes the place of another, a length that of the other length.
-        (["--threshold", "0.8", "--block-length", "8"],
-         SPARSE | {"request_defaults": {"threshold": 0.8, "block_add_threshold": 0.5, "block_length": 8}}),
-        (["--additional-config", '{"dllm": {"cache_method": "none"}}'],
-         {"cache_method": "none", "request_defaults": MANY}),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
-def test_other_arguments_stand_above_the_settings(settings, arguments, expected):
-    assert served("demo", "--settings", settings, *arguments) == expected
-
-
-def test_settings_of_another_model_are_a_warning(settings, capsys):
-    assert served("some/model", "--settings", settings)["cache_method"] == "sparse"
-    assert "was made with model demo, this is some/model" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "message"),
-    [
-        ("nonsense", [], "is not JSON"),
-        ("{}", [], "is no result of this version's `dllm tune`"),
-        ('{"schema": 3, "subject": {}}', [], "has no chosen setting yet"),
-        (None, ["--settings-batch", "8"], "no setting for batch size 8; it has some for 1, 16"),
-    ],
-)
-def test_what_is_no_settings_file_is_refused(settings, content, arguments, message):
-    if content is not None:
-        Path(settings).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        served("demo", "--settings", settings, *arguments)
-    with pytest.raises(ValueError, match="--settings-batch 8"):
-        served("demo", "--settings-batch", "8")
+    monkeypatch.setattr(tuning.Space, "varied", interrupt)
+    assert tuned(output, "--tasks", "reverse", "--count", "6") == 130
+    printed = capsys.readouterr()
+    assert "Chosen: none one, " in printed.out
+    assert "dllm: interrupted" in printed.err
+    assert json.loads(output.read_text())["chosen"]["decoding"] == {}

@@ -48,26 +48,17 @@ def test_they_are_the_bounds_that_python_computes(ask, demo):
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"answers": []}, "answers"),
         ({"answers": [""]}, "answers[0] is empty"),
         ({"answers": ["a", "<|mdm_mask|>"]}, "answers[1] contains the mask token"),
         ({"answers": [[5, 6000]]}, "answers[0] contains token id 6000"),
-        ({"answers": [[5] * 250]}, "answers[0]: prompt"),
         ({"answers": [[5]] * 257}, "answers"),
-        ({"answers": "a"}, "answers"),
         ({"prompt": "<|mdm_mask|>"}, "the prompt contains the mask token"),
         ({"prompt": None}, "either prompt or messages"),
-        ({"messages": CHAT}, "either prompt or messages"),
-        ({"prompt": [5] * 300}, "256"),
         ({"num_samples": 0}, "num_samples"),
-        ({"num_samples": 10**9}, "num_samples"),
         ({"num_samples": 1024, "answers": [[5] * 100] * 10}, "num_samples=1024: forward passes over"),
-        ({"seed": -1}, "seed"),
         ({"masks": [[0], [1]], "answers": [[5, 5], [5]]}, "masks[1] must hold different positions"),
-        ({"masks": [[0, 0]]}, "masks[0] must hold different positions"),
         ({"masks": [[0]] * 10**5}, "100000 masks: forward passes over"),
         ({"stream": True}, "stream"),
-        ({"threshold": 0.5}, "threshold"),
         ({"model": "other"}, "other"),
     ],
     ids=str,
@@ -82,7 +73,6 @@ def test_what_cannot_be_computed_is_refused_by_name(ask, fields, named):
     ("path", "fields"),
     [
         ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}),
-        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 0}),
         ("/v1/completions", {"prompt": [5, 6], "prompt_logprobs": 0}),
         ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 1}),
     ],
@@ -161,39 +151,9 @@ def test_a_server_that_stops_ends_all_requests_with_its_error():
     assert computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda _, passes: passes.end(error)) == [error, error]
 
 
-def test_a_pass_that_fails_fails_its_request_and_no_other():
-    error = RuntimeError("lost")
-    assert computed(Engine(error), [(1, 10)] * 2, [(2, 10)]) == [error, [2.0]]
-
-
 @pytest.mark.parametrize(("num_canvases", "is_refused"), [(1, False), (2, True)])
 def test_a_likelihood_never_comes_from_two_sets_of_weights(num_canvases, is_refused):
     engine = Engine()
     engine.changes_per_pass = 1
     (result,) = computed(engine, [(1, 10)] * num_canvases)
     assert isinstance(result, HTTPException) == is_refused
-
-
-# lm_eval
-
-
-def test_lm_evals_model_asks_a_server_for_the_same_likelihoods(client, demo, monkeypatch):
-    from lm_eval.api.instance import Instance
-
-    from dllm_engine.evaluation import lm_eval_model
-
-    def post(url, json, headers, **kwargs):
-        assert url.startswith("http://localhost:8000/v1/")
-        return client.post(url.removeprefix("http://localhost:8000"), json=json, headers=headers)
-
-    monkeypatch.setattr(lm_eval_model.http, "post", post)
-    url = "http://localhost:8000/v1/completions"
-    settings = {"model": "demo", "tokenizer": demo.model_config.model, "tokenizer_backend": "huggingface"}
-    remote = lm_eval_model.DiffusionAPI(base_url=url, mc_num=16, **settings)
-    local = lm_eval_model.DiffusionLM(demo, mc_num=16, check_greedy=False)
-    asked = [Instance("loglikelihood", {}, (PROMPT, answer), i) for i, answer in enumerate(ANSWERS)]
-    bounds, expected = remote.loglikelihood(asked), local.loglikelihood(asked)
-    assert [value for value, _ in bounds] == pytest.approx([value for value, _ in expected], rel=1e-5)
-    too_long = Instance("loglikelihood", {}, (PROMPT, " a" * 300), 0)
-    with pytest.raises(RuntimeError, match=r"/v1/likelihoods.*256"):
-        remote.loglikelihood([too_long])

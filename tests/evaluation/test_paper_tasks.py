@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
-from dllm_engine.cli.main import build_parser
 from dllm_engine.evaluation import paper_tasks
-from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, PAPERS, harness_task, paper_table, paper_task
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, harness_task, paper_table, paper_task
 from dllm_engine.families import DREAM, FAMILIES, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -65,14 +63,6 @@ def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
         assert load_yaml(path, resolve_func=False).get("output_type", "generate_until") == "generate_until"
 
 
-def test_the_first_paper_that_has_a_benchmark_is_taken():
-    assert {row["paper"] for row in PAPER_TASKS} == set(PAPERS)
-    assert paper_task("gsm8k", LLADA)["paper"] == "sparse-dllm"
-    assert paper_task("mbpp", DREAM)["paper"] == "dllm-cache"
-    lengths = [paper_task("gsm8k", family, "freecache").get("block_length") for family in (DREAM, LLADA)]
-    assert lengths == [None, 64]
-
-
 def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
     assert paper_task("mmlu", LLADA, "dllm-cache")["gen_length"] == 3
     base = harness_task(paper_task("mmlu", LLADA, "dllm-cache", is_base=True), "LLaDA-8B-Base", is_base=True)
@@ -121,17 +111,6 @@ def test_the_rows_of_a_table_can_be_asked_for(key):
                     spec_of(task.decoding | decoding, family, method, **options)
                 else:
                     DiffusionParams(**task.guided | decoding)
-
-
-def test_what_is_named_replaces_what_the_table_has(monkeypatch):
-    args = ["eval", "--paper-table", "sparse-dllm/table-3", "--methods", "none", "--model", "GSAI-ML/LLaDA-8B-Instruct"]
-    asked = build_parser().parse_args(args)
-    monkeypatch.setattr(
-        evaluate, "combinations", lambda args, batch: pytest.fail(f"{args.methods} {args.unmasking_rules}")
-    )
-    with pytest.raises(pytest.fail.Exception, match="none one"):
-        evaluate.run(asked)
-    assert (asked.paper, asked.paper_task) == ("sparse-dllm", "arc_challenge")
 
 
 DOCUMENTS = {

@@ -4,7 +4,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
-from dllm_engine.evaluation.runner import Answers, Cost, Runner, answered
+from dllm_engine.evaluation.runner import Cost, Runner, answer_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
@@ -21,65 +21,55 @@ def requests():
     return [(prompt, params) for prompt in PROMPTS]
 
 
-def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests):
+def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
     outputs = generate(llm, PROMPTS, [params for _, params in requests])
-    most, tokens, total = 0, {}, Cost()
-    for index, output, cost in answered(llm, requests, at_once=2):
-        most = max(most, len(scheduler_of(llm).states))
-        tokens[index] = list(output.token_ids)
-        total.add(cost)
-    assert most <= 2
-    assert [tokens[index] for index in range(4)] == [list(output.outputs[0].token_ids) for output in outputs]
+    step, running = llm.llm_engine.step, []
+    monkeypatch.setattr(llm.llm_engine, "step", lambda: [running.append(len(scheduler_of(llm).states)), step()][1])
+    texts, cost = answer_requests(llm, requests, at_once=2)
+    assert max(running) <= 2
+    assert texts == [output.outputs[0].text for output in outputs]
     figures = [output.outputs[0].diffusion for output in outputs]
-    assert (total.requests, total.tokens, total.tokens_unmasked) == (4, 32, 32)
-    assert total.forward_passes == sum(figure.forward_passes for figure in figures)
-    assert total.tokens_computed == sum(figure.tokens_computed for figure in figures)
-    assert total.tokens_per_second == 32 / total.seconds
+    assert (cost.requests, cost.tokens, cost.tokens_unmasked) == (4, 32, 32)
+    assert cost.forward_passes == sum(figure.forward_passes for figure in figures)
+    assert cost.tokens_computed == sum(figure.tokens_computed for figure in figures)
+    assert cost.tokens_per_second == 32 / cost.seconds
     # Two blocks each: the first ends before the second, and none takes longer than all of them.
-    assert 0 < total.first_block_seconds < total.latency_seconds < 4 * total.seconds
+    assert 0 < cost.first_block_seconds < cost.latency_seconds < 4 * cost.seconds
+    page = runner_of(llm).pages.memory[0].nbytes
+    assert 0 < cost.page_bytes <= 2 * page * max(figure.pages_held for figure in figures)
+    assert cost.figures["pages_mib"] == cost.page_bytes / module.MIB
+    assert cost.figures["memory_mib"] is None, "on a CPU"
 
 
-def test_tokens_behind_the_end_do_not_count(llm, requests):
+def test_tokens_behind_the_end_do_not_count_and_nothing_is_left_of_a_failure(llm, requests, monkeypatch):
     tokens = generate(llm, PROMPTS[:1], requests[0][1])[0].outputs[0].token_ids
     params = DiffusionParams(gen_length=8, block_length=4, stop_token_ids=[tokens[2]])
-    ((_, _, cost),) = answered(llm, [(PROMPTS[0], params)])
+    _, cost = answer_requests(llm, [(PROMPTS[0], params)])
     assert cost.tokens == list(tokens).index(tokens[2])
     assert cost.tokens_unmasked == 4
-    # Who stops asking leaves nothing behind.
-    for _ in answered(llm, requests):
-        break
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.llm_engine, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            answer_requests(llm, requests)
     assert_nothing_left(llm)
 
 
-def test_memory_is_weights_pages_and_what_a_step_works_with(llm, requests):
-    total = Cost()
-    for _, _, cost in answered(llm, requests[:2]):
-        total.add(cost)
-    outputs = generate(llm, PROMPTS[:2], [params for _, params in requests[:2]])
-    pages_held = sum(output.outputs[0].diffusion.pages_held for output in outputs)
-    assert total.page_bytes == pages_held * runner_of(llm).pages.memory[0].nbytes > 0
-    assert total.weight_bytes > 0
-    memory = (total.weight_bytes + total.page_bytes + total.working_bytes) / module.MIB
-    assert total.figures["memory_mib"] == memory
-    # Peaks, where the others are sums.
-    most = total.page_bytes + 1
-    total.add(Cost(requests=2, page_bytes=most))
-    assert (total.requests, total.page_bytes) == (4, most)
-    assert Cost(requests=1, tokens_unmasked=1, forward_passes=1).figures["memory_mib"] is None
+def test_costs_are_sums_and_peaks():
+    total = Cost(requests=1, page_bytes=5)
+    total.add(Cost(requests=2, page_bytes=3, memory_bytes=7))
+    assert (total.requests, total.page_bytes, total.memory_bytes) == (3, 5, 7)
+    assert set(Cost().figures.values()) == {None}
 
 
-def test_one_engine_runs_at_a_time_and_answered_requests_are_not_asked_again(llm, requests, monkeypatch):
+def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
     started, stopped = [], []
     monkeypatch.setattr(module, "stop_engine", stopped.append)
     runner = Runner(lambda arguments: started.append(arguments) or llm)
-    answers, shares = Answers(texts={"1": "stored"}), []
-    ask = lambda llm, answer: answer(llm, requests[:2]) + answer(llm, requests[2:])  # noqa: E731 - a line of a test
-    texts = runner.run({"cache_method": "dual"}, ask, answers, tell=shares.append)
-    assert texts[1] == "stored"
-    assert len(answers.texts) == 4
-    assert (answers.cost.requests, shares) == (3, [1.0, 0.5, 0.5])
-    runner.run({"cache_method": "dual"}, ask, Answers())
+    ask = lambda llm, answer: answer(llm, requests[:2])[0] + answer(llm, requests[2:])[0]  # noqa: E731 - a line
+    texts, cost = runner.run({"cache_method": "dual"}, ask)
+    assert (len(texts), cost.requests) == (4, 4)
+    runner.run({"cache_method": "dual"}, ask)
     assert (len(started), stopped) == (1, [])
     with pytest.raises(RuntimeError):
-        runner.run({"cache_method": "none"}, lambda llm, answer: (_ for _ in ()).throw(RuntimeError), Answers())
+        runner.run({"cache_method": "none"}, lambda llm, answer: (_ for _ in ()).throw(RuntimeError))
     assert (len(started), len(stopped)) == (2, 2), "one for the other engine, one because it failed"

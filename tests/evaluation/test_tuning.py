@@ -1,27 +1,22 @@
-"""Settings and what is varied of them, the loss of accuracy, and the search on made-up settings, whose accuracy and
+"""Settings and what is varied of them, the interval of a loss, and the search on made-up settings, whose accuracy and
 speed are known."""
-
-import itertools
-import random
 
 import pytest
 
 from dllm_engine.evaluation import tuning as module
-from dllm_engine.evaluation.comparison import mean_and_error
+from dllm_engine.evaluation.comparison import Comparison, Result, mean_and_error
+from dllm_engine.evaluation.own_tasks import OwnTasks
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost
-from dllm_engine.evaluation.tuning import PLAIN, RULES, Loss, Search, Setting, Space
-from dllm_engine.families import DREAM, LLADA
+from dllm_engine.evaluation.tuning import PLAIN, RULES, Search, Setting, Space, loss_interval, space_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from tests.support.plans import FULL_METHODS
 
-# Settings
 
-
-def space(family=LLADA, default_block=8, longest_block=32):
-    return Space.of_model("demo", family, list(FULL_METHODS), default_block, longest_block)
+def space(model="demo", **decoding):
+    return space_of(model, None, RULES, decoding)
 
 
 def test_values_that_are_tried_are_those_of_methods_and_requests():
@@ -32,208 +27,121 @@ def test_values_that_are_tried_are_those_of_methods_and_requests():
     # slow_fast has several numbers.
     assert {name for rule in RULES for name in rule} == set(PARALLEL_OPTIONS) - {"slow_fast"}
     for rule in RULES:
-        DiffusionParams(**Setting(rule=rule).decoding)
+        DiffusionParams(**rule)
 
 
-def test_options_differ_from_the_papers_of_the_model_and_blocks_are_at_most_the_response():
+def test_options_differ_from_the_papers_of_the_model_and_blocks_are_at_most_the_response(tiny_dream):
     assert space().methods["dkv"] == [{"refresh_interval": 4}, {"refresh_interval": 16}]
-    assert space(DREAM).methods["dkv"] == [{"refresh_interval": 8}, {"refresh_interval": 16}]
+    assert space(str(tiny_dream)).methods["dkv"] == [{"refresh_interval": 8}, {"refresh_interval": 16}]
     assert space().methods["none"] == []
-    assert space().block_lengths == [4, 16, 32]
-    assert space(default_block=256, longest_block=256).block_lengths == [32, 64, 128]
+    assert space(gen_length=32).block_lengths == [4, 16, 32]
+    assert space(gen_length=256, block_length=256).block_lengths == [32, 64, 128]
+    assert set(space("demo-blocks").methods) == {"none", "block"}
+    assert space("demo-blocks").block_lengths == ()
 
 
 def test_one_factor_is_varied():
-    setting = Setting("sparse", {"retention_ratio": 0.25}, {"threshold": 0.9}, {"block_length": 16})
-    assert str(setting) == "sparse retention_ratio=0.25 threshold=0.9 block_length=16"
-    varied = {factor: space().varied(setting, factor) for factor in module.FACTORS}
-    assert [other.rule for other in varied["rule"]] == [rule for rule in RULES if rule != {"threshold": 0.9}]
-    assert [other.blocks["block_add_threshold"] for other in varied["window"]] == [0.75, 0.5, 0.1, 0.0]
-    assert {other.blocks["block_length"] for other in varied["window"]} == {16}
-    assert [other.blocks["block_length"] for other in varied["block_length"]] == [4, 32]
+    chosen = Setting("sparse", {"retention_ratio": 0.25}, {"threshold": 0.9, "block_length": 16})
+    varied = {factor: space(gen_length=32).varied(chosen, factor) for factor in module.FACTORS}
+    rules = [other.decoding for other in varied["rule"]]
+    assert rules == [rule | {"block_length": 16} for rule in RULES if rule != {"threshold": 0.9}]
+    windows = [other.decoding for other in varied["block_add_threshold"]]
+    assert windows == [chosen.decoding | {"block_add_threshold": value} for value in module.WINDOWS]
+    assert [other.decoding["block_length"] for other in varied["block_length"]] == [4, 32]
     # Another method's options would mean nothing; the same one's are those of the paper again.
-    assert [other.cache_method for other in varied["cache_method"]] == list(FULL_METHODS)
-    assert all(other.cache_options == {} for other in varied["cache_method"])
+    assert varied["cache_method"] == [Setting(method, {}, chosen.decoding) for method in FULL_METHODS]
     changed = [{"retention_ratio": 0.75}, {"update_delay": 0}, {"refresh": "response"}]
     assert [other.cache_options for other in varied["cache_options"]] == changed
     # A fixed count of tokens runs one block at a time.
-    assert space().varied(PLAIN, "window") == space().varied(Setting(rule={"steps": 8}), "window") == []
-
-
-# Loss
+    for setting in (PLAIN, Setting(decoding={"steps": 8})):
+        assert space().varied(setting, "block_add_threshold") == []
 
 
 def test_the_interval_is_that_of_bonett_and_price():
     # 100 pairs: 8 won by plain decoding, 2 by the setting. (8 - 2) / 102; √((10 + 2) / 102 - 0.0588²) / √102.
     plain = [1.0] * 98 + [0.0] * 2
     scores = [1.0] * 90 + [0.0] * 8 + [1.0] * 2
-    loss = Loss.between(plain, scores, limit=6 / 102)
     error = (12 / 102 - (6 / 102) ** 2) ** 0.5 / 102**0.5
     bounds = 6 / 102 - 1.645 * error, 6 / 102 + 1.645 * error
-    assert loss == pytest.approx((0.06, *bounds, 0.5), abs=1e-4)
+    assert loss_interval(plain, scores) == pytest.approx(bounds, abs=1e-4)
     assert mean_and_error([1.0] * 8 + [0.0] * 2) == pytest.approx((0.8, (0.8 * 0.2 / 10) ** 0.5))
+    few, many = (loss_interval([1.0] * count, [1.0] * count)[1] for count in (10, 500))
+    assert few > 0.1
+    assert many < 0.01
 
 
-def test_few_equal_answers_show_little_and_only_examples_of_both_count():
-    few, many = (Loss.between([1.0] * count, [1.0] * count, limit=0.01) for count in (10, 500))
-    assert few.observed == many.observed == 0
-    assert few.highest > 0.1
-    assert many.highest < 0.01
-    assert few.probability < 0.6 < 0.95 < many.probability
-    assert Loss.between([1.0, 1.0, 0.0], [1.0], limit=0.0).observed == Loss.between([], [], limit=0.0).observed == 0
-
-
-# Search
-
-
-NUM_EXAMPLES = 400
 SPACE = Space(
     methods={"none": [], "dual": [], "sparse": [{"retention_ratio": 0.25}]},
     rules=[{"threshold": 0.9}, {"threshold": 0.5}, {"factor": 1.0}],
     windows=[0.25],
     block_lengths=[16],
 )
-START, TOKENS = 2.0, 10
 FAST = {"threshold=0.9": 4.0, "threshold=0.5": 8.0, "factor": 3.0, "dual": 2.0, "sparse": 1.5, "block_length=16": 1.3}
 
 
-class MadeUpModel:
-    """Answers wrongly as often as ``losses`` say, as fast as ``speeds`` say, for what a setting has of their keys.
-    ``before`` is called with the setting."""
-
-    def __init__(self, losses, speeds=FAST, before=lambda setting: None):
-        self.speeds, self.losses, self.before = speeds, losses, before
-        self.seconds = 0.0
-        self.asked, self.started = {}, []
-
-    def rate(self, setting, batch):
-        rate = 100.0 * batch**0.5
-        for part, factor in self.speeds.items():
-            rate *= factor if part in str(setting) else 1.0
-        return rate
-
-    def __call__(self, setting, indices, at_once):
-        self.before(setting)
-        if self.started[-1:] != [setting.engine]:
-            self.started.append(setting.engine)
-            self.seconds += START
-        lost = sum(loss for part, loss in self.losses.items() if part in str(setting))
-        scores = []
-        for index in indices:
-            is_wrong = random.Random(f"{setting} {index}").random() < lost
-            scores.append(float(random.Random(index).random() < 0.9 and not is_wrong))
-        if at_once == 16:
-            self.asked[str(setting)] = self.asked.get(str(setting), 0) + len(indices)
-        tokens = len(indices) * TOKENS
-        cost = Cost(requests=len(indices), tokens=tokens, seconds=tokens / self.rate(setting, at_once))
-        self.seconds += cost.seconds
-        return scores, cost
-
-
 @pytest.fixture
-def searched(tmp_path):
-    def search(model, *, batches=(1, 16), budget=10_000.0, name="tune.json"):
-        file = ResultFile(tmp_path / name, "tune", {"model": "made up"})
-        how = {"batches": batches, "at_once": 16, "num_examples": NUM_EXAMPLES, "budget": budget}
-        made = Search(model, file, 0.02, SPACE, **how, clock=lambda: model.seconds)
-        made.is_through = made.run()
-        return made
+def searched(tmp_path, monkeypatch):
+    """``searched(losses, refused="")``: the search on settings that lose as much, and are as fast, as their parts;
+    and the rows that it measured."""
+
+    def search(losses, refused="", budget=1e9):
+        asked = []
+
+        def measure(comparison, key):
+            asked.append(key)
+            if refused and refused in key:
+                raise ValueError("not for this model")
+            speed = 1.0
+            for part, factor in FAST.items():
+                speed *= factor if part in key else 1.0
+            wrong = round(100 * sum(loss for part, loss in losses.items() if part in key))
+            scores = [0.0] * wrong + [1.0] * (100 - wrong)
+            row = comparison._asked[key]
+            row.result = Result("exact", *mean_and_error(scores), 100, {"scores": scores})
+            row.cost = Cost(requests=100, tokens=1000, seconds=1000 / speed)
+            comparison.save()
+
+        monkeypatch.setattr(Comparison, "_measure", measure)
+        comparison = Comparison(ResultFile(tmp_path / "tune.json", "tune", {"model": "made up"}), load=None)
+        search = Search(comparison, OwnTasks("mine", [], "exact"), SPACE, {"model": "m"}, {"gen_length": 8}, 0.02)
+        search.run(budget)
+        return search, asked
 
     return search
 
 
 def test_the_fastest_setting_within_the_loss_is_found_and_nothing_measured_again(searched):
-    model, again = MadeUpModel({"threshold=0.5": 0.2}), MadeUpModel({"threshold=0.5": 0.2})
-    search = searched(model)
-    best = Setting("dual", rule={"threshold": 0.9}, blocks={"block_length": 16})
-    for batch in (1, 16):
-        assert search.chosen(batch).setting == best
-        figures = search.figures(batch, search.chosen(batch))
-        assert figures["tokens_per_second"] / figures["plain_tokens_per_second"] == pytest.approx(4 * 2 * 1.3)
-        assert (figures["loss"], figures["shown"], figures["examples"]) == (0, True, NUM_EXAMPLES)
-    assert search.is_through
-    # Engines are not started for each setting.
-    assert len(model.started) < len(search.scored) / 1.5
-    assert all(a != b for a, b in itertools.pairwise(model.started))
-    second = searched(again)
-    assert again.started == []
-    assert [second.chosen(batch).setting for batch in (1, 16)] == [best, best]
-
-
-def test_batch_sizes_get_settings_of_their_own(searched):
-    model = MadeUpModel({"threshold=0.5": 0.2})
-    slowed = lambda setting, batch: 0.3 if batch == 16 and setting.cache_method == "dual" else 1  # noqa: E731 - a line
-    model.rate = lambda *args: MadeUpModel.rate(model, *args) * slowed(*args)
-    search = searched(model)
-    assert [search.chosen(batch).setting.cache_method for batch in (1, 16)] == ["dual", "sparse"]
-
-
-def test_losers_are_stopped_early(searched):
-    model = MadeUpModel({"threshold=0.5": 0.5})
-    search, wrong = searched(model), Setting(rule={"threshold": 0.5})
-    assert search.is_out(search.trial(wrong))
-    assert model.asked[str(wrong)] == 32
-    # Right but slow settings are not asked on either.
-    assert model.asked[str(Setting(rule={"factor": 1.0}))] < NUM_EXAMPLES / 2
-
-
-def test_a_loss_between_the_bounds_takes_more_examples(searched):
-    model = MadeUpModel({"threshold=0.5": 0.06})
-    assert searched(model).chosen(1).setting.rule == {"threshold": 0.9}
-    assert max(count for setting, count in model.asked.items() if "threshold=0.5" in setting) > 32
+    search, asked = searched({"threshold=0.5": 0.2, "block_add_threshold": 0.01})
+    best, row = search.best
+    assert best == Setting("dual", {}, {"threshold": 0.9, "block_length": 16})
+    assert (row.method, row.unmasking) == ("dual", "threshold=0.9+block_length=16")
+    assert row.engine == {"model": "m", "cache_method": "dual", "cache_options": {}}
+    assert row.decoding == {"gen_length": 8, "threshold": 0.9, "block_length": 16}
+    figures = search.figures()
+    assert figures["tokens_per_second"] / figures["plain_tokens_per_second"] == pytest.approx(4 * 2 * 1.3)
+    assert (figures["loss"], figures["examples"]) == (0, 100)
+    assert len(asked) == len(set(asked))
+    again, asked = searched({})
+    assert (again.best[0], asked) == (best, [])
 
 
 def test_plain_decoding_is_chosen_where_all_else_is_wrong(searched):
-    names = ("threshold", "factor", "dual", "sparse", "block_length", "block_add")
-    assert searched(MadeUpModel(dict.fromkeys(names, 0.5))).chosen(1).setting == PLAIN
+    search, _ = searched(dict.fromkeys(FAST, 0.5))
+    assert search.best[0] == PLAIN
 
 
-@pytest.mark.parametrize("budget", [6.0, 15.0, 30.0, 120.0])
-def test_the_budget_is_kept_and_a_short_search_finds_something_fast_already(searched, budget):
-    model = MadeUpModel({"threshold=0.5": 0.2})
-    search = searched(model, budget=budget)
-    assert model.seconds <= budget + 10
-    assert search.is_through == (budget > 20)
-    assert search.chosen(16).setting != PLAIN
+def test_the_budget_ends_the_search_behind_plain_decoding(searched):
+    search, asked = searched({}, budget=-1)
+    assert asked == ["none one mine"]
+    assert search.best[0] == PLAIN
 
 
-def test_an_interrupted_search_goes_on(searched):
-    def interrupt(setting):
-        if len(before.asked) == 6:
-            raise KeyboardInterrupt
-
-    before, after, whole = (MadeUpModel({"threshold=0.5": 0.2}) for _ in range(3))
-    before.before = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        searched(before)
-    assert searched(after).chosen(1).setting == searched(whole, name="whole.json").chosen(1).setting
-    both = {setting: before.asked.get(setting, 0) + after.asked.get(setting, 0) for setting in whole.asked}
-    assert both == whole.asked
-
-
-def test_another_batch_size_reuses_the_answers(searched):
-    searched(MadeUpModel({}), batches=(16,))
-    again = MadeUpModel({})
-    assert set(searched(again, batches=(1, 16)).plain.speeds) == {1, 16}
-    assert str(PLAIN) not in again.asked
-
-
-@pytest.mark.parametrize("error", [ValueError, RuntimeError])
-def test_a_setting_that_cannot_be_run_is_left_out(searched, error):
-    def refuse(setting):
-        if setting.cache_method == "dual":
-            raise error("dual is not for this model")
-
-    search = searched(MadeUpModel({"threshold=0.5": 0.2}, before=refuse))
-    assert search.chosen(1).setting.cache_method == "sparse"
-    errors = {trial.error for trial in search.trials.values() if trial.setting.cache_method == "dual"}
-    assert errors == {"dual is not for this model"}
-    assert "Cannot be run: dual" in module.report(search, {1: ["dllm serve"]})
+def test_a_setting_that_cannot_be_run_is_left_out(searched):
+    search, _ = searched({"threshold=0.5": 0.2}, refused="dual")
+    assert search.best[0].cache_method == "sparse"
+    assert set(search._comparison.errors.values()) == {"not for this model"}
 
 
 def test_plain_decoding_that_fails_is_an_error(searched):
-    def refuse(setting):
-        raise ValueError("a prompt is too long")
-
-    with pytest.raises(ValueError, match="a prompt is too long"):
-        searched(MadeUpModel({}, before=refuse))
+    with pytest.raises(ValueError, match="not for this model"):
+        searched({}, refused="none one")

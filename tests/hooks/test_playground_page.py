@@ -46,7 +46,7 @@ def test_it_can_be_left_out():
     client = app_client("--additional-config", '{"dllm": {"playground": false}}')
     assert client.get("/playground").status_code == 404
     args, _ = build_parser().parse_known_args(["serve", "demo", "--no-playground"])
-    assert merged_config(args, {}) == {"dllm": {"playground": False}}
+    assert merged_config(args) == {"dllm": {"playground": False}}
     assert not EngineOptions.parse({"playground": False}).playground
 
 

@@ -3,15 +3,13 @@
 import asyncio
 import json
 import re
-from functools import partial
 
 import httpx
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.evaluation.own_tasks import HOLES, OwnTasks, demo_tasks
-from dllm_engine.evaluation.runner import Answers, Runner
+from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import assert_nothing_left
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
@@ -159,16 +157,11 @@ def test_in_python_too(demo, kind):
         ({"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}}, "suffix and a template"),
         ({"suffix": "<|endoftext|>"}, "special token"),
         ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
-        ({"suffix": AFTER, "max_tokens": 0}, "max_tokens"),
         ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
-        ({"vllm_xargs": {"template": "a"}}, "template is a str, not a list"),
         ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
         ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
-        ({"vllm_xargs": {"template": ["a" * 1000000, 1]}}, "given texts of 1000000 characters"),
         ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
-        ({"suffix": "a", "max_tokens": 10**12}, "holes of 1000000000000 tokens"),
         ({"vllm_xargs": {"response_template": "[" + "null," * 1000000}}, "response_template has 5000001 characters"),
-        ({"vllm_xargs": {"response_template": [7] * 100000}}, "response_template has 100000 entries"),
         (
             {"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}},
             "and 491 more errors|and 992 more errors",
@@ -179,7 +172,6 @@ def test_in_python_too(demo, kind):
             "max_tokens=4 .gen_length. is less than the 5 tokens",
         ),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
-        ({"vllm_xargs": {"response_template": "[null, "}}, "response_template"),
         ({"vllm_xargs": {"response_template": "[null, 600]"}}, "outside the vocabulary"),
         ({"vllm_xargs": {"response_template": "[null, 2]"}}, "mask token"),
         ({"vllm_xargs": {"response_template": "[null, 1, 5]"}}, "an end token"),
@@ -223,9 +215,13 @@ def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypat
 
 def test_the_demo_model_fills_in_items_of_its_answers(demo):
     """By the training that it has, which masks any part of an answer."""
-    tasks = demo_tasks(HOLES, 4, seed=0)
-    assert {task.part for task in tasks} == {"names", "keys", "facts", "reverse", "copy"}
-    assert all(any(task.given) for task in tasks)
-    score = partial(OwnTasks(HOLES, tasks, "exact").score, decoding={"gen_length": 64, "block_length": 64})
-    result = Runner(lambda arguments: demo).run({}, score, Answers(), at_once=32)
-    assert result.score >= 0.95, result.details
+    tokenizer = demo.get_tokenizer()
+    chats, templates, items = [], [], []
+    for example in (each for name in ("names", "facts", "copy") for each in make_examples(name, 8, seed=0)):
+        before, item, after = f" {example.answer}".partition(f" {example.items[-1]}")
+        chats.append([{"role": "user", "content": example.prompt}])
+        templates.append([piece for piece in (before, len(tokenizer.encode(item)), after) if piece])
+        items.append(item)
+    outputs = demo.fill_in(chats, templates)
+    right = [output.outputs[0].holes == [item] for output, item in zip(outputs, items, strict=True)]
+    assert sum(right) >= 0.9 * len(right)
