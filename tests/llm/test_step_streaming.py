@@ -3,12 +3,16 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine import DiffusionParams
+from dllm_engine.figures import DiffusionFigures
+from dllm_engine.plugin import register
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
