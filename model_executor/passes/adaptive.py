@@ -93,7 +93,7 @@ class AdaptivePass(LayerPass):
         self.feature_items = batch.positions - starts[self.requests]
         self.feature_tables = BatchTables(batch, PageKind.FEATURES)
         self.num_layers = self.feature_tables.tables.shape[0]
-        self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
+        self.features = feature_rows(pages.memory, pages.hidden_size)
 
         def attend_alone(sizes: list[int]) -> list[bool]:
             return [

@@ -116,7 +116,7 @@ class EarlySkipPass(LayerPass):
             self.feature_tables = BatchTables(batch, PageKind.FEATURES)
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
+            self.features = feature_rows(pages.memory, pages.hidden_size // ranks)
             requests = self.tables.requests
             starts = [canvas.spec.predicting_span(FIRST_BLOCK).start for canvas in batch.canvases]
             items = batch.positions - on_device(starts, device)[requests]

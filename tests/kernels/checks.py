@@ -7,7 +7,6 @@ memory that must not be read holds NaN.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -25,12 +24,6 @@ ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
 """Top-p and top-k."""
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
-
-
-def refused(message: str, call: Kernel, *arguments: Any, **named: Any) -> None:
-    """The call raises a ``ValueError`` whose message matches."""
-    with pytest.raises(ValueError, match=message):
-        call(*arguments, **named)
 
 
 class Draw:

