@@ -13,33 +13,22 @@ are max-pooled over the sequence of candidates, and the ``count`` highest are re
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.kernels._operator import operator
 
-
-@operator("eviction:mean_query_scores")
-def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
-    """Attention of blocks to each candidate of their requests, before any scale or softmax.
+def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Attention of a block to each candidate, before any scale or softmax.
 
     The score is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and
     divide by the number of query heads of the whole model.
 
     Args:
-        q: queries, ``[num_queries, num_heads, head_dim]``.
-        k: keys, ``[num_keys, num_kv_heads, head_dim]``.
-        spans: int64 ``[num_requests, 6]``. The candidates of a request are neighbouring keys with a gap, which is where
-            its block lies: number of the first key, candidates before the gap, keys in the gap, candidates in all;
-            then number of the first query, and queries in the block, one at least.
-        longest: the most candidates of a request.
+        q: the block's queries, ``[num_queries, num_heads, head_dim]``.
+        k: the candidates' keys, ``[num_candidates, num_kv_heads, head_dim]``.
 
     Returns:
-        float32 ``[num_requests, longest]``: the candidates laid end to end, then anything.
+        float32 ``[num_candidates]``.
     """
-    scores = k.new_empty(spans.shape[0], longest, dtype=torch.float32)
-    for of_request, (first, before, gap, count, first_query, num_queries) in zip(scores, spans.tolist(), strict=True):
-        mean = q[first_query : first_query + num_queries].float().mean(dim=0)
-        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
-        of_request[:count] = keys.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
-    return scores
+    mean = q.float().mean(dim=0)
+    return k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
 
 
 def top_indices(scores: torch.Tensor, count: int, *, in_order: bool = True) -> torch.Tensor:

@@ -121,9 +121,10 @@ def token_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``num_splits`` programs share a row (None: as many as fill the device)."""
     num_rows, vocab_size = logits.shape
-    shapes = (num_rows,), (num_rows,), (num_rows * with_entropy,), (num_rows * with_margin, 2)
-    floats_of_rows = (logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    results = logits.new_empty(num_rows, dtype=torch.int64), *floats_of_rows
+    numbers = logits.new_empty(2, num_rows, dtype=torch.float32)
+    entropies = logits.new_empty(num_rows * with_entropy, dtype=torch.float32)
+    top2 = logits.new_empty(num_rows * with_margin, 2, dtype=torch.float32)
+    results = logits.new_empty(num_rows, dtype=torch.int64), numbers[0], numbers[1], entropies, top2
     if not num_rows:
         return results
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

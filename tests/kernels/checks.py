@@ -118,25 +118,16 @@ def check_write_slots(
 
 def check_mean_query_scores(
     mean_query_scores: Kernel, block_rows: int, candidates: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
-    seed: int = 0, device: str = "cpu",
+    seed: int = 0,
 ) -> None:  # fmt: skip
-    """Two requests, the second with fewer candidates and no gap among them; between their keys lie others."""
-    draw = Draw(seed, device)
-    fewer = candidates // 3
-    fused = draw.normal(candidates + fewer + 2 * block_rows + 4, sum(heads), dim, dtype=dtype)
-    q, k = fused[:, : heads[0]], fused[:, heads[0] :]
-    second = candidates + block_rows + 2
-    spans = [(2, fewer, block_rows, candidates, 2 + fewer, block_rows), (second, fewer, 0, fewer, second, block_rows)]
-    scores = mean_query_scores(q, k, torch.tensor(spans, device=device), candidates)
+    fused = Draw(seed, "cpu").normal(candidates + block_rows, sum(heads), dim, dtype=dtype)
+    block, keys = fused[:block_rows, : heads[0]], fused[block_rows:, heads[0] :]
+    scores = mean_query_scores(block, keys)
     assert scores.dtype == torch.float32
-    assert scores.shape == (2, candidates)
-    for of_request, (first, before, gap, count, query, queries) in zip(scores, spans, strict=True):
-        block = q[query : query + queries]
-        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
-        # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a
-        # score's terms without their signs, because a few candidates' terms may cancel to almost nothing.
-        expected, unsigned = (formulas.mean_query_scores(*x) for x in ((block, keys), (block.abs(), keys.abs())))
-        assert ((of_request[:count].double() - expected).abs() <= 1e-6 * unsigned).all()
+    # The products are exact in float32 whatever the type of the inputs. The error is relative to the sum of a
+    # score's terms without their signs, because a few candidates' terms may cancel to almost nothing.
+    expected, unsigned = (formulas.mean_query_scores(*x) for x in ((block, keys), (block.abs(), keys.abs())))
+    assert ((scores.double() - expected).abs() <= 1e-6 * unsigned).all()
 
 
 def check_features(

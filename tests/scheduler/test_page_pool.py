@@ -31,14 +31,10 @@ def test_what_cannot_be_had_is_refused_with_numbers(pool):
         pool.resize("a", [1])
     pool.reserve("a", 4)
     pool.resize("a", [3])
-    with pytest.raises(ValueError, match="request a has reserved pages already"):
-        pool.reserve("a", 1)
     with pytest.raises(ValueError, match=r"request a wants 5 pages, but reserved 4"):
         pool.resize("a", [3, 2])
     assert pool.can_reserve(6)
     assert not pool.can_reserve(7)
-    with pytest.raises(ValueError, match=r"7 pages wanted, 6 of 10 left"):
-        pool.reserve("b", 7)
     assert (pool.num_reserved, pool.num_allocated) == (4, 3)
 
 
