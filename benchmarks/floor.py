@@ -96,7 +96,7 @@ class Floor:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with self.model.forward_context():
+        with self.model.forward_context(torch.arange(len(self._x), device=self._x.device)):
             self._run_layers()
         head = self.model.lm_head
         if self._masked.numel():

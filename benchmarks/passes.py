@@ -68,7 +68,7 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
         left = masked.get(request_id, plan.window.size)
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
-    rows = [layer_pass.rows_computed(i, batch.num_rows(i)) for i in range(len(batch.plans))]
+    rows = [layer_pass.rows_computed(i, batch.sizes[i]) for i in range(len(batch.plans))]
     specs = [canvas.spec for canvas in batch.canvases]
     canvases = [spec.visible(plan.window).size for spec, plan in zip(specs, batch.plans, strict=True)]
     blocks = [spec.block_length if spec.is_block_causal else None for spec in specs]

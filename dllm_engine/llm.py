@@ -42,7 +42,7 @@ class LLM(vllm.LLM):
         cache_method: str = "auto",
         cache_options: dict[str, Any] | Literal["paper"] | None = None,
         page_size: int = 32,
-        dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto",
+        dense_attention: Literal["auto", "flash", "sdpa"] = "auto",
         refresh_ratio: float | None = 1.0,
         steps_per_dispatch: int = 8,
         guide_model: str | None = None,

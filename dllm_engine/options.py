@@ -95,9 +95,9 @@ class EngineOptions(BaseModel):
     """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
-    dense_attention: Literal["auto", "flash", "sdpa", "xformers"] = "auto"
-    """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention) and ``"xformers"`` need CUDA and
-    float16 or bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` if it is available, else ``"sdpa"``."""
+    dense_attention: Literal["auto", "flash", "sdpa"] = "auto"
+    """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention) needs CUDA and float16 or
+    bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` if it is available, else ``"sdpa"``."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
     """Limits how often a long request refreshes while short ones run: rows of its FULL and UPDATE steps per row that
     requests of at most a quarter of its length compute in the meantime. None: no limit."""

@@ -10,13 +10,12 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """Checks its arguments, and calls the body for the device of the first."""
+    """Calls the body for the device of its first argument."""
 
     def __init__(self, cpu: Callable[_P, _R], path: str) -> None:
         self.__doc__ = cpu.__doc__
         self.name = path.partition(":")[2]
         self.cpu, self._path = cpu, path
-        self._check: Callable[_P, None] | None = None
 
     @cached_property
     def triton(self) -> Callable[..., _R]:
@@ -27,14 +26,7 @@ class Operator(Generic[_P, _R]):
             raise ImportError("the CUDA kernels need Triton: pip install triton") from error
         return launch
 
-    def register_check(self, check: Callable[_P, None]) -> Callable[_P, None]:
-        """Decorates a function that raises an error for arguments that do not fit."""
-        self._check = check
-        return check
-
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if self._check is not None:
-            self._check(*args, **kwargs)
         first: Any = args[0]
         return (self.triton if first.is_cuda else self.cpu)(*args, **kwargs)
 

@@ -6,7 +6,7 @@ sequence, nothing across sequences. With fewer KV heads than query heads each se
 
 import torch
 
-from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa, attend_with_xformers
+from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa
 
 _attend: DenseAttention = attend_with_sdpa
 
@@ -19,7 +19,7 @@ def use_dense_backend(attend: DenseAttention) -> None:
 
 def reads_bounds_on_device() -> bool:
     """Return True if the library in use needs no more of ``bounds`` than upper bounds of the lengths."""
-    return _attend not in (attend_with_sdpa, attend_with_xformers)
+    return _attend is not attend_with_sdpa
 
 
 def bidirectional_attention(
@@ -36,18 +36,7 @@ def bidirectional_attention(
     Returns:
         ``[num_rows, num_heads, head_dim]``. PyTorch's attention takes one call per run of sequences of equal length,
         so callers that sort a batch by length pay for each length once.
-
-    Raises:
-        ValueError: shapes that do not belong together.
     """
-    if q.dim() != 3 or k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not belong together")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
-    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
-        raise ValueError(f"bounds={bounds} does not divide {q.shape[0]} rows")
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.shape != (len(bounds),):
-        raise ValueError(f"cu_seqlens {cu_seqlens.dtype} {list(cu_seqlens.shape)} is not int32 [{len(bounds)}]")
     if not q.shape[0]:
         return torch.empty_like(q)
     return _attend(q, k, v, bounds, cu_seqlens)

@@ -1,4 +1,4 @@
-"""Libraries that compute dense attention: PyTorch's own, FlashAttention as vLLM brings it, and xformers.
+"""Libraries that compute dense attention: PyTorch's own, and FlashAttention as vLLM brings it.
 
 A backend is a function of ``BACKENDS``. From a device, a type and a head size it makes the library's
 ``DenseAttention``, or raises ``ValueError`` with what the library needs and does not find.
@@ -39,7 +39,8 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
 
 def flash_version(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
     """The version of FlashAttention that vLLM takes for this GPU. Raises ``ValueError`` if there is none."""
-    _need_half_precision_on_cuda(device, dtype)
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
     if head_dim % 8 or head_dim > 256:
         raise ValueError(f"needs heads of a multiple of 8 and at most 256 numbers, here {head_dim}")
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
@@ -80,23 +81,8 @@ def sdpa(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttent
     return attend_with_sdpa
 
 
-def xformers(device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
-    """xformers' attention, which also takes sequences of any lengths in one call."""
-    _need_half_precision_on_cuda(device, dtype)
-    try:
-        import xformers.ops  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"needs xformers, which cannot be imported ({error})") from error
-    return attend_with_xformers
-
-
-BACKENDS = {"flash": flash, "sdpa": sdpa, "xformers": xformers}
+BACKENDS = {"flash": flash, "sdpa": sdpa}
 """The values of the engine option ``dense_attention``, beside ``"auto"``."""
-
-
-def _need_half_precision_on_cuda(device: torch.device, dtype: torch.dtype) -> None:
-    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
 
 
 def attend_with_sdpa(
@@ -104,39 +90,12 @@ def attend_with_sdpa(
 ) -> torch.Tensor:
     """One call per run of neighbouring sequences of equal length."""
     out = torch.empty_like(q)
-    # PyTorch's fast CPU kernel has no grouped-query form; expanding the keys costs less than its slow path.
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and not q.is_cuda:
-        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     for start, length, count in _equal_runs(bounds):
         rows = slice(start, start + length * count)
-
-        def per_sequence(x: torch.Tensor, rows: slice = rows, count: int = count) -> torch.Tensor:
-            return x[rows].unflatten(0, (count, -1)).transpose(1, 2)
-
-        keys, values = per_sequence(k), per_sequence(v)
-        if not q.is_cuda:
-            # The kernel reads a head's keys once per few queries, which pays for a copy that lays them side by side.
-            keys, values = keys.contiguous(), values.contiguous()
-        attended = F.scaled_dot_product_attention(per_sequence(q), keys, values, enable_gqa=group > 1 and q.is_cuda)
+        queries, keys, values = (x[rows].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
     return out
-
-
-def attend_with_xformers(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    """One call, with a block-diagonal mask that is never materialised."""
-    from xformers.ops import memory_efficient_attention
-    from xformers.ops.fmha.attn_bias import BlockDiagonalMask
-
-    lengths = [stop - start for start, stop in itertools.pairwise(bounds) if stop > start]
-    group = q.shape[1] // k.shape[1]
-    grouped_q = q.unflatten(1, (k.shape[1], group))[None]
-    # Query heads of a group share one key head: a stride of 0, no copy.
-    grouped_k, grouped_v = (x[None, :, :, None].expand(-1, -1, -1, group, -1) for x in (k, v))
-    bias = BlockDiagonalMask.from_seqlens(lengths, device=q.device)
-    return memory_efficient_attention(grouped_q, grouped_k, grouped_v, attn_bias=bias)[0].flatten(1, 2)
 
 
 def _equal_runs(bounds: list[int]) -> list[tuple[int, int, int]]:

@@ -13,44 +13,22 @@ are max-pooled over the sequence of candidates, and the ``count`` highest are re
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.kernels._operator import operator
 
-
-@operator("eviction:mean_query_scores")
-def mean_query_scores(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> torch.Tensor:
-    """Attention of blocks to each candidate of their requests, before any scale or softmax.
+def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Attention of a block to each candidate, before any scale or softmax.
 
     The score is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and
     divide by the number of query heads of the whole model.
 
     Args:
-        q: queries, ``[num_queries, num_heads, head_dim]``.
-        k: keys, ``[num_keys, num_kv_heads, head_dim]``.
-        spans: int64 ``[num_requests, 6]``. The candidates of a request are neighbouring keys with a gap, which is where
-            its block lies: number of the first key, candidates before the gap, keys in the gap, candidates in all;
-            then number of the first query, and queries in the block, one at least.
-        longest: the most candidates of a request.
+        q: the block's queries, ``[num_queries, num_heads, head_dim]``.
+        k: the candidates' keys, ``[num_candidates, num_kv_heads, head_dim]``.
 
     Returns:
-        float32 ``[num_requests, longest]``: the candidates laid end to end, then anything.
-
-    Raises:
-        ValueError: shapes that do not belong together.
+        float32 ``[num_candidates]``.
     """
-    scores = k.new_empty(spans.shape[0], longest, dtype=torch.float32)
-    for of_request, (first, before, gap, count, first_query, num_queries) in zip(scores, spans.tolist(), strict=True):
-        mean = q[first_query : first_query + num_queries].float().mean(dim=0)
-        keys = torch.cat((k[first : first + before], k[first + before + gap : first + count + gap]))
-        of_request[:count] = keys.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
-    return scores
-
-
-@mean_query_scores.register_check
-def _(q: torch.Tensor, k: torch.Tensor, spans: torch.Tensor, longest: int) -> None:
-    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)} do not belong together")
-    if spans.dim() != 2 or spans.shape[1] != 6 or spans.dtype != torch.int64:
-        raise ValueError(f"spans {list(spans.shape)} {spans.dtype} are not int64 [num_requests, 6]")
+    mean = q.float().mean(dim=0)
+    return k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
 
 
 def top_indices(scores: torch.Tensor, count: int, *, in_order: bool = True) -> torch.Tensor:
@@ -87,14 +65,7 @@ def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> 
 
     Returns:
         int64 ``[count]`` or ``[num_requests, count]``, ascending.
-
-    Raises:
-        ValueError: an even ``pool_kernel_size``, or ``count`` beyond the candidates.
     """
-    if scores.dim() not in (1, 2) or not 0 <= count <= scores.shape[-1]:
-        raise ValueError(f"count={count} of scores {list(scores.shape)}: 0 to the number of candidates can be retained")
-    if pool_kernel_size < 1 or pool_kernel_size % 2 == 0:
-        raise ValueError(f"pool_kernel_size={pool_kernel_size} is not a positive odd number")
     if count:
         scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(scores.shape)
     return top_indices(scores, count).sort().values

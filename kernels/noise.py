@@ -24,7 +24,7 @@ _MIX_2 = 0x94D049BB133111EB
 NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
 _NUMBERS_AT_ONCE = 1 << 22
-"""Drawn or filtered at once by the plain kernels: 32 MiB for each step of the hash."""
+"""Drawn at once by the plain kernel: 32 MiB for each step of the hash."""
 
 
 def signed_seed(seed: int) -> int:
@@ -107,9 +107,6 @@ def gumbel_max(
     Returns:
         score: float64 ``[num_rows]``, what the drawn token won with; the best of several shards is the draw of all.
         column: int64 ``[num_rows]``.
-
-    Raises:
-        ValueError: shapes or types that do not belong together, or a temperature that is not above 0.
     """
     best, column = torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
     for rows, scores in noisy_logits(logits, seeds, forwards, positions, first_token, temperature):
@@ -117,28 +114,6 @@ def gumbel_max(
             scores[:, forbidden_token] = -torch.inf
         best[rows], column[rows] = scores.max(dim=-1)
     return best, column
-
-
-@gumbel_max.register_check
-def _(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    forwards: torch.Tensor,
-    positions: torch.Tensor,
-    first_token: int,
-    temperature: float,
-    forbidden_token: int,
-) -> None:
-    for counters in (seeds, forwards, positions):
-        if logits.dim() != 2 or counters.shape != logits.shape[:1] or counters.dtype != torch.int64:
-            raise ValueError(
-                f"counters {list(counters.shape)} {counters.dtype} are not int64, one for each row of logits "
-                f"{list(logits.shape)}"
-            )
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} is not above 0: without noise take the argmax")
-    if not -1 <= forbidden_token < logits.shape[1]:
-        raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")
 
 
 @operator("filters:filtered_logits")
@@ -164,17 +139,9 @@ def filtered_logits(
     Returns:
         float32 ``[num_rows, vocab_size]``. Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is
         left out of them is not defined.
-
-    Raises:
-        ValueError: an argument outside its range.
     """
-    num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
-    parts = [_filtered(rows.float() / temperature, top_p, top_k, forbidden_token) for rows in logits.split(num_rows)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _filtered(logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: int) -> torch.Tensor:
-    lowest, unfiltered = torch.finfo(logits.dtype).min, logits
+    logits = unfiltered = logits.float() / temperature
+    lowest = torch.finfo(logits.dtype).min
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         before = ordered.softmax(dim=-1).cumsum(dim=-1) > top_p
@@ -191,11 +158,3 @@ def _filtered(logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: i
         others[:, forbidden_token] = -torch.inf
     best = others.argmax(dim=-1, keepdim=True)
     return logits.scatter(-1, best, unfiltered.gather(-1, best))
-
-
-@filtered_logits.register_check
-def _(logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> None:
-    if not (temperature > 0 and top_p > 0 and top_k >= 0):
-        raise ValueError(f"temperature={temperature}, top_p={top_p}, top_k={top_k}: above 0, above 0, and 0 or more")
-    if logits.dim() != 2 or not -1 <= forbidden_token < logits.shape[1]:
-        raise ValueError(f"forbidden_token={forbidden_token} is not a column of logits {list(logits.shape)}, nor -1")

@@ -32,27 +32,9 @@ def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> 
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
         positions: of the rows, int64 ``[num_rows]``, contiguous; all within ``cos_sin``, which is not checked.
         cos_sin: ``rotary_table``, contiguous.
-
-    Raises:
-        ValueError: tensors that do not belong together.
     """
     rotary_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions, None].chunk(2, dim=-1)
     first, second = x[..., :rotary_dim].to(torch.float32).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     x[..., :rotary_dim] = rotated
-
-
-@rotate_.register_check
-def _(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    rotary_dim = cos_sin.shape[1] if cos_sin.dim() == 2 else 0
-    if x.dim() != 3 or positions.shape != x.shape[:1] or rotary_dim % 2 or not 0 < rotary_dim <= x.shape[2]:
-        shapes = f"x {list(x.shape)}, positions {list(positions.shape)} and cos_sin {list(cos_sin.shape)}"
-        raise ValueError(f"{shapes} do not belong together")
-    if positions.dtype != torch.int64 or not positions.is_contiguous():
-        raise ValueError(f"positions {positions.dtype}, {positions.stride()} in strides, are not contiguous int64")
-    if x.stride(2) != 1 or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        raise ValueError(
-            f"a head of x is not contiguous ({x.stride()} in strides), or cos_sin {cos_sin.dtype}, {cos_sin.stride()} "
-            "in strides, not contiguous float32"
-        )

@@ -33,9 +33,6 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
 
     Returns:
         Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
-
-    Raises:
-        ValueError: shapes or types that do not belong together.
     """
     kept = (slots >= 0)[..., None]
     slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
@@ -46,20 +43,6 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
-@similarity_sums.register_check
-def _(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-    if fresh.dim() != 3 or pages.dim() != 3 or fresh.shape[2] != pages.shape[2] or slots.shape != fresh.shape[:2]:
-        raise ValueError(
-            f"fresh {list(fresh.shape)}, pages {list(pages.shape)}, slots {list(slots.shape)} do not belong together"
-        )
-    if not pages.shape[0]:
-        raise ValueError(f"pages {list(pages.shape)}: there is no page")
-    if pages.stride()[1:] != (pages.shape[2], 1) or pages.stride(0) % pages.shape[2]:
-        raise ValueError(f"a page is not contiguous, or not whole slots from the next: {pages.stride()} in strides")
-    if fresh.dtype != pages.dtype:
-        raise ValueError(f"fresh and the pages differ in type: {fresh.dtype}, {pages.dtype}")
-
-
 def cosine(sums: torch.Tensor) -> torch.Tensor:
     """Cosine similarity of each row.
 
@@ -68,11 +51,7 @@ def cosine(sums: torch.Tensor) -> torch.Tensor:
 
     Returns:
         float32 ``[num_rows]``; 0 where either vector is 0.
-
-    Raises:
-        ValueError: anything but three sums a row.
     """
-    _check_sums(sums)
     norms = sums[1:].sqrt().clamp_(min=_EPS)
     return sums[0] / (norms[0] * norms[1])
 
@@ -80,12 +59,11 @@ def cosine(sums: torch.Tensor) -> torch.Tensor:
 def negative_distance(sums: torch.Tensor) -> torch.Tensor:
     """Minus the squared L2 distance of each row's two vectors, so that less is less similar, as of ``cosine``.
 
-    Args and errors: as of ``cosine``.
+    ``sums`` as of ``cosine``.
 
     Returns:
         float32 ``[num_rows]``; 0 where the vectors differ by the rounding of the sums alone.
     """
-    _check_sums(sums)
     squares = sums[1] + sums[2]
     distance = squares - 2 * sums[0]
     return -distance.masked_fill(distance <= _ROUNDING * squares, 0)
@@ -93,11 +71,6 @@ def negative_distance(sums: torch.Tensor) -> torch.Tensor:
 
 SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cosine, "l2": negative_distance}
 """By the names of dLLM-Cache's metrics (appendix A.5)."""
-
-
-def _check_sums(sums: torch.Tensor) -> None:
-    if sums.dim() != 2 or sums.shape[0] != 3:
-        raise ValueError(f"sums {list(sums.shape)} are not [3, num_rows]")
 
 
 def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
@@ -110,11 +83,6 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
 
     Returns:
         int64 ``[count]`` or ``[batch, count]``, ascending.
-
-    Raises:
-        ValueError: a ``count`` beyond the rows.
     """
-    if similarity.dim() not in (1, 2) or not 0 <= count <= similarity.shape[-1]:
-        raise ValueError(f"count={count} of similarity {list(similarity.shape)}: 0 to the number of rows can be chosen")
     alike = similarity.clamp(max=1 - _ROUNDING)
     return alike.sort(stable=True).indices[..., :count].sort().values

@@ -29,9 +29,6 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
 
     Returns:
         float32 ``[num_kv_heads, num_keys]``; zeros where nobody votes.
-
-    Raises:
-        ValueError: shapes or types that do not belong together.
     """
     return torch.stack([p.sum(dim=(0, 1)) / p.shape[1] for p in _probabilities(q, k, lse)])
 
@@ -40,7 +37,7 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
 def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}).
 
-    Arguments and errors are those of ``voting_scores``.
+    Arguments are those of ``voting_scores``.
 
     Returns:
         float32 ``[num_rows, num_keys]``.
@@ -58,14 +55,3 @@ def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> Itera
     for head in range(k.shape[1]):
         scores = queries[:, head] @ k[:, head].float().T * scale
         yield scores.sub_(denominators[:, head, :, None]).exp_()
-
-
-@summed_probabilities.register_check
-@voting_scores.register_check
-def _(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> None:
-    if q.dim() != 3 or k.dim() != 3 or q.shape[2] != k.shape[2] or q.dtype != k.dtype:
-        raise ValueError(f"q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} do not belong together")
-    if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads")
-    if lse.shape != q.shape[:2] or lse.dtype != torch.float32:
-        raise ValueError(f"lse {list(lse.shape)} {lse.dtype} is not float32 {list(q.shape[:2])}, as q has it")

@@ -13,21 +13,7 @@ from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RowRule, StepPlan, may_fill
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Positions that one request may fill."""
-
-    index: int
-    """Number of the request in the batch."""
-    request_id: str
-    canvas: Canvas
-    plan: StepPlan
-    positions: torch.Tensor
-    """``[num_candidates]``, in the canvas."""
-
+from dllm_engine.scheduler.step_plan import RowRule, may_fill
 
 ALONE, SPARE_COPY = 1, 2
 """Flags of candidates: predicted for the cache method alone, so that no step of the batch may fill it; repeats another
@@ -163,14 +149,13 @@ class BatchCandidates:
             for bias in self.batch.canvases[i].spec.token_biases
         ]
 
-    def split(self, statistics: TokenStatistics) -> Iterator[tuple[Candidates, TokenStatistics]]:
-        """The candidates of each request that has any, with their statistics."""
+    def split(self, statistics: TokenStatistics) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
+        """For each request that has candidates: its number in the batch, their positions, and their statistics."""
         sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans)).tolist()
-        batch, parts = self.batch, zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
+        parts = zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
         for index, (positions, request_statistics) in enumerate(parts):
             if positions.numel():
-                canvas, plan = batch.canvases[index], batch.plans[index]
-                yield Candidates(index, batch.request_ids[index], canvas, plan, positions), request_statistics
+                yield index, positions, request_statistics
 
 
 def _offsets(canvas: Canvas, span: Span) -> np.ndarray:

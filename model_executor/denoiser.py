@@ -2,21 +2,21 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.candidates import BatchCandidates, Candidates
+from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.graphs.step import StepGraphs
-from dllm_engine.model_executor.guide.accept import select_guided
 from dllm_engine.model_executor.guide.model import Draft, Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, constrained_rows
+from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
     Filled,
@@ -28,6 +28,7 @@ from dllm_engine.model_executor.unmasking.filling import (
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
+from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -88,7 +89,7 @@ class Denoiser:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
-        drafted: list[tuple[Candidates, TokenStatistics]] = []
+        drafted: list[tuple[int, Draft, list[float]]] = []
         filled = []
         for group in groups:
             if not group.positions.numel():
@@ -96,12 +97,16 @@ class Denoiser:
             outcome, statistics = self._fill(hidden, group)
             filled.append(outcome)
             if layer_pass.observes or any(batch.canvases[i].spec.needs_per_step_output for i in group.members):
-                for candidates, request_statistics in group.split(statistics):
-                    layer_pass.observe(candidates.index, candidates.positions, request_statistics)
-                    _record(candidates, request_statistics)
-                    if candidates.canvas.spec.guidance is not None:
-                        drafted.append((candidates, request_statistics))
-        return filled + self._fill_guided(drafted)
+                for index, positions, request_statistics in group.split(statistics):
+                    canvas = batch.canvases[index]
+                    layer_pass.observe(index, positions, request_statistics)
+                    _record(canvas, positions, request_statistics)
+                    if (guidance := canvas.spec.guidance) is not None:
+                        window = slice(guidance.speculation_length)
+                        tokens, probabilities = request_statistics.token[window], request_statistics.probability[window]
+                        draft = Draft(batch.request_ids[index], canvas, positions[window], tokens)
+                        drafted.append((index, draft, probabilities.tolist()))
+        return filled + self._fill_guided(batch, drafted)
 
     def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask the plans' quotas of them."""
@@ -114,28 +119,19 @@ class Denoiser:
         inputs, own = fill_inputs(group, work, numbers), hidden[group.rows]
         return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
 
-    def _fill_guided(self, drafted: list[tuple[Candidates, TokenStatistics]]) -> list[Filled]:
-        """Unmask what the guide lets pass of each request's draft."""
+    def _fill_guided(self, batch: StepBatch, drafted: list[tuple[int, Draft, list[float]]]) -> list[Filled]:
+        """Unmask what the guide lets pass of each request's draft. ``drafted``: number in the batch, draft, and the
+        probabilities of its tokens."""
         if not drafted:
             return []
         assert self.guide is not None
-        drafts, probabilities = [], []
-        for candidates, statistics in drafted:
-            guidance = candidates.canvas.spec.guidance
-            assert guidance is not None
-            window = slice(guidance.speculation_length)
-            request_id = candidates.request_id
-            drafts.append(Draft(request_id, candidates.canvas, candidates.positions[window], statistics.token[window]))
-            probabilities.append(statistics.probability[window].tolist())
+        verdicts = self.guide.check([draft for _, draft, _ in drafted])
         found = []
-        for draft, probability, verdict, (candidates, _) in zip(
-            drafts, probabilities, self.guide.check(drafts), drafted, strict=True
-        ):
+        for (index, draft, probabilities), verdict in zip(drafted, verdicts, strict=True):
             if isinstance(verdict, RequestFailure):
                 self.failures[draft.request_id] = verdict
                 continue
-            canvas, plan = draft.canvas, candidates.plan
-            spec = canvas.spec
+            canvas, spec = draft.canvas, draft.canvas.spec
             assert spec.guidance is not None
             # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
             own = [
@@ -149,19 +145,47 @@ class Denoiser:
             chosen = select_guided(
                 spec.guidance,
                 verdict.drafted,
-                probability,
+                probabilities,
                 verdict.ranks,
                 own,
-                first_needed=plan.quota.first_needed,
+                first_needed=batch.plans[index].quota.first_needed,
             )
             in_order = sorted(chosen)
             positions = draft.positions[on_device(in_order, self.device)]
             tokens = on_device([chosen[number] for number in in_order], self.device)
             canvas.tokens[positions] = tokens
             canvas.masked[positions] = False
-            requests = torch.full_like(positions, candidates.index)
+            requests = torch.full_like(positions, index)
             found.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
         return found
+
+
+def select_guided(
+    guidance: Guidance,
+    drafts: Sequence[int],
+    probabilities: Sequence[float],
+    ranks: Sequence[int],
+    guided: Sequence[int],
+    *,
+    first_needed: bool = False,
+) -> dict[int, int]:
+    """The tokens that a guided step unmasks, by their index in the window of drafted positions; at least one
+    (arXiv 2505.21467, §3.2.2).
+
+    Args:
+        drafts, probabilities: tokens of the diffusion model from the leftmost masked position on, by its confidence.
+        ranks: how many tokens the guide prefers to each draft.
+        guided: the guide's own tokens there.
+        first_needed: the first position must be filled now, whatever else is.
+    """
+    prefix = next((count for count, rank in enumerate(ranks) if rank >= guidance.top_k), len(ranks))
+    chosen = {i: drafts[i] for i in range(prefix)}
+    if guidance.threshold is not None:
+        chosen |= {i: drafts[i] for i, p in enumerate(probabilities) if p > guidance.threshold}
+    if not chosen or (first_needed and 0 not in chosen):
+        chosen[0] = guided[0] if guidance.fallback == "guide" else drafts[0]
+    # Selected first, corrected after: what the guide would have said after the uncorrected drafts is final.
+    return {i: guided[i] for i in chosen} if guidance.correction else chosen
 
 
 def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
@@ -176,14 +200,17 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
         canvas, rows = canvases[index], slice(bounds[index], bounds[index + 1])
         assert canvas.constrained is not None
         stop = min(group.batch.plans[index].window.stop, canvas.spec.response_span.stop)
-        found.append(constrained_rows(canvas.constrained, canvas.known, stop, rows, positions[rows], group.rows.device))
+        constraint = canvas.constrained.constraint
+        choose = partial(canvas.constrained.classes, canvas.known, stop, positions[rows])
+        class_of = class_on_device(constraint, group.rows.device)
+        found.append(ConstrainedRows(rows, class_of, constraint.num_classes, choose))
     return found
 
 
-def _record(candidates: Candidates, statistics: TokenStatistics) -> None:
+def _record(canvas: Canvas, positions: torch.Tensor, statistics: TokenStatistics) -> None:
     """Keep what a request asks to know of its predictions. What is kept of a decided position is that of the step that
     wrote its token."""
-    canvas, positions, written = candidates.canvas, candidates.positions, statistics.written
+    written = statistics.written
 
     def keep(kept: torch.Tensor, made: torch.Tensor) -> None:
         if written is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, takewhile
+from itertools import accumulate, pairwise, takewhile
 from typing import Any
 
 import numpy as np
@@ -170,18 +170,6 @@ class SplitRows(RowBounds):
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
 
-class PaddedRows(SplitRows):
-    """Rows of a recorded pass: ``num_rows`` of requests of up to ``longest`` rows each. Their bounds are on the device
-    alone."""
-
-    def __init__(
-        self, num_rows: int, longest: int, alone: Sequence[bool], device: torch.device, limits: torch.Tensor | None
-    ) -> None:
-        super().__init__([num_rows, *[0] * (len(alone) - 1)], alone, device, limits)
-        self.max_seqlen = self.paged.max_seqlen = self.alone.max_seqlen = longest
-        self.alone.is_padded = True
-
-
 @dataclass
 class StepBatch:
     """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
@@ -218,22 +206,21 @@ class StepBatch:
         ends = (self.host_positions // lengths + 1) * lengths
         return on_device(ends, self.positions.device, torch.int32)
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each request."""
+        return [stop - start for start, stop in pairwise(self.cu_seqlens)]
+
     def row_bounds(self) -> RowBounds:
-        sizes = [self.num_rows(i) for i in range(len(self.canvases))]
-        return RowBounds(sizes, self.positions.device, self.limits)
+        return RowBounds(self.sizes, self.positions.device, self.limits)
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         """``alone``: which requests need no pages."""
-        sizes = [self.num_rows(i) for i in range(len(self.canvases))]
-        return SplitRows(sizes, alone, self.positions.device, self.limits)
-
-    def num_rows(self, index: int) -> int:
-        return self.cu_seqlens[index + 1] - self.cu_seqlens[index]
+        return SplitRows(self.sizes, alone, self.positions.device, self.limits)
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        sizes = np.diff(self.cu_seqlens)
-        return on_device(np.repeat(np.arange(len(sizes)), sizes), self.positions.device)
+        return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.positions.device)
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -79,7 +79,7 @@ def _results(
         shows_step = canvas.confidences is not None and not plan.prefills
         report = StepReport(
             plan=plan,
-            rows_computed=layer_pass.rows_computed(index, batch.num_rows(index)),
+            rows_computed=layer_pass.rows_computed(index, batch.sizes[index]),
             num_unmasked=len(unmasked),
             masked=masked,
             num_edited=len(edited),
@@ -114,7 +114,7 @@ def _trace(
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     canvas = batch.canvases[index]
     spec = canvas.spec
-    whole = batch.num_rows(index) == spec.canvas_length == spec.response_span.stop
+    whole = batch.sizes[index] == spec.canvas_length == spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": canvas.last_unmasked,

@@ -72,7 +72,7 @@ class DiffusionScheduler(RequestQueue):
         self.refreshes.end_step(output.plans, canvases)
         if output.plans and self._can_run_on(output, canvases):
             self._run_on(output)
-        output.describe_to_vllm({request_id: self.states[request_id].request for request_id in output.plans})
+        output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return output
 
     def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:

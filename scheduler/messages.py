@@ -1,14 +1,12 @@
 """The one message each way between scheduler and model runner, and what the scheduler tells the front ends."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
-from vllm.v1.request import Request
 
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.progress import Progress
@@ -37,7 +35,8 @@ class NewRequest:
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
-    """vLLM's message with a plan per scheduled request. vLLM's own fields are kept true for its logs and metrics."""
+    """vLLM's message with a plan per scheduled request. Of vLLM's own fields it fills the numbers of rows and the
+    requests that ended."""
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
@@ -53,21 +52,6 @@ class DiffusionSchedulerOutput(SchedulerOutput):
         """Take a request out of the step again."""
         for table in (self.plans, self.new_requests, self.page_tables, self.num_scheduled_tokens):
             table.pop(request_id, None)
-
-    def describe_to_vllm(self, requests: Mapping[str, Request]) -> None:
-        """Fill the fields that vLLM's logging and iteration details read."""
-        self.total_num_scheduled_tokens = sum(self.num_scheduled_tokens.values())
-        cached = CachedRequestData.make_empty()
-        for request_id in self.plans:
-            request = requests[request_id]
-            if request_id in self.new_requests:
-                self.scheduled_new_reqs.append(NewRequestData.from_request(request, block_ids=()))
-            else:
-                cached.req_ids.append(request_id)
-                cached.new_block_ids.append(None)
-                cached.num_computed_tokens.append(request.num_tokens)
-                cached.num_output_tokens.append(request.num_output_tokens)
-        self.scheduled_cached_reqs = cached
 
 
 @dataclass(frozen=True)

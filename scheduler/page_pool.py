@@ -93,12 +93,7 @@ class PagePool:
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
     def reserve(self, request_id: str, num_pages: int, found: Tables = ()) -> None:
-        """Set ``num_pages`` aside for a request, whose tables begin with ``found``; raises ``ValueError`` where they
-        are not there."""
-        if request_id in self._reserved:
-            raise ValueError(f"request {request_id} has reserved pages already")
-        if not self.can_reserve(num_pages, found):
-            raise ValueError(f"{num_pages} pages wanted, {self.num_pages - self.num_reserved} of {self.num_pages} left")
+        """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables begin with ``found``."""
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [list(table) for table in found]

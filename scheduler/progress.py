@@ -101,17 +101,9 @@ class Progress:
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """Advance by one forward pass.
+        """Advance by one forward pass. Arguments as the fields of ``StepReport``.
 
-        Args:
-            num_unmasked: tokens that the step unmasked.
-            masked: masked tokens left in each running block; None: a single block runs.
-            num_edited: decided tokens that the step replaced.
-            revises: True if decided tokens of the running block may still change.
-            ends: True if the response ends with the running blocks.
-            seen: observation of SlowFast sampling.
-            retained: tokens per layer that pages hold now; None: unchanged.
-            prefills: True if the pass only fed a part of a long prompt.
+        ``masked``: None: a single block runs. ``retained``: tokens per layer that pages hold now; None: unchanged.
         """
         if retained is not None:
             self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)

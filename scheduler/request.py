@@ -70,7 +70,8 @@ class Guidance:
 
 @dataclass(frozen=True)
 class DecodingSpec:
-    """A request's settings with every default filled in; lengths in tokens."""
+    """A request's settings with every default filled in; lengths in tokens. Fields with the names of request options
+    mean what these mean (``RequestOptions``)."""
 
     prompt_length: int
     gen_length: int
@@ -82,7 +83,6 @@ class DecodingSpec:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
     shifts_logits: bool = False
     """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own row."""
     attention: Attention = "full"
@@ -99,29 +99,18 @@ class DecodingSpec:
     """Denoising steps of each block, instead of ``steps``; at most one per token. With ``parallel``, this schedule sets
     the minimum of each step. None: ``steps``."""
     tokens_per_step: int | None = None
-    """Tokens that each step unmasks, or with ``parallel`` the minimum; None: the schedule decides."""
     edit_threshold: float | None = None
-    """Probability above which a step replaces a decided token of the running block (LLaDA2.1, arXiv 2602.08676). None:
-    decided tokens stay."""
     max_post_steps: int = 0
-    """Token editing: the most steps of a block that begin without a mask."""
     certainty_sigma: float | None = None
-    """Reach, in tokens, of the prior on confidences: known tokens near a position raise it (d2Cache, arXiv 2509.23094).
-    None: no prior."""
     alg_temp: float = 0.0
-    """Temperature at which the positions that a step fills are drawn by their confidences; 0: the most confident."""
     guidance: Guidance | None = None
     """None: the diffusion model decides alone, by ``unmasking``."""
     block_add_threshold: float | None = None
-    """Share of the last running block that is decided when the next block joins it (d3LLM, arXiv 2601.07568). None:
-    blocks run one at a time."""
     suffix_blocks: int | None = None
-    """Masked blocks behind the window that a forward pass computes; None: all."""
     end_tokens: frozenset[int] = frozenset()
     """Tokens that end the response."""
     confidence_eos_eot_inf: bool = False
     logits_eos_inf: bool = False
-    """As the request options of these names. ``with_tokens`` says which tokens these are."""
     token_biases: tuple[TokenBias, ...] = ()
     """Added to the logits before all else."""
     least_confident: frozenset[int] = frozenset()
@@ -129,13 +118,10 @@ class DecodingSpec:
     first_end: int = 0
     """Canvas position before which the response may not end."""
     early_stop: bool = False
-    """Give up the positions behind the first end token as soon as it is decided: they become end tokens (d3LLM)."""
     delay_eos: bool = False
-    """Hold back an end token while the position before it is masked and the response has none."""
     template: tuple[int | None, ...] = ()
     """The response before its first step: given tokens, and None for each mask. Empty: all masks."""
     return_given: bool = True
-    """True if given tokens are sent with the tokens that were filled in."""
     constraint: bytes | None = None
     """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
     reasoning: bytes | None = None
@@ -145,7 +131,6 @@ class DecodingSpec:
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of this many of the likeliest tokens; None: report none."""
     return_order: bool = False
-    """Report for each token the forward pass that committed it, and its log-probability then."""
     streams_steps: bool = False
     """True if every step reports the running blocks."""
 

@@ -99,8 +99,6 @@ class Environment:
         self._uv("vLLM for CPUs", "--no-deps", "--requirement", REQUIREMENTS / "cpu-no-deps.txt")
         names = f"[{','.join(wanted['extras'])}]" if wanted["extras"] else ""
         self._uv("dllm-engine from this checkout", "--editable", f"{CHECKOUT}{names}")
-        if "test" in wanted["extras"]:
-            self._uv("what only tests use", "--no-deps", "--requirement", REQUIREMENTS / "test-no-deps.txt")
         self._run_step([self.python, "-c", CHECK], "vLLM does not start", f"Delete {self.directory} and try again.")
         self._record.write_text(json.dumps(wanted), encoding="utf-8")
 

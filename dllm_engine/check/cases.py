@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels import eviction, features, noise, rotary, similarity, slots, token_statistics, voting
+from dllm_engine.kernels import features, noise, rotary, similarity, slots, token_statistics, voting
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.paged_tokens import PagedTokens
 
@@ -110,13 +110,6 @@ def rotate(draw: Draw) -> Results:
     return [q, k]
 
 
-def score_candidates(draw: Draw) -> Results:
-    spans = torch.tensor([[2, 100, 32, 250, 102, 32], [0, 70, 0, 70, 290, 10]], device=draw.device)
-    q, k = draw.queries_and_keys()
-    scores = eviction.mean_query_scores(q, k, spans, 250)
-    return [scores[0], scores[1, :70]]
-
-
 def vote(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
     votes = q[-32:], k, draw.normal(32, draw.sizes.num_heads).float() + 6.0  # about the log of a sum of ROWS scores
@@ -149,7 +142,6 @@ BY_HEADS: dict[str, Case] = {
     "paged_attention, ranges per head": partial(attend_to_pages, packed=True),
     "write_slots, write_kv, similarity_sums": use_slots,
     "rotate_": rotate,
-    "mean_query_scores": score_candidates,
     "voting_scores, summed_probabilities": vote,
 }
 """Cases that depend on the sizes of heads, by the names of their kernels."""

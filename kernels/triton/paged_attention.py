@@ -197,6 +197,10 @@ def paged_attention(
     k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
+    assert k_pages.stride()[1:] == v_pages.stride()[1:] == (head_dim, 1)
+    for numbers in (cu_seqlens, page_tables, head_start, token_stride, head_len):
+        assert numbers.dtype == torch.int32
+        assert numbers.is_contiguous()
     if not num_requests or not num_rows:
         return
     if max_seqlen is None:

@@ -4,7 +4,6 @@ import torch
 
 import triton
 import triton.language as tl
-from dllm_engine.kernels.token_statistics import empty_results
 
 # The arguments of Triton kernels have no Python types.
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -121,8 +120,11 @@ def token_statistics(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool, num_splits: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """``num_splits`` programs share a row (None: as many as fill the device)."""
-    results = empty_results(logits, forbidden_token, with_entropy, with_margin)
     num_rows, vocab_size = logits.shape
+    numbers = logits.new_empty(2, num_rows, dtype=torch.float32)
+    entropies = logits.new_empty(num_rows * with_entropy, dtype=torch.float32)
+    top2 = logits.new_empty(num_rows * with_margin, 2, dtype=torch.float32)
+    results = logits.new_empty(num_rows, dtype=torch.int64), numbers[0], numbers[1], entropies, top2
     if not num_rows:
         return results
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

@@ -16,7 +16,7 @@ from dllm_engine.model_executor.graphs.recording import (
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.passes.dense import DensePass
 from dllm_engine.model_executor.passes.paged import PagedPass
-from dllm_engine.model_executor.step_batch import PaddedRows, StepBatch
+from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 
 NO_LIMIT = torch.iinfo(torch.int32).max
@@ -41,7 +41,7 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        sizes, num_rows = [batch.num_rows(i) for i in range(len(batch.plans))], batch.cu_seqlens[-1]
+        sizes, num_rows = batch.sizes, batch.cu_seqlens[-1]
         rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
         if rows is None or longest is None or not worth_padding(num_rows, rows):
             return None
@@ -71,7 +71,9 @@ class ForwardGraph:
         self.positions = torch.zeros_like(self.places)
         self.limits = torch.zeros_like(self.places, dtype=torch.int32) if size.limited else None
         alone = [not size.reads] * num_requests
-        rows = PaddedRows(num_rows, size.longest, alone, device, self.limits)
+        rows = SplitRows([num_rows, *[0] * (num_requests - 1)], alone, device, self.limits)
+        rows.paged.max_seqlen = rows.alone.max_seqlen = size.longest
+        rows.alone.is_padded = True
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
         self.tokens: KVTables | None = None
         self.row_slots: torch.Tensor | None = None

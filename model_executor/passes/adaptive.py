@@ -93,7 +93,7 @@ class AdaptivePass(LayerPass):
         self.feature_items = batch.positions - starts[self.requests]
         self.feature_tables = BatchTables(batch, PageKind.FEATURES)
         self.num_layers = self.feature_tables.tables.shape[0]
-        self.features = feature_rows(pages.memory, pages.hidden_size, pages.num_kv_heads)
+        self.features = feature_rows(pages.memory, pages.hidden_size)
 
         def attend_alone(sizes: list[int]) -> list[bool]:
             return [
@@ -101,7 +101,7 @@ class AdaptivePass(LayerPass):
                 for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
             ]
 
-        fed = [batch.num_rows(i) for i in range(len(batch.plans))]
+        fed = batch.sizes
         self.all_rows = ComputedRows(fed, attend_alone(fed), device)
 
         # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
@@ -148,7 +148,6 @@ class AdaptivePass(LayerPass):
         self.kept = torch.ones_like(self.requests, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
         self.kept[self.refreshed] = False
-        self.any_kept = self.refreshed.numel() < self.requests.numel()
 
     @property
     def repeats(self) -> bool:
@@ -160,7 +159,7 @@ class AdaptivePass(LayerPass):
         if refreshes_prompt or any([*self.all_rows.alone.sizes, *self.some_rows.alone.sizes]):
             return None
         shapes = [tuple(tensor.shape) for tensor in self.graph_inputs()]
-        return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), self.any_kept, tuple(shapes)
+        return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), tuple(shapes)
 
     def graph_inputs(self) -> list[torch.Tensor]:
         groups = [tensor for pair in self.adaptive for tensor in pair]
@@ -181,7 +180,7 @@ class AdaptivePass(LayerPass):
             if index < self.first_adaptive_layer:
                 self._recompute_all(index, layer, hidden, phases)
             else:
-                hidden = self._recompute_some(index, layer, hidden, phases)
+                self._recompute_some(index, layer, hidden, phases)
         return hidden
 
     def rows_computed(self, index: int, num_rows: int) -> int:
@@ -201,31 +200,23 @@ class AdaptivePass(LayerPass):
         attended = layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
-    def _recompute_some(
-        self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
-    ) -> torch.Tensor:
+    def _recompute_some(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         items = self.feature_items
         feature_slots = self.feature_tables.slots(index, self.requests, items.clamp(min=0), self.features.shape[1])
         feature_slots = feature_slots.masked_fill(items < 0, -1)
         rows, fresh_values = self._choose(index, layer, hidden, phases)
         if rows.numel():
-            # Where everything is refreshed there is nothing to gather.
-            x = hidden[rows] if self.any_kept else hidden
-            row_phases = phases[rows] if self.any_kept else phases
-            q, k, v = self._project(layer, x, row_phases, fresh_values)
+            x = hidden[rows]
+            q, k, v = self._project(layer, x, phases[rows], fresh_values)
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, q, k, v))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))
             x += update
             update += attended
-        if self.any_kept:
-            add_features(hidden, self.features, feature_slots.masked_fill(~self.kept, -1))
+        add_features(hidden, self.features, feature_slots.masked_fill(~self.kept, -1))
         if rows.numel():
             write_features(update, self.features, feature_slots[rows])
-            if not self.any_kept:
-                return x
             hidden[rows] = x
-        return hidden
 
     def _choose(
         self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases

@@ -5,8 +5,6 @@ These are rows that predict masked positions, by their confidence and the certai
 unmasked; and of all others those to which attention, rolled out over the layers, leads.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
@@ -113,17 +111,6 @@ class RolloutPass(LayerPass):
         return choose_rows(canvas, window, self.known_before[index], confidence, importance)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """Range that masked positions are chosen from, in positions of the response."""
-
-    first: int
-    unit: int
-    """The end of the range is a multiple of this."""
-    preferred: np.ndarray
-    """Positions that come before all others."""
-
-
 def choose_rows(
     canvas: Canvas, window: Span, known_before: np.ndarray, confidence: np.ndarray, importance: np.ndarray
 ) -> np.ndarray:
@@ -163,30 +150,33 @@ def _masked_to_predict(
     options = spec.cache
     assert isinstance(options, D2CacheOptions)
     masked = np.flatnonzero(~known)
-    block = _block(spec, window, known_before, masked[0])
+    first, unit, preferred = _range(spec, window, known_before, masked[0])
     scores = confidence * certainty_density(known, options.sigma)
-    scores[block.preferred] += scores.max()
+    scores[preferred] += scores.max()
     if spec.delay_eos or spec.slow_fast is not None:
         # Elsewhere an end token may be held back, or lie behind the span; the pass must unmask something.
         scores[masked[0]] = np.inf
     enough = masked[min(options.masked_rows, masked.size) - 1]
-    stop = len(known) if masked.size < options.masked_rows else (enough // block.unit + 1) * block.unit
-    within = masked[(masked >= block.first) & (masked < stop)]
+    stop = len(known) if masked.size < options.masked_rows else (enough // unit + 1) * unit
+    within = masked[(masked >= first) & (masked < stop)]
     return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
 
 
-def _block(spec: DecodingSpec, window: Span, known_before: np.ndarray, first_masked: int) -> _Block:
-    """The block that the pass worked on; of several at once the leftmost that is not finished, because the next pass
-    has to fill some of it."""
+def _range(
+    spec: DecodingSpec, window: Span, known_before: np.ndarray, first_masked: int
+) -> tuple[int, int, np.ndarray]:
+    """Range that masked positions are chosen from, in positions of the response: its first; a number of which its end
+    is a multiple; and the positions that come before all others. These are in the block that the pass worked on; of
+    several at once the leftmost that is not finished, because the next pass has to fill some of it."""
     assert isinstance(spec.cache, D2CacheOptions)
     start, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
     if spec.block_add_threshold is not None:
         start = first_masked // spec.block_length * spec.block_length
         stop = min(start + spec.block_length, spec.gen_length)
     if spec.cache.range_unit == "block":
-        return _Block(start, spec.block_length, np.arange(start, stop))
+        return start, spec.block_length, np.arange(start, stop)
     preferred = start + np.flatnonzero(~known_before[start:stop])
-    return _Block(int(preferred[0]), len(preferred), preferred)
+    return int(preferred[0]), len(preferred), preferred
 
 
 def _most_important(importance: np.ndarray, candidates: np.ndarray, share: float) -> np.ndarray:

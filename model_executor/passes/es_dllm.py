@@ -88,7 +88,7 @@ class EarlySkipPass(LayerPass):
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
-        sizes = [batch.num_rows(i) for i in range(len(plans))]
+        sizes = batch.sizes
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
@@ -116,7 +116,7 @@ class EarlySkipPass(LayerPass):
             self.feature_tables = BatchTables(batch, PageKind.FEATURES)
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            self.features = feature_rows(pages.memory, pages.hidden_size // ranks, pages.num_kv_heads)
+            self.features = feature_rows(pages.memory, pages.hidden_size // ranks)
             requests = self.tables.requests
             starts = [canvas.spec.predicting_span(FIRST_BLOCK).start for canvas in batch.canvases]
             items = batch.positions - on_device(starts, device)[requests]
@@ -127,17 +127,15 @@ class EarlySkipPass(LayerPass):
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
         plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
         least = min(num_unmasked + 2, plan.window.size)
-        return min(max(int(fraction * self.batch.num_rows(index)), least), num_rows)
+        return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
 
-    def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Positions outside the window, of which some are copied, and of the window; and what scores the former, as
-        ``mean_query_scores`` wants it."""
+    def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions outside the window, of which some are copied, and of the window."""
         plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.positions.device
         start = plan.window.start - spec.shifts_logits
         canvas = np.arange(spec.canvas_length)
         outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
-        spans = [(0, outside.size, 0, outside.size, 0, self.batch.num_rows(index))]
-        return on_device(outside, device), on_device(window, device), on_device(spans, device)
+        return on_device(outside, device), on_device(window, device)
 
     def _copy_tokens(self) -> torch.Tensor | None:
         """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
@@ -160,8 +158,8 @@ class EarlySkipPass(LayerPass):
                 continue
             plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
             # A step that skips feeds neighbouring rows; row ``place`` of them predicts position ``first + place``.
-            first = plan.span.stop - self.batch.num_rows(i) + canvas.spec.shifts_logits
-            stop = first + self.batch.num_rows(i)
+            first = plan.span.stop - self.batch.sizes[i] + canvas.spec.shifts_logits
+            stop = first + self.batch.sizes[i]
             confidences[rows] = canvas.cache_state[first:stop] * canvas.masked[first:stop]
             leftmost = (canvas.known[slice(*plan.window)] < 0).argmax() + plan.window.start
             bonuses[rows.start + leftmost - first] = LEFTMOST_BONUS
@@ -238,10 +236,10 @@ class EarlySkipPass(LayerPass):
     def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
         row, and the mean is over the queries of all that it computes."""
-        for i, (outside, window, spans) in self.copied.items():
+        for i, (outside, window) in self.copied.items():
             keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
             # Every rank scores with its own heads; all must retain the same tokens.
-            scores = mean_query_scores(q[self.stage.rows(i)], keys, spans, outside.shape[0])[0]
+            scores = mean_query_scores(q[self.stage.rows(i)], keys)
             scores = tensor_model_parallel_all_reduce(scores)
             scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
             chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]

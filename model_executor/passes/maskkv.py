@@ -175,8 +175,8 @@ class MaskKVPass(AdaptivePass):
             return {}
         batch, device = self.batch, hidden.device
         rows = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2], device=device) for i in self.measuring])
-        bounds = RowBounds([batch.num_rows(i) for i in self.measuring], device)
-        importance = layer_importance(layers, hidden[rows], phases[rows], bounds)[name]
+        bounds = RowBounds([batch.sizes[i] for i in self.measuring], device)
+        importance = layer_importance(name, layers, hidden[rows], phases[rows], bounds)
         # Sums over ranks may differ in their last bits, and budgets must not.
         by_request = get_tp_group().broadcast(importance.T.contiguous()).tolist()
         return dict(zip(self.measuring, by_request, strict=True))

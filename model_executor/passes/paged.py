@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.batch_tables import BatchTables, KVTables, TokenTables
+from dllm_engine.model_executor.batch_tables import KVTables, TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
@@ -61,7 +60,7 @@ class OverwritePass(PagedPass):
         read = [plan.read for plan in batch.plans]
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
-        rows = batch.split_rows([batch.num_rows(i) == tokens_read for i, tokens_read in enumerate(read)])
+        rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
         places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
         super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
 
@@ -94,8 +93,7 @@ class RetentionPass(PagedPass):
         self.batch = batch
         self.device = batch.positions.device
         read = [plan.read for plan in batch.plans]
-        tables = BatchTables(batch, PageKind.KV)
-        tokens = KVTables(pages, tables.tables, on_device(read, self.device, torch.int32), max(read))
+        tokens = TokenTables(batch, pages, read)
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
 
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
@@ -113,7 +111,7 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = pages.slots(tables.places(requests, tokens_added, pages.page_size))
+            slots = pages.slots(tokens.places(requests, tokens_added, pages.page_size))
             self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
             if self.chooses:
                 self.slots = slots
@@ -139,10 +137,10 @@ class RetentionPass(PagedPass):
         at = self.updating.index(index)
         added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
         canvas = self.batch.canvases[index]
-        # Of each layer, what pages held before comes first.
+        # Of each layer, what pages held before comes first. What other requests wrote is a beginning of the canvas.
         before = canvas.cache_state or [[] for _ in self.retained]
         canvas.cache_state = [
-            [*held[:read], *self.batch.positions[rows[added]].tolist()]
+            [*(held if len(held) >= read else range(read))[:read], *self.batch.positions[rows[added]].tolist()]
             for held, rows in zip(before, self.retained, strict=True)
         ]
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}

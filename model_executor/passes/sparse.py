@@ -31,18 +31,12 @@ class SparsePass(RetentionPass):
         self.columns = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
         """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
         all of them are retained."""
-        self.num_scored = [
-            max((columns.stop for columns in group_columns if columns is not None), default=0)
-            for group, group_columns in zip(self.groups, self.columns, strict=True)
-            for _ in group.members
-        ]
-        """Of each request of ``updating``."""
-        spans = []
-        for i, count in zip(self.updating, self.num_scored, strict=True):
-            first, plan = batch.rows(i).start, batch.plans[i]
-            before = plan.window.start - plan.span.start
-            spans.append((first, min(before, count), plan.window.size, count, first + before, plan.window.size))
-        self.spans = on_device(spans, self.device)
+        self.candidates: list[torch.Tensor] = []
+        """Of each request of ``updating``, the rows of its candidates among its own rows, as far as they are scored."""
+        for group, group_columns in zip(self.groups, self.columns, strict=True):
+            num_scored = max((columns.stop for columns in group_columns if columns is not None), default=0)
+            candidates = on_device(_outside_window(group.plan)[:num_scored] - group.plan.span.start, self.device)
+            self.candidates += [candidates] * len(group.members)
 
     def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         rows = self._retained_rows(layer, q, k, v)
@@ -69,23 +63,24 @@ class SparsePass(RetentionPass):
         return torch.cat(retained)
 
     def _scores(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scores of each request's computed positions outside its window, as far as ``num_scored`` says, summed over
-        this rank's heads: float32 ``[len(updating), most]``. What lies behind is no score."""
-        options, most = self.options, max(self.num_scored)
-        if options.scorer == "mean_query":
-            # The paper's: raw products, so that heads with large queries and keys count for more.
-            return mean_query_scores(q, k, self.spans, most)
+        """Scores of each request's ``candidates``, summed over this rank's heads: float32 ``[len(updating), most]``.
+        What lies behind is no score."""
+        options = self.options
         scorer = SCORERS[options.scorer]
-        scores = torch.zeros(len(self.updating), most, device=self.device)
-        for request_scores, i, count in zip(scores, self.updating, self.num_scored, strict=True):
+        scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=self.device)
+        for request_scores, i, candidates in zip(scores, self.updating, self.candidates, strict=True):
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             own = q[rows], k[rows], v[rows]
+            if options.scorer == "mean_query":
+                # The paper's: raw products, so that heads with large queries and keys count for more.
+                block = slice(plan.window.start - plan.span.start, plan.window.stop - plan.span.start)
+                request_scores[: len(candidates)] = mean_query_scores(own[0][block], own[1][candidates])
+                continue
             lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
             scored = ScoredLayer.of(
                 canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
             )
-            candidates = on_device(_outside_window(plan)[:count], self.device)
-            request_scores[:count] = scorer.score(scored, candidates).sum(dim=0)
+            request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(dim=0)
         return scores
 
 

@@ -15,8 +15,8 @@ pass."""
 
 
 def layer_importance(
-    layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
-) -> dict[ImportanceName, torch.Tensor]:
+    name: ImportanceName, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
+) -> torch.Tensor:
     """Importance of each layer to each of some canvases, in a forward pass over them that keeps nothing.
 
     ``layer_importance`` is MaskKV's (arXiv 2510.09309, equation 8): 1 − mean cosine between a token's hidden states
@@ -28,7 +28,7 @@ def layer_importance(
         rows: of each canvas.
 
     Returns:
-        float32 ``[num_layers, num_canvases]`` each, 0 to 2, or NaN where hidden states are no numbers.
+        float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where hidden states are no numbers.
     """
 
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -37,12 +37,11 @@ def layer_importance(
         means = torch.stack([canvas_cosines.mean() for canvas_cosines in cosines.split(rows.sizes)])
         return 1 - means.clamp(-1, 1)
 
-    layer_changes, attention_changes = [], []
+    importance = []
     for layer in layers:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
         attended = hidden + layer.o_proj(bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens))
         after = attended + layer.mlp(layer.mlp_norm(attended))
-        layer_changes.append(changes(hidden, after))
-        attention_changes.append(changes(hidden, attended))
+        importance.append(changes(hidden, after if name == "layer_importance" else attended))
         hidden = after
-    return {"layer_importance": torch.stack(layer_changes), "attention_importance": torch.stack(attention_changes)}
+    return torch.stack(importance)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, Constraint
+from dllm_engine.scheduler.constraints.constraint import Constraint
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,9 @@ class ConstrainedRows:
         return slice(max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0))
 
 
-def constrained_rows(
-    response: ConstrainedResponse,
-    known: np.ndarray,
-    stop: int,
-    rows: slice,
-    positions: np.ndarray,
-    device: torch.device,
-) -> ConstrainedRows:
-    """``rows`` that predict ``positions`` of a response; ``known`` and ``stop`` as for ``ConstrainedResponse``."""
-    constraint = response.constraint
-    return ConstrainedRows(
-        rows,
-        _class_of(constraint, device),
-        constraint.num_classes,
-        lambda scores: response.classes(known, stop, positions, scores),
-    )
-
-
 @lru_cache(maxsize=16)
-def _class_of(constraint: Constraint, device: torch.device) -> torch.Tensor:
+def class_on_device(constraint: Constraint, device: torch.device) -> torch.Tensor:
+    """``ConstrainedRows.class_of`` of a constraint."""
     class_of = constraint.class_of.astype(np.int64)
     return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)
 

@@ -21,8 +21,7 @@ from dllm_engine.model_executor.token_prediction import Counters, SamplingSettin
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
-from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all
-from dllm_engine.model_executor.unmasking.selection import select
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure

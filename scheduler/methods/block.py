@@ -56,7 +56,6 @@ def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
 BLOCK = CacheMethod(
     plan,
     hold_tokens(tokens_kept),
-    layer_pass="passes.block:BlockPass",
     attention=("block_causal",),
     shortened=shortened,
     keeps_for_good=True,

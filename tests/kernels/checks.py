@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 
 from dllm_engine.check.cases import Draw, Sizes
@@ -19,12 +18,6 @@ Kernel = Callable[..., Any]
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
 """Top-p and top-k."""
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
-
-
-def refused(message: str, call: Kernel, *arguments: Any, **named: Any) -> None:
-    """The call raises a ``ValueError`` whose message matches."""
-    with pytest.raises(ValueError, match=message):
-        call(*arguments, **named)
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Draw:

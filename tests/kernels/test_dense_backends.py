@@ -1,6 +1,6 @@
 """Bidirectional attention against its formula in float64, and which library computes it.
 
-FlashAttention and xformers compute on CUDA alone. On a CPU their calls are stood in for by the formula over what they
+FlashAttention computes on CUDA alone. On a CPU its calls are stood in for by the formula over what they
 are given, so that shapes, types, groups and lengths are checked.
 """
 
@@ -115,7 +115,6 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(flash, monkeypa
         ("flash", CUDA, torch.bfloat16, 12, 3, None, "here 12"),
         ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that vLLM's FlashAttention is built for"),
         ("sdpa", CUDA, torch.bfloat16, 128, 3, "sdpa", ""),
-        ("xformers", CPU, torch.bfloat16, 128, None, None, "here cpu and torch.bfloat16"),
     ],
 )  # fmt: skip
 def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
@@ -131,35 +130,17 @@ def test_which_backend_is_chosen(flash, monkeypatch, log, name, device, dtype, h
         assert reason in log.text
 
 
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
-def test_what_xformers_is_given_means_the_same(monkeypatch, lengths, heads, kv_heads):
-    ops = pytest.importorskip("xformers.ops")
-
-    def formula(q, k, v, attn_bias):
-        scores = torch.einsum("bqghd,bkghd->bghqk", q, k) / q.shape[-1] ** 0.5
-        weights = (scores + attn_bias.materialize(scores.shape[-2:])).softmax(dim=-1)
-        return torch.einsum("bghqk,bkghd->bqghd", weights, v)
-
-    monkeypatch.setattr(ops, "memory_efficient_attention", formula)
-    monkeypatch.setattr(attention, "_attend", choose_backend("xformers", CUDA, torch.float16, 16))
-    q, k, v, *bounds = inputs(lengths, heads, kv_heads)
-    expected = checks.bidirectional_attention(q, k, v, bounds[0])
-    torch.testing.assert_close(attention.bidirectional_attention(q, k, v, *bounds).double(), expected, **EXACT)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("lengths", "heads", "kv_heads"), CASES)
-@pytest.mark.parametrize("name", ["flash", "sdpa", "xformers"])
+@pytest.mark.parametrize("name", ["flash", "sdpa"])
 def test_on_a_gpu(name, lengths, heads, kv_heads):
-    if name == "xformers":
-        pytest.importorskip("xformers.ops")
     q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
     attend = choose_backend(name, CUDA, torch.float16, 16)
     assert error(attend(q, k, v, *bounds), checks.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("name", ["flash", "xformers"])
+@pytest.mark.parametrize("name", ["flash"])
 def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada, name):
     with pytest.raises(Exception, match=f"dense_attention='{name}' needs a CUDA device"):
         start_engine(tiny_llada, dense_attention=name)

@@ -58,7 +58,7 @@ import torch
 from dllm_engine.kernels import eviction, features, paged_attention, rotary, similarity, slots, token_statistics, voting
 x, pages, zeros = torch.randn(4, 2, 8), torch.randn(3, 2, 8), torch.zeros(4, 2).long()
 paged_attention.attention_with_lse(x, x, x, [0, 4])
-eviction.mean_query_scores(x, x, torch.tensor([[0, 4, 0, 4, 0, 1]]), 4)
+eviction.mean_query_scores(x, x)
 voting.voting_scores(x, x, torch.zeros(4, 2))
 similarity.similarity_sums(x, pages, zeros)
 slots.write_slots(x, pages, zeros)

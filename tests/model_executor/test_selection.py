@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, drawn_below, first_of_all
-from dllm_engine.model_executor.unmasking.selection import select
+from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, drawn_below, first_of_all, select
 
 RULES = SELECTION_RULES | {"count": first_of_all, "draws": drawn_below}
 

@@ -47,7 +47,7 @@ def run_in_steps(
 
     def recording(batch, layer_pass):
         run.plans.append(list(batch.plans))
-        assert all(batch.num_rows(i) <= plan.max_rows for i, plan in enumerate(batch.plans))
+        assert all(batch.sizes[i] <= plan.max_rows for i, plan in enumerate(batch.plans))
         return forward(batch, layer_pass)
 
     runner.denoiser.forward = recording
