@@ -8,7 +8,7 @@ import pytest
 from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
 from dllm_engine.evaluation import paper_tasks
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, harness_task, paper_table, paper_task
-from dllm_engine.families import DREAM, FAMILIES, LLADA
+from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.resolve import resolve_decoding
@@ -100,7 +100,7 @@ def test_unknown_names_are_answered_with_the_known_ones(benchmark, paper, messag
 @pytest.mark.parametrize("key", [key for key, table in PAPER_TABLES.items() if table["benchmarks"]])
 def test_the_rows_of_a_table_can_be_asked_for(key):
     table = paper_table(key)
-    family = DREAM if "Dream" in table["models"] else LLADA
+    family = next((family for family in (DREAM, LLADA2) if family.name in table["models"]), LLADA)
     rows = [paper_task(name, family, table["paper"]) for name in table["benchmarks"].split(",")]
     methods = [chosen for text in split_names(table["methods"]) for chosen in parse_method(text)]
     assert len({str(chosen) for chosen in methods}) == len(methods)

@@ -31,14 +31,14 @@ def test_what_is_installed_is_not_installed_again_and_extras_stay(made, monkeypa
     assert not installed
     assert "up to date" in capsys.readouterr().out
     made.install(["test"])
-    assert installed.pop() == "what only tests use"
+    assert installed.pop() == "dllm-engine from this checkout"
     installed.clear()
     made.install()
     assert not installed
     (tmp_path / "cpu.txt").write_text("another-package\n")
     monkeypatch.setattr(environment, "REQUIREMENTS", tmp_path)
     made.install()
-    assert installed[-1] == "what only tests use"
+    assert installed[-1] == "dllm-engine from this checkout"
 
 
 def test_an_installation_that_failed_is_repeated(made, monkeypatch):
