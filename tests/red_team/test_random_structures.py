@@ -48,7 +48,7 @@ def matches(kind: str, grammar, text: str) -> bool:
 def admitted(monkeypatch):
     """``admitted(llm, params)``: whether the engine takes such a request. Builds without a process."""
 
-    def build_here(_, wanted):
+    def build_here(wanted):
         try:
             return build(wanted)
         except ValueError as error:

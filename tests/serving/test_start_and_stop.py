@@ -113,5 +113,5 @@ def test_a_server_that_is_stopped_ends_well(start):
     answer = watched.ask()
     watched.wait_until_running(1)
     watched.server.process.terminate()
-    answer.result()
+    assert answer.result(timeout=SECONDS).status_code == 503
     watched.check_the_end(0)
