@@ -71,6 +71,6 @@ SERVING = {
         "server.responses:end_responses_stream"
     ),
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
-    "vllm.entrypoints.launchers.launcher:serve_http": "server.start:serve_and_tell",
+    "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
 }
 """Applied in the process that builds an engine's config, once it is known that the model is one of ours."""
