@@ -112,14 +112,17 @@ def test_the_same_where_steps_are_recorded(engines, reference_checkpoints, monke
 
 
 def test_any_mix_of_requests_in_any_order_with_some_aborted(llm, engines, reference_checkpoints):
-    """Requests that edit and that do not, which join and leave in any step; the pool holds NaN where nothing was
-    written, and is small enough that some lose their pages."""
+    """Requests that edit and that do not, some sampled or constrained, which join and leave in any step; the pool holds
+    NaN where nothing was written, and is small enough that some lose their pages."""
     draw = random.Random(5)
     plain = [{**case, "fields": {**case["fields"]}} for case in CASES[::3]]
     for case in plain:
         del case["fields"]["edit_threshold"], case["fields"]["max_post_steps"]
+    others = in_constraints([(case["prompt_ids"], {**case["fields"]}) for case in CASES[1::2]], 2, 512, 500)
+    for number, (prompt, fields) in enumerate(others):
+        plain.append({"prompt_ids": prompt, "fields": fields | {"temperature": number % 2, "seed": number}})
     cases = draw.sample(CASES + plain, len(CASES) + len(plain))
-    expected = [list(completion.token_ids) for completion in ask(llm, plain)]
+    expected = [list(ask(llm, [case])[0].token_ids) for case in plain]
     alone = [response_of(case) if case in CASES else expected[plain.index(case)] for case in cases]
     settings = {"max_model_len": 96, "page_size": 8, "kv_cache_memory_bytes": 1 << 19, "enable_prefix_caching": False}
     small = engines(reference_checkpoints / MODEL, **settings)
