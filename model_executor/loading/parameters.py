@@ -18,6 +18,7 @@ def fill_parameters(
     *,
     modules: NamedModules,
     experts: ExpertShape | None,
+    hidden_size: int,
     ignored: Collection[str],
     whole: bool,
 ) -> set[str]:
@@ -39,6 +40,8 @@ def fill_parameters(
         name, shard = locate(tensor_name)
         if name in ignored:
             continue
+        if (name, shard) in filled:
+            raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
         if name not in parameters and _is_group_index(name):
             _check_group_index(tensor_name, tensor)
             continue
@@ -46,6 +49,8 @@ def fill_parameters(
             raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {model_name}")
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
+        if experts is not None and isinstance(shard, tuple):
+            _check_expert(tensor_name, tensor, str(shard[0]), experts.intermediate_size, hidden_size)
         part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
         try:
             loader(parameter, tensor, *part)
@@ -64,6 +69,14 @@ def fill_parameters(
             f"safetensors shard missing?"
         )
     return {name for name, _ in filled}
+
+
+def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int) -> None:
+    """Raise ``ValueError`` for a projection of a wrong shape, which vLLM's loader of experts would take in part."""
+    expected = [hidden_size, width] if part == "w2" else [width, hidden_size]
+    is_projection = tensor.dim() == 2 and tensor.is_floating_point() and tensor_name.endswith(".weight")
+    if is_projection and list(tensor.shape) != expected:
+        raise ValueError(f"checkpoint tensor {tensor_name!r} has the shape {list(tensor.shape)}, not {expected}")
 
 
 def _is_group_index(parameter_name: str) -> bool:

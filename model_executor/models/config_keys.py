@@ -41,6 +41,11 @@ _WITHOUT_EFFECT = (
 """Keys of any family that say nothing about what a model computes."""
 _BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])")
 """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
+_ROPE_KEYS = (
+    *("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+)
+"""Keys of RoPE's tables that are implemented."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
@@ -165,6 +170,10 @@ class CheckpointKeys(BaseModel):
         kind, base, share = rope["rope_type"], rope["rope_theta"], rope["partial_rotary_factor"]
         if kind not in _ROPE_TYPES:
             raise ValueError(f"rope_type={kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
+        if unknown := sorted(rope.keys() - {*_ROPE_KEYS}):
+            raise ValueError(
+                f"{unknown[0]}={rope[unknown[0]]!r} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
+            )
         if kind != "default" and not isinstance(rope.get("factor"), int | float):
             raise ValueError(f"rope_type={kind!r} needs a number as factor")
         if not isinstance(base, int | float) or base <= 1:

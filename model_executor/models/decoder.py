@@ -327,6 +327,7 @@ class DiffusionDecoder(nn.Module):
             self.locate,
             modules=self.names.in_layer,
             experts=self.shape.experts,
+            hidden_size=self.shape.hidden_size,
             ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
             whole=not self.takes_parts,
         )

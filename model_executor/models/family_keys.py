@@ -162,7 +162,12 @@ class LLaDA2Keys(DenseKeys):
         )
 
     @model_validator(mode="after")
-    def _rope_fits(self) -> Self:
+    def _fits(self) -> Self:
+        if self.expert_capacity and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
+                f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
+            )
         if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
             raise ValueError(
                 f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"

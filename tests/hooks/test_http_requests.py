@@ -146,6 +146,10 @@ def test_a_batch_of_chats_is_checked_too(client):
     answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
     assert answer.status_code == 400
     assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
+    for name, value in {"stream": True, "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
+        answer = client.post("/v1/chat/completions/batch", json=body | {name: value})
+        assert answer.status_code == 400
+        assert f"{name} is not supported for a batch of chats" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

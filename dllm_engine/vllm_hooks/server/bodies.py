@@ -106,7 +106,11 @@ def error_response(message: str, field: str | None = None) -> Any:
 async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
     if is_ours(self):
-        check_place(request.model_extra or {})
+        extra = request.model_extra or {}
+        check_place(extra)
+        for name in ("stream", "tools"):
+            if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
+                raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
         _check_num_responses(request)
         await settle_template(request, self)
     return await create(self, request, *args, **kwargs)

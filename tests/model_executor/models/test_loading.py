@@ -100,6 +100,14 @@ def test_unknown_and_misshapen_tensors_are_named(tmp_path, name, edited):
     refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), name)
 
 
+def test_a_misshapen_expert_is_named(tmp_path):
+    def halve(tensors):
+        name = next(name for name in tensors if "experts.0.gate_proj" in name)
+        tensors[name] = tensors[name][:, ::2].contiguous()
+
+    refuse(tiny_checkpoints.write_llada2(tmp_path, edit=halve), "experts.0.gate_proj.weight' has the shape")
+
+
 # Files
 
 
