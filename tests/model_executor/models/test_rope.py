@@ -116,7 +116,7 @@ def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_p
         ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "but rope_type='yarn' elsewhere"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' is not supported, only default,"),
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs a number as factor"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [4]}}, "mrope_section=[4] is not known of"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": 4}}, "mrope_section=4 is not known of"),
         ({"rope_theta": 0}, "rope_theta=0"),
         ({"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
         ({"rope_type": "linear"}, "rope_type='linear': not known of"),
