@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PER_TOKEN = ("committed_at", "committed_logprobs")
-OPTIONAL = ("tokens_edited", "trace", "error", *PER_TOKEN)
+OPTIONAL = ("tokens_edited", "trace", "decision", "error", *PER_TOKEN)
 """Fields of ``DiffusionFigures`` that most responses do not have."""
 
 
@@ -51,6 +51,8 @@ class DiffusionFigures:
     (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None: the whole canvas); per
     UPDATE step ``retained_positions``, a list per layer, and per step that skips ``selected_positions``, a list per
     layer that drops rows."""
+    decision: dict[str, Any] = field(default_factory=dict)
+    """Of a decision: per field its ``value``, ``probability`` and ``distribution``."""
     error: str | None = None
     """Why the request ended with ``finish_reason="error"``; None where it did not."""
 

@@ -11,9 +11,11 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
+from dllm_engine.decisions.fields import schema_of
+from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
-from dllm_engine.infill.answers import fill_in
+from dllm_engine.infill.answers import answered, fill_in
 from dllm_engine.infill.template import Piece
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
@@ -111,6 +113,29 @@ class LLM(vllm.LLM):
             ValueError: a template without a hole, a special token in a text, and what ``generate`` refuses.
         """
         return fill_in(self, prompts, templates, params or DiffusionParams())
+
+    def decide(
+        self, prompts: Sequence[Any], fields: Mapping[str, Any], *, passes: int = 1, top_k: int = TOP_K
+    ) -> list[DecisionOutput]:
+        """Decide typed fields together, with the probabilities that the model gives their values.
+
+        Args:
+            prompts: each as for ``generate``, or messages as for ``chat``.
+            fields: by name ``bool``, a ``range``, a list of choices, a compiled regular expression that the whole value
+                matches, or a JSON schema of one; or a JSON schema of an object with all of them.
+            passes: the most forward passes. Each but the last commits the fields that it is surest of, and the others
+                are predicted again.
+            top_k: values that are reported of a field with a pattern.
+
+        Returns:
+            One per prompt.
+
+        Raises:
+            ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
+        """
+        tokenizer = None if self.model_config.skip_tokenizer_init else self.get_tokenizer()
+        params = decision_params(schema_of(fields), tokenizer, self.llm_engine.vllm_config, passes=passes, top_k=top_k)
+        return [DecisionOutput.of(output) for output in answered(self, list(prompts), params)]
 
     @property
     def has_chat_template(self) -> bool:

@@ -9,6 +9,7 @@ from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, constraint_of
+from dllm_engine.scheduler.constraints.decision import RunningDecision, unpacked_decision
 from dllm_engine.scheduler.messages import NewRequest
 
 ROOM = 1 << 20
@@ -46,6 +47,8 @@ class CanvasStore:
             canvas.constrained = ConstrainedResponse(
                 constraint, spec.prompt_length, spec.response_template, spec.first_end
             )
+        if spec.decision is not None:
+            canvas.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)
         if spec.num_logprobs_kept is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
         if spec.return_order:

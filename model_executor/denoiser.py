@@ -17,6 +17,7 @@ from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
+from dllm_engine.model_executor.unmasking.decisions import decide
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
     Filled,
@@ -76,10 +77,10 @@ class Denoiser:
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
         """Groups of candidates that go through the head together."""
-        members: dict[tuple[SamplingSettings, bool], list[int]] = defaultdict(list)
+        members: dict[tuple[SamplingSettings, bool, bool], list[int]] = defaultdict(list)
         for index in candidates.members:
             canvas = candidates.batch.canvases[index]
-            members[canvas.settings, canvas.constrained is not None].append(index)
+            members[canvas.settings, canvas.constrained is not None, canvas.decision is not None].append(index)
         return [candidates.of_requests(indices) for indices in members.values()]
 
     def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
@@ -93,6 +94,9 @@ class Denoiser:
         filled = []
         for group in groups:
             if not group.positions.numel():
+                continue
+            if batch.canvases[group.members[0]].decision is not None:
+                filled.append(decide(self.predictor, hidden[group.rows], group))
                 continue
             outcome, statistics = self._fill(hidden, group)
             filled.append(outcome)

@@ -34,6 +34,7 @@ from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
 from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.passes.dense import dense_pass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -68,7 +69,7 @@ class DiffusionModelRunner:
         self.family = family_of(self.model_config.hf_config)
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
-        self.plan = self.options.method.plan
+        self.plan = self.options.method.next_step
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
@@ -301,8 +302,13 @@ class DiffusionModelRunner:
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
         """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as they are known ahead."""
-        if not self.options.batch_invariant:
+        whole = {i: plan for i, plan in plans.items() if not self.options.method.keeps(self.canvases[i].spec)}
+        if not self.options.batch_invariant and len(whole) in (0, len(plans)):
             return self._run_batch(plans, progress, num_steps)
+        if not self.options.batch_invariant:
+            # What a cache method's pass does is another thing than to compute whole canvases beside pages.
+            kept = {i: plan for i, plan in plans.items() if i not in whole}
+            return [self._run_batch(whole, {}, 1)[0] | self._run_batch(kept, {}, 1)[0]]
         # How a library sums depends on the shapes it is given, so a request is given its own alone.
         reports: dict[str, StepResult] = {}
         for request_id, plan in plans.items():
@@ -336,7 +342,8 @@ class DiffusionModelRunner:
             ):
                 return self.last_layout
         batch = build_batch(plans, self.store)
+        keeps = all(self.options.method.keeps(canvas.spec) for canvas in batch.canvases)
         # There are no pages where the method keeps nothing; its pass does not look at them.
-        layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
+        layer_pass = (self.make_layer_pass if keeps else dense_pass)(batch, cast(PageMemory, self.pages))
         self.last_layout = batch, layer_pass
         return self.last_layout

@@ -13,6 +13,7 @@ from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse
+from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -48,6 +49,8 @@ class Canvas:
     """The guide's tokens whose keys and values its pages hold."""
     constrained: ConstrainedResponse | None = None
     """None if the response may be any text."""
+    decision: RunningDecision | None = None
+    """None if the request is no decision."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
     none."""

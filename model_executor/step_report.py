@@ -91,6 +91,7 @@ def _results(
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
             commits=_commits(canvas, sent) if tokens and canvas.committed_at is not None else None,
+            decision=canvas.decision.answers if canvas.decision is not None and not sum(masked) else None,
             change=_change(canvas, plan.window, changed, mask_token_id) if shows_step else None,
         )
         results.append(report)

@@ -217,6 +217,22 @@ class TokenPredictor:
         winner = self._gather(score).argmax(dim=0, keepdim=True)
         return self._gather(column + first_token).gather(0, winner)[0]
 
+    def logits_at(self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]) -> list[torch.Tensor]:
+        """Logits of some rows at some tokens, float32 ``[num_rows, num_tokens]`` for each pair that is ``asked``.
+
+        ``hidden`` as for ``predict``; tokens are int64 ``[num_tokens]``.
+        """
+        parts: list[list[torch.Tensor]] = [[] for _ in asked]
+        for chunk in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
+            logits, first_token = self.compute_logits(hidden[chunk])
+            for part, (rows, tokens) in zip(parts, asked, strict=True):
+                own = logits[max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)]
+                columns = tokens - first_token
+                elsewhere = (columns < 0) | (columns >= logits.shape[1])
+                values = own[:, columns.clamp(0, logits.shape[1] - 1)].float()
+                part.append(self._gather(values.masked_fill(elsewhere, -torch.inf)).amax(dim=0))
+        return [torch.cat(part) for part in parts]
+
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
 

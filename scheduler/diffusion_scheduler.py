@@ -182,7 +182,7 @@ class DiffusionScheduler(RequestQueue):
 
     def _next_plan(self, request: Request) -> StepPlan:
         state = self.states[request.request_id]
-        return self.method.plan(state.spec, state.progress)
+        return self.method.next_step(state.spec, state.progress)
 
     def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
         """A step, or the part of it that takes no more rows than ``room``. With ``batch_invariant`` the part is the one

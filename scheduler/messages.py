@@ -116,6 +116,8 @@ class StepReport:
     """Origin of ``tokens``, if the request asks."""
     change: WindowChange | None = None
     """Change of the running blocks, if the request streams by step."""
+    decision: dict[str, Any] | None = None
+    """Value, probability and distribution of each field, after the last pass of a decision."""
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
         """Advance the progress of a request by this step."""
@@ -177,7 +179,12 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
 
 def figures_message(
-    progress: Progress, *, commits: Commits | None = None, with_trace: bool = True, error: str | None = None
+    progress: Progress,
+    *,
+    commits: Commits | None = None,
+    decision: dict[str, Any] | None = None,
+    with_trace: bool = True,
+    error: str | None = None,
 ) -> dict[str, Any]:
     """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
     figures = {
@@ -191,6 +198,7 @@ def figures_message(
         "committed_at": commits.forward_passes if commits is not None else [],
         "committed_logprobs": commits.logprobs if commits is not None else [],
         "trace": progress.trace if with_trace else {},
+        "decision": decision or {},
         "error": error,
     }
     return {FIGURES_KEY: figures}

@@ -59,7 +59,8 @@ class Progress:
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
         """Progress of a request that has not run."""
-        progress = cls(masked=[spec.masks_per_block[0]], span=spec.first_span(0))
+        running = FIRST_BLOCK if spec.decision is None else Blocks(0, spec.num_blocks)
+        progress = cls(running, masked=list(spec.masks_per_block[slice(*running)]), span=spec.first_span(0))
         progress._settle(spec)
         return progress
 

@@ -126,6 +126,9 @@ class DecodingSpec:
     """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
     reasoning: bytes | None = None
     """Automaton of the text before the text that must match, as ``Automaton.packed``; None: no such text."""
+    decision: bytes | None = None
+    """Fields of a decision, as ``Decision.packed``, which run in one window; None: the request is none."""
+    passes: int = 1
     cache: CacheOptions = field(default_factory=CacheOptions)
     """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
@@ -243,8 +246,11 @@ class DecodingSpec:
         """Masks of each block before its first step."""
         if not self.template:
             return tuple(self.block_span(block).size for block in range(self.num_blocks))
-        starts = range(0, self.gen_length, self.block_length)
-        return tuple(self.template[start : start + self.block_length].count(None) for start in starts)
+        canvas = (*self.template, *[None] * (self.canvas_length - self.response_span.stop))
+        spans = (self.block_span(block) for block in range(self.num_blocks))
+        return tuple(
+            canvas[start - self.prompt_length : stop - self.prompt_length].count(None) for start, stop in spans
+        )
 
     def place_of_sent(self, number: int) -> int:
         """Canvas position behind the first ``number`` tokens that are sent of a response."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine.scheduler.messages import (
@@ -56,7 +55,7 @@ class RequestState:
                 )
             if self.request.status is RequestStatus.FINISHED_STOPPED and tokens[-1] not in spec.end_tokens:
                 shown |= {COMPLETE_KEY: True}
-            return self._output(tokens, report.logprobs, shown)
+            return self._output(tokens, report, shown)
         if not shown:
             return None
         message = figures_message(progress, with_trace=False) | shown
@@ -85,13 +84,13 @@ class RequestState:
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
         elif request.num_output_tokens >= self.spec.num_sent:
-            # What a constraint allows is a whole text by the end of the response, also without an end token.
-            is_whole = self.spec.constraint is not None
+            # By the end of the response a constraint or a decision has a whole text, also without an end token.
+            is_whole = self.spec.constraint is not None or self.spec.decision is not None
             request.status = RequestStatus.FINISHED_STOPPED if is_whole else RequestStatus.FINISHED_LENGTH_CAPPED
         return tokens
 
-    def _output(self, tokens: list[int], logprobs: LogprobsLists | None, shown: dict[str, Any]) -> EngineCoreOutput:
-        request = self.request
+    def _output(self, tokens: list[int], report: StepReport, shown: dict[str, Any]) -> EngineCoreOutput:
+        request, logprobs = self.request, report.logprobs
         prefill_stats, request.prefill_stats = request.prefill_stats, None
         return EngineCoreOutput(
             request_id=request.request_id,
@@ -102,7 +101,7 @@ class RequestState:
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(self.progress, commits=self.commits) | shown,
+            kv_transfer_params=figures_message(self.progress, commits=self.commits, decision=report.decision) | shown,
             trace_headers=request.trace_headers,
         )
 

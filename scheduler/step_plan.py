@@ -168,7 +168,7 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
         # The row of the only position that may be filled may have been dropped; the next step keeps it. A step that
         # begins without a mask only replaces tokens.
         return False
-    if plan.quota.parallel is not None or spec.guidance is not None:
+    if plan.quota.parallel is not None or spec.guidance is not None or spec.decision is not None:
         return True
     by_chance = UNMASKING_POLICIES[spec.unmasking].draws_each_position
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
@@ -195,8 +195,8 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     least = spec.tokens_per_step or 0
     begins_masked = step == 0 and not spec.is_given(window.start)
     first_needed = window_alone and spec.shifts_logits and begins_masked
-    if spec.guidance is not None:
-        # The guide decides how many; schedules have no say.
+    if spec.guidance is not None or spec.decision is not None:
+        # The guide, or the probabilities of fields, decide how many; schedules have no say.
         return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
     if spec.block_add_threshold is not None:
         leftmost = spec.block_span(progress.leftmost)

@@ -6,37 +6,29 @@ not have. The bound that it has instead needs to know where the answer begins.
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import Field
 from starlette.responses import JSONResponse
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from dllm_engine.admission import check_tokens
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, num_canvases, weighted_canvases
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.vllm_hooks.server.prompts import PromptRequest, Tokens, prompt_tokens, rendered_tokens
 
 ROUTE = "/v1/likelihoods"
 MOST_SAMPLES, MOST_ANSWERS = 1024, 256
 MOST_FULL_CANVASES = 256
 """Most rows of forward passes that a request may take, in canvases of ``max_model_len``."""
-Tokens = list[NonNegativeInt]
 
 
-class LikelihoodRequest(BaseModel):
+class LikelihoodRequest(PromptRequest):
     """The body of a request. A prompt or messages, and answers that would follow them, as texts or token ids."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    model: str | None = None
-    prompt: str | Tokens | None = None
-    messages: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     answers: list[str] | list[Tokens] = Field(min_length=1, max_length=MOST_ANSWERS)
     num_samples: int = Field(NUM_SAMPLES, ge=1, le=MOST_SAMPLES)
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -89,9 +81,9 @@ def add_route(app: Any) -> None:
 
     async def create_likelihoods(request: LikelihoodRequest, raw_request: Request) -> JSONResponse:
         state = raw_request.app.state
-        prompt = await _prompt_tokens(request, state)
+        prompt = await prompt_tokens(request, state)
         asked = CompletionRequest(model=request.model, prompt=request.answers, add_special_tokens=False, max_tokens=1)
-        answers = await _tokens(state.openai_serving_completion.render_completion_request(asked))
+        answers = await rendered_tokens(state.openai_serving_completion.render_completion_request(asked))
         _check(request, prompt, answers, state.engine_client.model_config)
         data = await _computed(passes, state.engine_client, request, prompt, answers)
         num_tokens = len(prompt) + sum(map(len, answers))
@@ -100,26 +92,6 @@ def add_route(app: Any) -> None:
         return JSONResponse({"object": "list", "model": model, "data": data, "usage": usage})
 
     app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_likelihoods)), methods=["POST"])
-
-
-async def _prompt_tokens(request: LikelihoodRequest, state: Any) -> list[int]:
-    if (request.prompt is None) == (request.messages is None):
-        raise InvalidRequestError("give either prompt or messages")
-    if request.prompt is not None:
-        asked = CompletionRequest(model=request.model, prompt=request.prompt, max_tokens=1)
-        return (await _tokens(state.openai_serving_completion.render_completion_request(asked)))[0]
-    fields = {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
-    chat = ChatCompletionRequest(model=request.model, **fields, max_completion_tokens=1)
-    return (await _tokens(state.openai_serving_chat.render_chat_request(chat)))[0]
-
-
-async def _tokens(rendering: Awaitable[Any]) -> list[list[int]]:
-    """Token ids of the prompts that vLLM renders; raises ``HTTPException`` for its error response."""
-    rendered = await rendering
-    if isinstance(rendered, ErrorResponse):
-        raise HTTPException(rendered.error.code, rendered.error.message)
-    prompts = rendered[1] if isinstance(rendered, tuple) else rendered  # behind a chat's messages
-    return [list(prompt["prompt_token_ids"]) for prompt in prompts]
 
 
 def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int]], model_config: Any) -> None:

@@ -44,7 +44,7 @@ def fill_in(
         raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
     tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
     asked = candidates(templates, params, tokenizer, llm.model_config.max_model_len)
-    outputs = _answers(llm, [prompts[each.owner] for each in asked], [each.params for each in asked])
+    outputs = answered(llm, [prompts[each.owner] for each in asked], [each.params for each in asked])
     best: dict[int, RequestOutput] = {}
     for each, output in zip(asked, outputs, strict=True):
         for completion in output.outputs:
@@ -62,7 +62,8 @@ def _params(params: DiffusionParams, template: list[int | None], num_candidates:
     return params
 
 
-def _answers(llm: LLM, prompts: list[Any], params: list[DiffusionParams]) -> list[RequestOutput]:
+def answered(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
+    """Responses to prompts, or to messages, by parameters of all or of each."""
     chats = [isinstance(prompt, list) for prompt in prompts]
     if any(chats) and not all(chats):
         raise ValueError("prompts are texts or messages, not some of each")

@@ -67,14 +67,14 @@ async def prepare(
     Raises as ``grammar_of``, ``vocabulary_of`` and ``automaton``.
     """
     for grammar in (grammar_of(structured), *reasoning):
-        wanted = await asyncio.to_thread(_build_input, grammar, tokenizer, vllm_config)
+        wanted = await asyncio.to_thread(build_input, grammar, tokenizer, vllm_config)
         if not is_built(wanted):
             await asyncio.wrap_future(automaton(wanted))
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
     """Return True if the automaton is there, so that ``constrained`` need not wait."""
-    return is_built(_build_input(grammar_of(structured), tokenizer, vllm_config))
+    return is_built(build_input(grammar_of(structured), tokenizer, vllm_config))
 
 
 def constrained(
@@ -92,10 +92,10 @@ def constrained(
     if params.structured_outputs is None:
         return params
     grammar = grammar_of(params.structured_outputs)
-    carried = {CONSTRAINT: automaton(_build_input(grammar, tokenizer, vllm_config)).result().packed}
+    carried = {CONSTRAINT: automaton(build_input(grammar, tokenizer, vllm_config)).result().packed}
     reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
     if reasoning is not None:
-        carried[REASONING] = automaton(_build_input(reasoning, tokenizer, vllm_config)).result().packed
+        carried[REASONING] = automaton(build_input(reasoning, tokenizer, vllm_config)).result().packed
     asked = {
         name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
     }
@@ -105,7 +105,7 @@ def constrained(
     return params
 
 
-def _build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
+def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
     limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
     return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), limits)

@@ -11,7 +11,7 @@ from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
@@ -87,6 +87,15 @@ class CacheMethod:
         told = next((part for part in by_part if part in name), None)
         return told is not None, by_part[[*by_part][-1] if told is None else told]
 
+    def keeps(self, spec: DecodingSpec) -> bool:
+        """Return True if the method serves a request. What only approximates does not serve decisions: each of their
+        few passes computes the whole canvas."""
+        return spec.decision is None or self.keeps_for_good
+
+    def next_step(self, spec: DecodingSpec, progress: Progress) -> StepPlan:
+        """The next step of a request."""
+        return self.plan(spec, progress) if self.keeps(spec) else plan_whole(spec, progress)
+
     def fitted(self, plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan:
         """The step, or a part of it with at most ``max_rows`` rows if it has one."""
         if plan.max_rows <= max_rows or self.shortened is None:
@@ -98,7 +107,7 @@ class CacheMethod:
         one object that advances."""
         progress = Progress.begin(spec)
         while progress.num_unmasked < spec.num_masks:
-            plan = self.plan(spec, progress)
+            plan = self.next_step(spec, progress)
             yield plan, progress
             progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
@@ -108,7 +117,8 @@ class CacheMethod:
 
     def held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
         """Pages that a request holds while ``running`` run, including those of the guide."""
-        return self.pages(spec, running, geometry) | guide_pages(spec, geometry)
+        own = self.pages(spec, running, geometry) if self.keeps(spec) else {}
+        return own | guide_pages(spec, geometry)
 
     def num_held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
         """Number of pages that a request holds while ``running`` run."""
@@ -158,6 +168,12 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 
 # What several methods plan and hold
+
+
+def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """A step that computes all that the running blocks can see, and touches no page."""
+    visible = spec.visible(spec.span_of(progress.running))
+    return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, visible, window_alone=False)
 
 
 def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:

@@ -150,6 +150,8 @@ class RequestOptions(BaseModel):
     return_order: bool | None = None
     """Return for each token the forward pass that committed it and its log-probability then, as
     ``outputs[i].diffusion.committed_at`` and ``committed_logprobs``."""
+    passes: int | None = Field(default=None, ge=1, le=MOST_TOKENS)
+    """Decisions: the most forward passes. Each but the last commits the fields that it is surest of. Unset: 1."""
     trace: bool | None = None
     """Over HTTP: return the trace; the engine must record it (``trace=True``). In Python, ``outputs[i].diffusion``
     always has it if the engine records it."""

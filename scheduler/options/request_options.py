@@ -14,8 +14,9 @@ DEFAULT_GEN_LENGTH = 256
 
 CONSTRAINT = "constraint"
 REASONING = "reasoning"
-"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, and for that of the text before
-it."""
+DECISION = "decision"
+"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for that of the text before it, and
+for the fields of a decision. Their values are bytes, which clients cannot send."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
@@ -28,14 +29,13 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
     given = params.extra_args or {}
-    carried = {name for name in (CONSTRAINT, REASONING) if automaton_in(params, name) is not None}
+    carried = {name for name in (CONSTRAINT, REASONING, DECISION) if bytes_in(params, name) is not None}
     carried |= {name for name in _TRANSFERS if given.get(name) == {}}
     return parse_request_options({name: x for name, x in given.items() if name not in carried})
 
 
-def automaton_in(params: SamplingParams, name: str) -> bytes | None:
-    """An automaton that a request carries as ``CONSTRAINT`` or ``REASONING``, as ``Automaton.packed``; None: it carries
-    none. Clients cannot send bytes."""
+def bytes_in(params: SamplingParams, name: str) -> bytes | None:
+    """What a request carries as ``CONSTRAINT``, ``REASONING`` or ``DECISION``; None: it carries nothing."""
     given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
 

@@ -22,11 +22,13 @@ from dllm_engine.scheduler.options.request_fields import (
 )
 from dllm_engine.scheduler.options.request_options import (
     CONSTRAINT,
+    DECISION,
     REASONING,
     InvalidRequestError,
-    automaton_in,
+    bytes_in,
     request_options,
 )
+from dllm_engine.scheduler.options.resolve_decision import resolve_decision
 from dllm_engine.scheduler.options.resolve_unmasking import (
     check_attention,
     resolve_editing,
@@ -229,6 +231,12 @@ def resolve_decoding(
         raise InvalidRequestError(
             "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
         )
+    if (packed := bytes_in(params, DECISION)) is not None:
+        return resolve_decision(packed, params, own, prompt_length, family)
+    if own.passes is not None:
+        raise InvalidRequestError(
+            f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
+        )
     filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
     options = own.model_copy(update=filled)
     if params.max_tokens is None:
@@ -298,8 +306,8 @@ def resolve_decoding(
         delay_eos=bool(options.delay_eos),
         template=template,
         return_given=own.return_given is not False,
-        constraint=automaton_in(params, CONSTRAINT),
-        reasoning=automaton_in(params, REASONING),
+        constraint=bytes_in(params, CONSTRAINT),
+        reasoning=bytes_in(params, REASONING),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         return_order=bool(own.return_order),
@@ -320,7 +328,10 @@ def resolve_decoding(
 def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
     """Raise ``InvalidRequestError`` with the numbers if a step has too few rows for the least that it computes of the
     request: the canvas, or a block where steps can be fed in parts."""
-    if engine.method.shortened is None:
+    if spec.decision is not None:
+        num_rows = spec.canvas_length - (spec.blocks_start if engine.method.keeps_for_good else 0)
+        what, remedy = f"the {num_rows} positions of a decision's pass", "shorten the prompt, or ask for fewer fields"
+    elif engine.method.shortened is None:
         num_rows, what, remedy = spec.canvas_length, f"a canvas of {spec.canvas_length}", "shorten prompt or response"
     else:
         num_rows, what, remedy = spec.block_length, f"block_length={spec.block_length}", "lower block_length"

@@ -118,6 +118,7 @@ def routes_with_bodies():
 def test_no_route_has_a_field_of_its_own_of_that_name():
     fields = routes_with_bodies()
     assert {"max_tokens", "vllm_xargs"} <= fields["/v1/messages"] & fields["/v1/chat/completions/render"]
+    assert {"passes", "top_k"} <= fields.pop("/v1/decisions")
     assert set().union(*fields.values()) & OWN_NAMES == {"top_p", "top_k"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 from vllm import envs
 
+from dllm_engine.decisions.openai import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -26,6 +27,7 @@ _FIELDS_OF_VLLM = {"top_p", "top_k"}
 _MESSAGES_ROUTE = "/v1/messages"
 """The route that ignores fields it does not know. Others have ``VLLM_OPTIONS``, or their models keep such fields."""
 _TOKENS_ROUTE = "/inference/v1/generate"
+_DECISIONS_ROUTE = "/v1/decisions"
 
 
 class BodyCheck:
@@ -80,6 +82,8 @@ def _refusal(body: bytes, path: str) -> Any:
 def _check_places(fields: dict[str, Any], path: str) -> None:
     """Raise ``InvalidRequestError`` for options of ours where vLLM would ignore them."""
     own = fields.keys() - _FIELDS_OF_VLLM
+    if path == _DECISIONS_ROUTE:
+        own -= {"passes"}
     if not path.startswith(_MESSAGES_ROUTE):
         own -= VLLM_OPTIONS
     if path != _TOKENS_ROUTE:
@@ -113,6 +117,7 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
                 raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
         _check_num_responses(request)
         await settle_template(request, self)
+        await settle_decision(request, self)
     return await create(self, request, *args, **kwargs)
 
 

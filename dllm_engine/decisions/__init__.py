@@ -1,0 +1,1 @@
+"""Decisions: typed fields with probabilities, from one forward pass or a few."""

@@ -1,0 +1,103 @@
+"""Decisions as requests: from the schema of their fields to parameters, and from outputs to answers."""
+
+import asyncio
+import json
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache, cached
+from vllm import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from dllm_engine.decisions.build import automata_needed, build_decision
+from dllm_engine.decisions.fields import read_fields
+from dllm_engine.figures import DiffusionFigures
+from dllm_engine.scheduler.constraints.decision import Decision
+from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
+from dllm_engine.structured_output.automata import automaton, is_built
+from dllm_engine.structured_output.requests import LONGEST_GRAMMAR
+
+TOP_K = 5
+"""Values that are reported of a field with a pattern, unless a request says otherwise."""
+
+
+class DecisionOutput(NamedTuple):
+    """Answer of a decision."""
+
+    values: dict[str, Any]
+    """Value of each field in the most probable text."""
+    probabilities: dict[str, float]
+    """Probability of each field's value."""
+    distributions: dict[str, list[dict[str, Any]]]
+    """Values of each field and their probabilities, most probable first; of a field with a pattern, the first few."""
+    text: str
+    """The most probable text, a JSON object."""
+    figures: DiffusionFigures
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> "DecisionOutput":
+        """Raises ``RuntimeError`` with the reason where the request failed."""
+        completion = output.outputs[0]
+        figures: DiffusionFigures = completion.diffusion
+        if figures.error is not None:
+            raise RuntimeError(f"the decision failed: {figures.error}")
+        values, probabilities, distributions = (
+            {name: answer[key] for name, answer in figures.decision.items()}
+            for key in ("value", "probability", "distribution")
+        )
+        return cls(values, probabilities, distributions, completion.text, figures)
+
+
+def decision_params(
+    schema: Any, tokenizer: Any, vllm_config: Any, *, passes: int = 1, top_k: int = TOP_K, **params: Any
+) -> SamplingParams:
+    """Parameters of a decision. Waits until the automata of patterns are built.
+
+    Args:
+        schema: JSON schema of an object, with a property for each field.
+        tokenizer: the model's, or None.
+        passes: the most forward passes.
+        top_k: values that are reported of a field with a pattern.
+        params: of ``SamplingParams``.
+
+    Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
+    """
+    decision = _decision(_checked_text(schema), tokenizer, top_k, vllm_config)
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=len(decision.template),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={DECISION: decision.packed, "passes": passes},
+        **params,
+    )
+
+
+async def decision_params_when_built(schema: Any, tokenizer: Any, vllm_config: Any, **settings: Any) -> SamplingParams:
+    """As ``decision_params``, without holding up the event loop."""
+    fields = read_fields(json.loads(_checked_text(schema)))
+    for wanted in (await asyncio.to_thread(automata_needed, fields, tokenizer, vllm_config)).values():
+        if not is_built(wanted):
+            await asyncio.wrap_future(automaton(wanted))
+    return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, **settings)
+
+
+def _checked_text(schema: Any) -> str:
+    """The schema as JSON. Raises ``InvalidRequestError`` where it has none, or is too long."""
+    try:
+        text = json.dumps(schema, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"fields: the schema is no JSON: {error}") from None
+    if len(text) > LONGEST_GRAMMAR:
+        raise InvalidRequestError(
+            f"fields: the schema has {len(text)} characters, more than the {LONGEST_GRAMMAR} that are supported; ask "
+            "for fewer fields, or leave out descriptions"
+        )
+    return text
+
+
+@cached(LRUCache(64), key=lambda text, tokenizer, top_k, vllm_config: (text, id(tokenizer), top_k))
+def _decision(text: str, tokenizer: Any, top_k: int, vllm_config: Any) -> Decision:
+    fields = read_fields(json.loads(text))
+    needed = automata_needed(fields, tokenizer, vllm_config)
+    automata = {name: automaton(wanted).result() for name, wanted in needed.items()}
+    return build_decision(fields, automata, tokenizer, vllm_config, top_k)

@@ -1,0 +1,79 @@
+"""``/v1/decisions``: typed fields with probabilities."""
+
+import time
+from typing import Any
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import GenerationError
+from vllm.utils import random_uuid
+
+from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params_when_built
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
+from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
+
+ROUTE = "/v1/decisions"
+MOST_VALUES = 100
+
+
+class DecisionRequest(PromptRequest):
+    """The body of a request. A prompt or messages, and the fields that are decided."""
+
+    fields: dict[str, Any]
+    """JSON schema of an object."""
+    passes: int = Field(1, ge=1, le=MOST_TOKENS)
+    top_k: int = Field(TOP_K, ge=1, le=MOST_VALUES)
+    priority: int = 0
+    stream: bool = False
+
+
+def add_route(app: Any) -> None:
+    """Serve ``/v1/decisions`` from a FastAPI ``app`` of vLLM's."""
+
+    async def create_decision(request: DecisionRequest, raw_request: Request) -> JSONResponse:
+        state = raw_request.app.state
+        if request.stream:
+            raise InvalidRequestError("stream: all fields of a decision come at once; leave it unset")
+        engine = state.engine_client
+        tokenizer = state.openai_serving_completion.renderer.tokenizer
+        prompt = await prompt_tokens(request, state)
+        params = await decision_params_when_built(
+            request.fields, tokenizer, engine.vllm_config, passes=request.passes, top_k=request.top_k
+        )
+        request_id = f"decision-{random_uuid()}"
+        results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)
+        (output,) = [result async for result in results]
+        if output.outputs[0].finish_reason == "abort":
+            raise GenerationError("the server ended the request before its decision was complete")
+        try:
+            decision = DecisionOutput.of(output)
+        except RuntimeError as error:
+            raise GenerationError(str(error)) from None
+        return JSONResponse(
+            _body(request_id, request.model or state.openai_serving_models.model_name(), output, decision)
+        )
+
+    app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"])
+
+
+def _body(request_id: str, model: str, output: Any, decision: DecisionOutput) -> dict[str, Any]:
+    num_prompt, num_tokens = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    figures = decision.figures.to_json()
+    return {
+        "id": request_id,
+        "object": "decision",
+        "created": int(time.time()),
+        "model": model,
+        "values": decision.values,
+        "fields": figures.pop("decision"),
+        "text": decision.text,
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        },
+        "diffusion": figures,
+    }

@@ -1,0 +1,69 @@
+"""Passes of decisions: logits of the tokens that accepted texts have, and the fields that a pass commits."""
+
+import numpy as np
+import torch
+
+from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.model_executor.token_prediction import TokenPredictor
+from dllm_engine.model_executor.transfer import on_device, on_host
+from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
+from dllm_engine.scheduler.constraints.decision import Committed
+
+
+def decide(predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates) -> Filled:
+    """Commit fields of each decision. Waits for the device once.
+
+    Args:
+        hidden: of the candidates, ``[num_candidates, hidden_size]``.
+        group: candidates of decisions alone.
+    """
+    device, canvases = hidden.device, group.batch.canvases
+    bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()
+    asked = []
+    for index in group.members:
+        decision = canvases[index].decision
+        assert decision is not None
+        asked.append((slice(*bounds[index : index + 2]), on_device(decision.columns, device)))
+    logits = on_host(predictor.logits_at(hidden, asked))
+    parts = [
+        _commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64))
+        for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True)
+    ]
+    return on_device(np.concatenate(parts, axis=1), device)
+
+
+def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """A request's part of ``Filled``. ``positions``: of its canvas, ascending."""
+    if not np.isfinite(logits).all():
+        return np.stack([np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)])
+    decision, start = canvas.decision, canvas.spec.prompt_length
+    assert decision is not None
+    in_response = positions < canvas.spec.response_span.stop
+    committed = decision.commit((positions[in_response] - start).tolist(), logits[in_response])
+    tokens = {start + position: token for position, token in committed.tokens.items()}
+    if decision.is_complete:
+        # What lies behind the response in its last block may be anything.
+        tokens |= dict.fromkeys(positions[~in_response].tolist(), int(decision.columns[-1]))
+    places, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
+    canvas.tokens[places] = values
+    canvas.masked[places] = False
+    _keep_logprobs(canvas, committed)
+    return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
+
+
+def _keep_logprobs(canvas: Canvas, committed: Committed) -> None:
+    """Keep log-probabilities among accepted texts, if the request asks for some."""
+    kept = canvas.logprobs
+    if kept is None:
+        return
+    for position, (names, values) in committed.logprobs.items():
+        place, token = canvas.spec.prompt_length + position, committed.tokens[position]
+        own = values[names == token].max()
+        order = np.argsort(-values)[: kept.top.shape[1]]
+        kept.token[place] = float(own)
+        kept.rank[place] = 1 + int((values > own).sum())
+        # Fewer tokens than asked for may follow; the rest stays out of sight as repetitions of the first.
+        for table, best in ((kept.top_tokens, names[order]), (kept.top, values[order])):
+            padded = np.append(best, np.repeat(best[:1], table.shape[1] - len(best)))
+            table[place] = torch.from_numpy(padded).to(table)

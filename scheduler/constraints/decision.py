@@ -1,0 +1,217 @@
+"""Decisions: fields with accepted texts, and the probabilities that forward passes give these texts.
+
+A response is the text of a JSON object with a value for each field. The tokens that all accepted texts have at the same
+position are given; the rest are masks. A pass gives each mask a distribution over tokens. The probability of a text is
+the product of its tokens' probabilities, end tokens behind a shorter text included, normalised over all accepted
+texts. That of a field's value is the sum over all texts with that value.
+"""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from dllm_engine.scheduler.constraints.field_texts import FieldTexts
+from dllm_engine.scheduler.constraints.lattice import END, OPEN, Graph, Lattice
+
+LITERAL = -1
+"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Fields of a decision, and the texts that it may write."""
+
+    graph: Graph
+    fields: np.ndarray
+    """int32 ``[num_edges]``: number of the field that an edge of the graph belongs to, or ``LITERAL``."""
+    choices: np.ndarray
+    """int32 ``[num_edges]``: number of the choice that an edge begins, or ``LITERAL``."""
+    names: Sequence[str]
+    values: Sequence[list[Any] | None]
+    """Choices of each field; None for a field of a pattern."""
+    spellings: Sequence[bytes]
+    """Text of each of ``tokens``; needed where a field has a pattern."""
+    top_k: int
+    """Values that are reported of a field with a pattern."""
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Different tokens of the graph, ascending."""
+        return np.unique(self.graph.tokens)
+
+    @cached_property
+    def lattice(self) -> Lattice:
+        return Lattice(self.graph)
+
+    @cached_property
+    def template(self) -> tuple[int | None, ...]:
+        """The response before the first pass, with None for each mask."""
+        left = self.lattice.tokens_left(np.ones(len(self.lattice.edges), bool))
+        return tuple(token if token >= 0 else None for token in left.tolist())
+
+    @cached_property
+    def edge_fields(self) -> np.ndarray:
+        """Field of each edge of the lattice."""
+        return np.append(self.fields, LITERAL)[self.lattice.edges]
+
+    @cached_property
+    def edge_choices(self) -> np.ndarray:
+        """Choice that each edge of the lattice begins."""
+        return np.append(self.choices, LITERAL)[self.lattice.edges]
+
+    @cached_property
+    def edge_columns(self) -> np.ndarray:
+        """Index into ``tokens`` of each edge of the lattice; the number of tokens for an end token."""
+        return np.where(self.lattice.tokens == END, len(self.tokens), np.searchsorted(self.tokens, self.lattice.tokens))
+
+    @cached_property
+    def texts(self) -> list[FieldTexts | None]:
+        """Texts of each field with a pattern; None for a field of choices."""
+        return [
+            None
+            if values is not None
+            else FieldTexts(self.lattice, self.edge_fields == field, self.edge_columns, self.spellings)
+            for field, values in enumerate(self.values)
+        ]
+
+    @cached_property
+    def packed(self) -> bytes:
+        """To be sent; ``unpacked_decision`` makes it a decision again."""
+        buffer, graph = io.BytesIO(), self.graph
+        told = json.dumps([self.names, self.values, self.top_k, [text.hex() for text in self.spellings]])
+        edges = np.stack((graph.sources, graph.tokens, graph.targets, self.fields, self.choices))
+        np.savez_compressed(buffer, edges=edges, told=np.frombuffer(told.encode(), np.uint8))
+        return buffer.getvalue()
+
+
+@lru_cache(maxsize=16)
+def unpacked_decision(packed: bytes) -> Decision:
+    """The decision of ``Decision.packed``. Requests with the same fields share it."""
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        sources, tokens, targets, fields, choices = arrays["edges"]
+        names, values, top_k, spellings = json.loads(arrays["told"].tobytes())
+    texts = [bytes.fromhex(text) for text in spellings]
+    return Decision(Graph(sources, tokens, targets), fields, choices, names, values, texts, top_k)
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Tokens that a pass writes, by their position in the response."""
+
+    tokens: dict[int, int]
+    logprobs: dict[int, tuple[np.ndarray, np.ndarray]]
+    """The tokens that each position may hold after the tokens before it, and their log-probabilities among accepted
+    texts."""
+
+
+class RunningDecision:
+    """A decision of one request, pass by pass."""
+
+    def __init__(self, decision: Decision, end_tokens: frozenset[int], passes: int) -> None:
+        """``passes``: the most forward passes."""
+        self.decision = decision
+        self.end_tokens = np.array(sorted(end_tokens), dtype=np.int64)
+        self.columns = np.concatenate((decision.tokens, self.end_tokens))
+        """Tokens whose logits ``commit`` reads."""
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._left = list(range(len(decision.names)))
+        self._passes = min(passes, len(self._left))
+        self._pass = 0
+        self._allowed = np.ones(len(decision.lattice.edges), bool)
+        self._decided = {i: token for i, token in enumerate(decision.template) if token is not None}
+
+    @property
+    def answers(self) -> dict[str, dict[str, Any]]:
+        """Value, probability and distribution of each committed field, in the order of the fields."""
+        return {self.decision.names[field]: self._answers[field] for field in sorted(self._answers)}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all fields are committed."""
+        return not self._left
+
+    def commit(self, positions: Sequence[int], logits: np.ndarray) -> Committed:
+        """Commit the surest fields, or in the last pass all that are left.
+
+        Args:
+            positions: all masks of the response, counted from its start.
+            logits: float64 ``[num_masks, num_columns]`` of ``columns``; finite.
+        """
+        decision, lattice = self.decision, self.decision.lattice
+        num_tokens = len(decision.tokens)
+        table = np.zeros((lattice.length, num_tokens + 1))
+        table[positions, :num_tokens] = logits[:, :num_tokens]
+        table[positions, num_tokens] = np.logaddexp.reduce(logits[:, num_tokens:], axis=1, initial=-np.inf)
+        scores = np.where(self._allowed, table[lattice.positions, decision.edge_columns], -np.inf)
+        before, after = lattice.log_sums(scores)
+        weights = scores + after[lattice.targets]
+        with np.errstate(invalid="ignore"):  # of nodes that no allowed path passes through
+            steps = np.where(np.isfinite(weights), weights - after[lattice.sources], -np.inf)
+        visits = before + after
+        visits[lattice.sources] -= before[lattice.closes][lattice.segments]
+        path = lattice.best_path(scores)
+        answers = {field: self._answer(field, path, visits, steps) for field in self._left}
+        path_steps, path_fields = steps[path], decision.edge_fields[path]
+
+        def sureness(field: int) -> float:
+            """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
+            own = np.flatnonzero(path_fields == field)
+            return float(visits[lattice.sources[path[own[0]]]] + path_steps[own[0] : own[-1] + 2].sum())
+
+        committed = sorted(self._left, key=sureness, reverse=True)[: self._count()]
+        self._left = [field for field in self._left if field not in committed]
+        self._pass += 1
+        self._answers |= {field: answers[field] for field in committed}
+        if self._left:
+            # From now on these fields have their texts at the positions that they have on the path.
+            fixed = np.isin(path_fields, committed)
+            self._allowed &= ~np.isin(decision.edge_fields, committed) & ~fixed[lattice.positions]
+            self._allowed[path[fixed]] = True
+            left = lattice.tokens_left(self._allowed)
+        else:
+            left = lattice.tokens[path]
+        options = lattice.conditionals(path, weights)
+        tokens, logprobs = {}, {}
+        for row, position in enumerate(positions):
+            token = int(left[position])
+            if token == OPEN or (token == END and self._left):
+                continue
+            names, values = options[position]
+            if END in names:
+                # Its best one stands for all of them.
+                end = int(self.end_tokens[logits[row, num_tokens:].argmax()])
+                names = np.where(names == END, end, names)
+                token = end if token == END else token
+            tokens[position], logprobs[position] = token, (names, values)
+        return Committed(tokens, logprobs)
+
+    def _count(self) -> int:
+        """Fields that this pass commits: equally many in each, and in the last ones one more."""
+        number, passes = len(self.decision.names), self._passes
+        return number * (self._pass + 1) // passes - number * self._pass // passes
+
+    def _answer(self, field: int, path: np.ndarray, visits: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
+        """Arguments as of ``FieldTexts.top``."""
+        decision, texts, values = self.decision, self.decision.texts[field], self.decision.values[field]
+        own = path[decision.edge_fields[path] == field]
+        if values is None:
+            assert texts is not None
+            text = texts.text_of(own)
+            distribution = texts.top(visits, steps, decision.top_k, text)
+            value = json.loads(text)
+        else:
+            begins = np.flatnonzero((decision.edge_fields == field) & (decision.edge_choices != LITERAL))
+            posterior = np.exp(visits[decision.lattice.sources[begins]] + steps[begins])
+            sums = np.bincount(decision.edge_choices[begins], posterior, minlength=len(values))
+            shares = (sums / sums.sum()).tolist()
+            distribution = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
+            value = values[int(decision.edge_choices[own].max())]
+        # In Python, 1 and True are equal.
+        probability = next(p for each, p in distribution if json.dumps(each) == json.dumps(value))
+        listed = [{"value": each, "probability": p} for each, p in distribution]
+        return {"value": value, "probability": probability, "distribution": listed}

@@ -1,0 +1,182 @@
+"""Decisions of the demo model by text: in Python, over HTTP, and with OpenAI's client."""
+
+import json
+import re
+
+import pytest
+from openai import BadRequestError, OpenAI
+
+from dllm_engine.decisions.fields import read_fields, schema_of
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from tests.support.engines import assert_nothing_left
+
+PROMPT = "Tom=48. Ida=07. Give: Ida, Tom"
+CHAT = [{"role": "user", "content": PROMPT}]
+FIELDS = {
+    "name": ["Ida", "Tom", "Zoe"],
+    "is_old": bool,
+    "code": range(100),
+    "id": re.compile("[A-Z]{2}[0-9]"),
+    "many": range(-5, 5000),
+    "any": ["", 3, None, 'a "quoted" word', 2.5],
+}
+SCHEMA = schema_of(FIELDS)
+OPTIONAL = {"type": "object", "properties": {"name": {"enum": ["Ida", "Tom"]}}}
+
+
+def is_valid(values):
+    return (
+        [*values] == [*FIELDS]
+        and values["name"] in FIELDS["name"]
+        and values["is_old"] in (True, False)
+        and values["code"] in FIELDS["code"]
+        and FIELDS["id"].fullmatch(values["id"])
+        and values["many"] in FIELDS["many"]
+        and values["any"] in FIELDS["any"]
+    )
+
+
+@pytest.fixture(scope="module")
+def openai(client):
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_in_python(demo, passes):
+    by_chat, again = demo.decide([CHAT, CHAT], FIELDS, passes=passes, top_k=3)
+    assert by_chat.values == again.values == json.loads(by_chat.text)
+    assert by_chat.text == json.dumps(by_chat.values, ensure_ascii=False)
+    assert is_valid(by_chat.values)
+    assert by_chat.figures.forward_passes == passes
+    for name, distribution in by_chat.distributions.items():
+        shares = [each["probability"] for each in distribution]
+        assert shares == sorted(shares, reverse=True) or by_chat.values[name] == distribution[-1]["value"]
+        chosen = [each["probability"] for each in distribution if each["value"] == by_chat.values[name]]
+        assert by_chat.probabilities[name] in chosen
+        assert sum(shares) == pytest.approx(1) or (name in ("id", "many") and len(shares) == 3 and sum(shares) < 1)
+    assert_nothing_left(demo)
+
+
+def test_over_http(client, demo):
+    (expected,) = demo.decide([CHAT], FIELDS, passes=2)
+    body = {"model": "demo", "messages": CHAT, "fields": SCHEMA, "passes": 2}
+    response = client.post("/v1/decisions", json=body)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["values"] == expected.values
+    assert answer["text"] == expected.text
+    assert answer["diffusion"]["forward_passes"] == 2
+    assert answer["usage"]["completion_tokens"] > 0
+    for name, field in answer["fields"].items():
+        assert field["value"] == expected.values[name]
+        assert field["probability"] == pytest.approx(expected.probabilities[name], abs=1e-5)
+    prompt = demo.get_tokenizer().apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    again = client.post("/v1/decisions", json={"prompt": prompt, "fields": SCHEMA, "passes": 2})
+    assert again.json()["values"] == expected.values
+
+
+def test_response_format_with_logprobs(openai, demo):
+    """The tokens' log-probabilities say the same as the fields'."""
+    schema = schema_of({"name": ["Ida", "Tom"], "is_old": bool})
+    (expected,) = demo.decide([CHAT], schema)
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    (choice,) = openai.chat.completions.create(
+        model="demo", messages=CHAT, response_format=wanted, logprobs=True, top_logprobs=2
+    ).choices
+    assert json.loads(choice.message.content) == expected.values
+    assert choice.finish_reason == "stop"
+    figures = choice.model_extra["diffusion"]
+    assert figures["forward_passes"] == 1
+    for name, field in figures["decision"].items():
+        assert field["probability"] == pytest.approx(expected.probabilities[name], abs=1e-5)
+    (completion,) = openai.completions.create(
+        model="demo", prompt=PROMPT, logprobs=1, extra_body={"response_format": wanted}
+    ).choices
+    assert completion.model_extra["diffusion"]["decision"].keys() == expected.values.keys()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": None},
+        {"temperature": 0.7},
+        {"max_tokens": 3},
+        {"stream": True},
+        {"extra_body": {"vllm_xargs": {"steps": 8}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": OPTIONAL}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "array"}}}},
+    ],
+)
+def test_other_requests_generate_their_text(openai, change):
+    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema_of({"name": ["Ida", "Tom"]})}}
+    asked = {"response_format": wanted, "logprobs": True, "max_tokens": 24} | change
+    if change == {"max_tokens": 3}:
+        with pytest.raises(BadRequestError, match="too short for structured_outputs"):
+            openai.chat.completions.create(model="demo", messages=CHAT, **asked)
+        return
+    answer = openai.chat.completions.create(model="demo", messages=CHAT, **asked)
+    choices = [choice for part in answer for choice in part.choices] if "stream" in change else answer.choices
+    assert all("decision" not in (choice.model_extra or {}).get("diffusion", {}) for choice in choices)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "0 properties"),
+        ({"a": {"type": "string"}}, r"fields\.a: .* is not supported"),
+        ({"a": {"type": "string", "pattern": "[a-z]+"}}, r"fields\.a: its texts have no longest one"),
+        ({"a": {"type": "string", "pattern": "^(?=a)$"}}, "pattern"),
+        ({"a": {"type": "integer", "minimum": 3}}, r"fields\.a: give an integer a minimum, and a maximum"),
+        ({"a": {"type": "integer", "minimum": 3, "maximum": 2}}, r"fields\.a: give an integer"),
+        ({"a": {"enum": []}}, r"fields\.a: enum is a list"),
+        ({"a": {"enum": [[1]]}}, r"fields\.a: the choice \[1\]"),
+        ({"a": {"type": "string", "enum": [1]}}, r"fields\.a: the choice 1 is no string"),
+        ({"a": {"enum": ["<|mask|>"]}, "b": {"type": "boolean"}}, None),
+        ({"a": {"enum": ["only one"]}}, "nothing is left to decide"),
+        ({"a": {"$ref": "#"}}, r"fields\.a: "),
+        ({"a": True}, r"fields\.a: True is no schema"),
+    ],
+)
+def test_a_field_that_a_decision_cannot_have_is_named(client, demo, fields, message):
+    body = {"model": "demo", "prompt": PROMPT, "fields": {"type": "object", "properties": fields}}
+    response = client.post("/v1/decisions", json=body)
+    if message is None:
+        assert response.status_code in (200, 400)
+    else:
+        assert response.status_code == 400, response.text
+        assert re.search(message, response.json()["error"]["message"])
+        with pytest.raises(ValueError, match=message):
+            demo.decide([PROMPT], {"type": "object", "properties": fields})
+    assert_nothing_left(demo)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stream": True}, "stream: all fields"),
+        ({"passes": 0}, "passes"),
+        ({"fields": [1]}, "fields"),
+        ({"fields": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "minProperties": 3}}, "no other rules"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"prompt": None}, "give either prompt or messages"),
+        ({"prompt": [1] * 5000}, "max_model_len|context length"),
+        ({"model": "another"}, "another"),
+    ],
+)
+def test_a_bad_body_is_refused(client, demo, change, message):
+    fields = schema_of({"name": ["Ida", "Tom"]})
+    response = client.post("/v1/decisions", json={"model": "demo", "prompt": PROMPT, "fields": fields} | change)
+    assert response.status_code in (400, 404), response.text
+    assert re.search(message, response.text)
+    assert_nothing_left(demo)
+
+
+def test_fields_in_python():
+    assert [field.values for field in read_fields(schema_of({"a": bool, "b": range(3), "c": [1, True, 1]}))] == [
+        [True, False],
+        [0, 1, 2],
+        [1, True],
+    ]
+    for wrong in (int, range(0), [], "text", {1, 2}):
+        with pytest.raises(InvalidRequestError, match=r"fields\.a="):
+            schema_of({"a": wrong})

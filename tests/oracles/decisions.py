@@ -1,0 +1,77 @@
+"""Decisions by enumeration: every accepted sequence of tokens, one after the other."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from types import MappingProxyType
+
+import numpy as np
+
+Fields = dict[str, list[tuple[object, list[int]]]]
+"""Values of each field, and tokens that spell one; a value may be spelled in several ways."""
+
+Spelling = tuple[int, tuple[int, ...]]
+"""First position of a field's text in the response, and its tokens."""
+
+
+@dataclass(frozen=True)
+class PlainDecision:
+    probabilities: dict[str, dict[object, float]]
+    """Of the values of each field."""
+    values: tuple[object, ...]
+    """Of the most probable sequence."""
+    spellings: dict[str, Spelling]
+    """Of the most probable sequence."""
+    sureness: dict[str, float]
+    """Probability that each field has this spelling."""
+    probability: float
+    """Of the most probable sequence."""
+
+
+def decide(
+    fields: Fields,
+    literals: Sequence[list[int]],
+    logprobs: np.ndarray,
+    ends: Iterable[int],
+    committed: Mapping[str, Spelling] = MappingProxyType({}),
+) -> PlainDecision:
+    """
+    Args:
+        literals: tokens before each field, and behind the last.
+        logprobs: of each token at each position, ``[num_positions, vocab_size]``; 0 where a token is given.
+        ends: tokens that fill up the positions behind a shorter text.
+        committed: fields that earlier passes have written.
+    """
+    end = np.logaddexp.reduce(logprobs[:, [*ends]], axis=1, initial=-np.inf)
+    scores, texts, spellings = [], [], []
+    for spelled in product(*fields.values()):
+        sequence: list[int] = []
+        places: dict[str, Spelling] = {}
+        for name, literal, (_, tokens) in zip(fields, literals, spelled, strict=False):
+            sequence += literal
+            places[name] = len(sequence), tuple(tokens)
+            sequence += tokens
+        sequence += literals[-1]
+        if committed.items() <= places.items():
+            scores.append(logprobs[range(len(sequence)), sequence].sum() + end[len(sequence) :].sum())
+            texts.append(spelled)
+            spellings.append(places)
+    shares = np.exp(np.array(scores) - np.logaddexp.reduce(scores))
+    probabilities: dict[str, dict[object, float]] = {name: defaultdict(float) for name in fields}
+    for share, spelled in zip(shares.tolist(), texts, strict=True):
+        for name, (value, _) in zip(fields, spelled, strict=True):
+            probabilities[name][value] += share
+    best = int(shares.argmax())
+    values = tuple(value for value, _ in texts[best])
+    sureness = {
+        name: sum(share for share, places in zip(shares.tolist(), spellings, strict=True) if places[name] == spelling)
+        for name, spelling in spellings[best].items()
+    }
+    return PlainDecision(probabilities, values, spellings[best], sureness, float(shares[best]))
+
+
+def given_masked(template: Sequence[int | None], logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of masks, and 0 for all tokens of a given position, from logits of all positions."""
+    logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+    return np.where([[token is not None] for token in template], 0.0, logprobs)

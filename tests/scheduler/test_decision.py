@@ -1,0 +1,72 @@
+"""Probabilities of a decision's fields, against the enumeration of all accepted texts."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from dllm_engine.scheduler.constraints.decision import RunningDecision
+from tests.oracles.decisions import decide, given_masked
+from tests.support.random_decisions import STOP_TOKEN, random_decision
+
+ENDS = frozenset({3, 7})
+
+
+def listed(answer):
+    return {each["value"]: each["probability"] for each in answer["distribution"]}
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_one_pass(seed):
+    decision, fields, literals = random_decision(random.Random(seed))
+    logits = np.random.default_rng(seed).normal(0, 3, (decision.lattice.length, STOP_TOKEN))
+    plain = decide(fields, literals, given_masked(decision.template, logits), ENDS)
+    running = RunningDecision(decision, ENDS, passes=1)
+    positions = [i for i, token in enumerate(decision.template) if token is None]
+    committed = running.commit(positions, logits[positions][:, running.columns])
+    assert running.is_complete
+    assert [*committed.tokens] == positions
+    assert tuple(answer["value"] for answer in running.answers.values()) == plain.values
+    for name, answer in running.answers.items():
+        assert listed(answer) == pytest.approx(plain.probabilities[name], abs=1e-12)
+        assert sum(listed(answer).values()) == pytest.approx(1)
+        assert answer["probability"] == listed(answer)[answer["value"]]
+    # Each token's log-probability is that after the tokens before it.
+    terms = [v[n == committed.tokens[p]].max() for p, (n, v) in committed.logprobs.items()]
+    assert math.exp(sum(terms)) == pytest.approx(plain.probability)
+    assert all(np.exp(values).sum() == pytest.approx(1) for _, values in committed.logprobs.values())
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_later_passes_are_given_what_earlier_ones_committed(seed):
+    decision, fields, literals = random_decision(random.Random(seed), most_fields=4)
+    rng = np.random.default_rng(seed)
+    passes, num_passes = int(rng.integers(1, 6)), 0
+    running, canvas = RunningDecision(decision, ENDS, passes), [*decision.template]
+    committed = {}
+    while not running.is_complete:
+        before = running.answers
+        logits = rng.normal(0, 3, (len(canvas), STOP_TOKEN))
+        certain = np.full_like(logits, -1e6)
+        certain[range(len(canvas)), [token or 0 for token in canvas]] = 0
+        given = np.array([[token is not None] for token in canvas])
+        plain = decide(fields, literals, np.where(given, certain, logits), ENDS, committed)
+        positions = [i for i, token in enumerate(canvas) if token is None]
+        written = running.commit(positions, logits[positions][:, running.columns]).tokens
+        assert written.keys() <= {*positions}
+        for position, token in written.items():
+            canvas[position] = token
+        for name in running.answers.keys() - before:
+            # One of them may list a value that is impossible by now.
+            own, expected = listed(running.answers[name]), plain.probabilities[name]
+            assert own | dict.fromkeys(expected.keys() - own, 0.0) == pytest.approx(
+                expected | dict.fromkeys(own.keys() - expected, 0.0), abs=1e-6
+            )
+            committed[name] = start, tokens = plain.spellings[name]
+            assert canvas[start : start + len(tokens)] == [*tokens]
+        now, later = running.answers.keys() - before, fields.keys() - running.answers
+        assert min(plain.sureness[n] for n in now) >= max((plain.sureness[n] for n in later), default=0) - 1e-9
+        num_passes += 1
+    assert num_passes == min(passes, len(fields))
+    assert None not in canvas

@@ -1,0 +1,61 @@
+"""Random decisions over tokens without texts, and what the plain version needs to know of them."""
+
+import random
+
+import numpy as np
+
+from dllm_engine.decisions.build import GraphBuilder
+from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
+from dllm_engine.scheduler.constraints.lattice import Graph
+from tests.oracles.decisions import Fields
+
+FIRST_TOKEN, STOP_TOKEN = 20, 60
+"""Bounds of the tokens of literal text and choices."""
+DIGITS = {b"1": 10, b"2": 11, b"12": 12, b"21": 13, b"112": 14}
+"""Tokens of patterns."""
+
+
+def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision, Fields, list[list[int]]]:
+    """A decision with choices of one to three tokens and patterns, its fields, and the literal text around them."""
+    graph, fields, values = GraphBuilder(), {}, []
+    literals = [_tokens(rng) for _ in range(rng.randint(2, most_fields + 1))]
+    for number, literal in enumerate(literals[:-1]):
+        graph.literal(literal)
+        if rng.random() < 0.3:
+            most = rng.randint(1, 3)
+            graph.pattern(number, "", _digits(most, len(DIGITS) + FIRST_TOKEN))
+            fields[f"f{number}"] = _spellings(most)
+            values.append(None)
+        else:
+            longest = rng.randint(1, 3)
+            choices = sorted({tuple(_tokens(rng, longest)) for _ in range(4)})
+            graph.choices(number, choices)
+            fields[f"f{number}"] = [(f"v{i}", [*tokens]) for i, tokens in enumerate(choices)]
+            values.append([value for value, _ in fields[f"f{number}"]])
+    graph.literal(literals[-1])
+    edges = np.concatenate(graph.edges, axis=1)
+    text_of = {token: text for text, token in DIGITS.items()}
+    spellings = [text_of.get(token, b"") for token in np.unique(edges[1]).tolist()]
+    decision = Decision(Graph(*edges[:3]), edges[3], edges[4], [*fields], values, spellings, top_k=100)
+    return unpacked_decision(decision.packed), fields, literals
+
+
+def _tokens(rng: random.Random, most: int = 3) -> list[int]:
+    return [rng.randrange(FIRST_TOKEN, STOP_TOKEN) for _ in range(rng.randint(1, most))]
+
+
+def _digits(most: int, vocab_size: int) -> Automaton:
+    """Up to ``most`` digits 1 and 2."""
+    class_of = np.full(vocab_size, -1, np.int32)
+    for digits, token in DIGITS.items():
+        class_of[token] = len(digits) - 1
+    states = np.arange(most + 1)[:, None] + np.arange(1, 4)
+    return Automaton(class_of, np.where(states <= most, states, -1).astype(np.int32), np.arange(most + 1) > 0)
+
+
+def _spellings(most: int) -> list[tuple[object, list[int]]]:
+    texts: list[tuple[tuple[int, ...], bytes]] = [((), b"")]
+    for tokens, text in texts:  # grows as it is read
+        texts += [((*tokens, t), text + d) for d, t in DIGITS.items() if len(text + d) <= most]
+    return [(int(text), [*tokens]) for tokens, text in texts if tokens]
