@@ -40,14 +40,15 @@ def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarra
     decision, start = canvas.decision, canvas.spec.prompt_length
     assert decision is not None
     in_response = positions < canvas.spec.response_span.stop
-    committed = decision.commit((positions[in_response] - start).tolist(), logits[in_response])
+    places, with_logprobs = (positions[in_response] - start).tolist(), canvas.logprobs is not None
+    committed = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
     tokens = {start + position: token for position, token in committed.tokens.items()}
     if decision.is_complete:
         # What lies behind the response in its last block may be anything.
         tokens |= dict.fromkeys(positions[~in_response].tolist(), int(decision.columns[-1]))
-    places, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
-    canvas.tokens[places] = values
-    canvas.masked[places] = False
+    written, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
+    canvas.tokens[written] = values
+    canvas.masked[written] = False
     _keep_logprobs(canvas, committed)
     return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
 

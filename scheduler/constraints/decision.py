@@ -70,6 +70,13 @@ class Decision:
         return np.where(self.lattice.tokens == END, len(self.tokens), np.searchsorted(self.tokens, self.lattice.tokens))
 
     @cached_property
+    def first_edges(self) -> list[np.ndarray]:
+        """Of each field, the edges of the lattice that begin a choice."""
+        begins = np.flatnonzero(self.edge_choices != LITERAL)
+        order = begins[np.argsort(self.edge_fields[begins], kind="stable")]
+        return np.split(order, np.searchsorted(self.edge_fields[order], range(1, len(self.names))))
+
+    @cached_property
     def texts(self) -> list[FieldTexts | None]:
         """Texts of each field with a pattern; None for a field of choices."""
         return [
@@ -105,8 +112,8 @@ class Committed:
 
     tokens: dict[int, int]
     logprobs: dict[int, tuple[np.ndarray, np.ndarray]]
-    """The tokens that each position may hold after the tokens before it, and their log-probabilities among accepted
-    texts."""
+    """The tokens that each of them may hold after the tokens before it, and their log-probabilities among accepted
+    texts; empty if nobody asks."""
 
 
 class RunningDecision:
@@ -115,8 +122,8 @@ class RunningDecision:
     def __init__(self, decision: Decision, end_tokens: frozenset[int], passes: int) -> None:
         """``passes``: the most forward passes."""
         self.decision = decision
-        self.end_tokens = np.array(sorted(end_tokens), dtype=np.int64)
-        self.columns = np.concatenate((decision.tokens, self.end_tokens))
+        self._ends = sorted(end_tokens)
+        self.columns = np.array([*decision.tokens.tolist(), *self._ends])
         """Tokens whose logits ``commit`` reads."""
         self._answers: dict[int, dict[str, Any]] = {}
         self._left = list(range(len(decision.names)))
@@ -135,7 +142,7 @@ class RunningDecision:
         """True if all fields are committed."""
         return not self._left
 
-    def commit(self, positions: Sequence[int], logits: np.ndarray) -> Committed:
+    def commit(self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False) -> Committed:
         """Commit the surest fields, or in the last pass all that are left.
 
         Args:
@@ -175,19 +182,19 @@ class RunningDecision:
             left = lattice.tokens_left(self._allowed)
         else:
             left = lattice.tokens[path]
-        options = lattice.conditionals(path, weights)
-        tokens, logprobs = {}, {}
-        for row, position in enumerate(positions):
-            token = int(left[position])
-            if token == OPEN or (token == END and self._left):
-                continue
-            names, values = options[position]
-            if END in names:
-                # Its best one stands for all of them.
-                end = int(self.end_tokens[logits[row, num_tokens:].argmax()])
-                names = np.where(names == END, end, names)
-                token = end if token == END else token
-            tokens[position], logprobs[position] = token, (names, values)
+        # The best end token of a position stands for all of them.
+        ends = dict(zip(positions, logits[:, num_tokens:].argmax(axis=1).tolist(), strict=True)) if self._ends else {}
+        told = {position: int(left[position]) for position in positions}
+        tokens = {
+            position: self._ends[ends[position]] if token == END else token
+            for position, token in told.items()
+            if token != OPEN and (token != END or not self._left)
+        }
+        logprobs = {}
+        for position, (names, values) in enumerate(lattice.conditionals(path, weights) if with_logprobs else ()):
+            if position in tokens:
+                named = [self._ends[ends[position]] if token == END else token for token in names.tolist()]
+                logprobs[position] = np.array(named), values
         return Committed(tokens, logprobs)
 
     def _count(self) -> int:
@@ -199,19 +206,18 @@ class RunningDecision:
         """Arguments as of ``FieldTexts.top``."""
         decision, texts, values = self.decision, self.decision.texts[field], self.decision.values[field]
         own = path[decision.edge_fields[path] == field]
-        if values is None:
-            assert texts is not None
+        if texts is not None:
             text = texts.text_of(own)
-            distribution = texts.top(visits, steps, decision.top_k, text)
-            value = json.loads(text)
+            ranked = texts.top(visits, steps, decision.top_k, text)
+            value, probability = json.loads(text), dict(ranked)[text]
+            distribution = [(json.loads(each), share) for each, share in ranked]
         else:
-            begins = np.flatnonzero((decision.edge_fields == field) & (decision.edge_choices != LITERAL))
+            assert values is not None
+            begins = decision.first_edges[field]
             posterior = np.exp(visits[decision.lattice.sources[begins]] + steps[begins])
             sums = np.bincount(decision.edge_choices[begins], posterior, minlength=len(values))
-            shares = (sums / sums.sum()).tolist()
+            shares, choice = (sums / sums.sum()).tolist(), int(decision.edge_choices[own].max())
+            value, probability = values[choice], shares[choice]
             distribution = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
-            value = values[int(decision.edge_choices[own].max())]
-        # In Python, 1 and True are equal.
-        probability = next(p for each, p in distribution if json.dumps(each) == json.dumps(value))
-        listed = [{"value": each, "probability": p} for each, p in distribution]
+        listed = [{"value": each, "probability": share} for each, share in distribution]
         return {"value": value, "probability": probability, "distribution": listed}

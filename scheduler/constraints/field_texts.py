@@ -1,11 +1,9 @@
 """Texts of a field with a pattern, and their probabilities. A text may be spelled by several sequences of tokens."""
 
 import heapq
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -38,8 +36,8 @@ class FieldTexts:
         """The text that edges spell."""
         return b"".join(self.spellings[column] for column in self.columns[edges].tolist())
 
-    def top(self, visits: np.ndarray, steps: np.ndarray, top_k: int, wanted: bytes) -> list[tuple[Any, float]]:
-        """The most probable values, most probable first, with ``wanted`` among them, and their probabilities.
+    def top(self, visits: np.ndarray, steps: np.ndarray, top_k: int, wanted: bytes) -> list[tuple[bytes, float]]:
+        """The most probable texts, most probable first, with ``wanted`` among them, and their probabilities.
 
         The probabilities are exact. More than ``_MOST_PATHS`` sequences are not looked at, so that a text of many
         improbable spellings may be missing.
@@ -74,7 +72,7 @@ class FieldTexts:
         best = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
         if wanted not in dict(best):
             best[-1] = wanted, probabilities[wanted]
-        return [(json.loads(text), probability) for text, probability in best]
+        return best
 
     def _probability(self, visits: np.ndarray, steps: np.ndarray, text: bytes) -> float:
         """Sum over all spellings of a text."""

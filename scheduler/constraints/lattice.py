@@ -1,9 +1,8 @@
 """Sums and maxima over all sequences of tokens that a graph spells in a given number of positions."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,14 +12,40 @@ OPEN = -2
 """Number of a position that may hold several tokens."""
 
 
-class Sweep(NamedTuple):
-    """The edges of one level, grouped by the node at one of their ends."""
+class Sweep:
+    """An order in which edges carry values from their far ends to their near ends."""
 
-    edges: np.ndarray
-    starts: np.ndarray
-    """First edge of each group."""
-    nodes: np.ndarray
-    """Node of each group."""
+    def __init__(self, levels: np.ndarray, near: np.ndarray, far: np.ndarray) -> None:
+        """
+        Args:
+            levels: ascending from edge to edge of a path.
+            near: node that each edge carries a value to.
+            far: node that it carries the value from.
+        """
+        self.order = np.lexsort((near, levels))
+        """Edges by level and by near end."""
+        self.far, near = far[self.order], near[self.order]
+        starts = np.flatnonzero(np.diff(near, prepend=-1))
+        self.nodes = near[starts]
+        self.bounds = np.append(starts, len(near))
+        """Where the edges to each of ``nodes`` begin in ``order``."""
+        level_of = levels[self.order][starts]
+        firsts = np.append(np.flatnonzero(np.diff(level_of, prepend=level_of[0] - 1)), len(starts)).tolist()
+        self.levels = [
+            (slice(first, stop), slice(*self.bounds[[first, stop]].tolist()), starts[first:stop] - starts[first])
+            for first, stop in pairwise(firsts)
+        ]
+        """Of each level its nodes, its edges, and where those of each node begin among them."""
+
+    def run(self, join: np.ufunc, values: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """Set the value of each node to the ``join`` of its edges' scores with the values of their far ends.
+
+        ``values``: ``[num_nodes]``, 0 where paths begin and −∞ elsewhere; it is changed. ``scores``: ``[num_edges]``.
+        """
+        scores = scores[self.order]
+        for nodes, edges, starts in self.levels:
+            values[self.nodes[nodes]] = join.reduceat(values[self.far[edges]] + scores[edges], starts)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,10 +129,10 @@ class Lattice:
         self.following = np.arange(self.num_nodes)
         """For the last node of a segment, the first one of the next; for others the node itself."""
         self.following[self.closes[:-1]] = self.opens[1:]
-        self.forward, self.backward = _sweeps(level, self.targets), _sweeps(-level, self.sources)
-        self.by_source = np.argsort(self.sources, kind="stable")
-        self.bounds = np.searchsorted(self.sources[self.by_source], np.arange(self.num_nodes + 1))
-        """Where the edges from each node begin in ``by_source``."""
+        self.forward = Sweep(level, self.targets, self.sources)
+        self.backward = Sweep(-level, self.sources, self.targets)
+        self.arriving, self.leaving = (_bounds(sweep, self.num_nodes) for sweep in (self.forward, self.backward))
+        """Bounds of the edges to and from each node in the orders of these sweeps, ``[num_nodes, 2]``."""
         self.first_edges = np.searchsorted(self.positions, np.arange(self.length))
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -115,32 +140,28 @@ class Lattice:
 
         ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path is their sum.
         """
-        before = self._swept(self.forward, self.opens, self.sources, scores)
-        return before, self._swept(self.backward, self.closes, self.targets, scores)
+        return (
+            self.forward.run(np.logaddexp, self._begun(self.opens), scores),
+            self.backward.run(np.logaddexp, self._begun(self.closes), scores),
+        )
 
-    def _swept(self, sweeps: Sequence[Sweep], begins: np.ndarray, ends: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    def _begun(self, nodes: np.ndarray) -> np.ndarray:
         values = np.full(self.num_nodes, -np.inf)
-        values[begins] = 0.0
-        for edges, starts, nodes in sweeps:
-            values[nodes] = np.logaddexp.reduceat(values[ends[edges]] + scores[edges], starts)
+        values[nodes] = 0.0
         return values
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
         """The edges of a path with the largest score, one per position, int64 ``[length]``."""
-        best, arrival = np.full(self.num_nodes, -np.inf), np.zeros(self.num_nodes, np.int64)
-        best[self.opens] = 0.0
-        for edges, starts, nodes in self.forward:
-            arriving = best[self.sources[edges]] + scores[edges]
-            best[nodes] = np.maximum.reduceat(arriving, starts)
-            is_best = arriving == np.repeat(best[nodes], np.diff(np.append(starts, len(edges))))
-            first = np.minimum.reduceat(np.where(is_best, np.arange(len(edges)), len(edges)), starts)
-            arrival[nodes] = edges[first]
+        best = self.forward.run(np.maximum, self._begun(self.opens), scores)
         path = np.empty(self.length, np.int64)
         segment_end = dict(zip(self.opens[1:].tolist(), self.closes.tolist(), strict=False))
         node = int(self.closes[-1])
         for position in range(self.length - 1, -1, -1):
-            path[position] = arrival[node]
-            source = int(self.sources[path[position]])
+            edges = self.forward.order[slice(*self.arriving[node])]
+            if len(edges) > 1:
+                edges = edges[(best[self.sources[edges]] + scores[edges]).argmax() :]
+            path[position] = edges[0]
+            source = int(self.sources[edges[0]])
             node = segment_end.get(source, source)
         return path
 
@@ -156,7 +177,7 @@ class Lattice:
 
     def edges_from(self, node: int) -> np.ndarray:
         """The edges that leave a node."""
-        return self.by_source[self.bounds[node] : self.bounds[node + 1]]
+        return self.backward.order[slice(*self.leaving[node])]
 
     def conditionals(self, path: np.ndarray, weights: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each position of a path, the tokens that may follow its tokens before, and their log-probabilities.
@@ -174,11 +195,7 @@ class Lattice:
         return options
 
 
-def _sweeps(levels: np.ndarray, nodes: np.ndarray) -> list[Sweep]:
-    """Groups by level, ascending, and by node."""
-    order = np.lexsort((nodes, levels))
-    sweeps = []
-    for edges in np.split(order, np.flatnonzero(np.diff(levels[order])) + 1):
-        starts = np.flatnonzero(np.diff(nodes[edges], prepend=-1))
-        sweeps.append(Sweep(edges, starts, nodes[edges[starts]]))
-    return sweeps
+def _bounds(sweep: Sweep, num_nodes: int) -> np.ndarray:
+    bounds = np.zeros((num_nodes, 2), np.int64)
+    bounds[sweep.nodes] = np.column_stack((sweep.bounds[:-1], sweep.bounds[1:]))
+    return bounds

@@ -24,7 +24,7 @@ def test_one_pass(seed):
     plain = decide(fields, literals, given_masked(decision.template, logits), ENDS)
     running = RunningDecision(decision, ENDS, passes=1)
     positions = [i for i, token in enumerate(decision.template) if token is None]
-    committed = running.commit(positions, logits[positions][:, running.columns])
+    committed = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
     assert running.is_complete
     assert [*committed.tokens] == positions
     assert tuple(answer["value"] for answer in running.answers.values()) == plain.values
