@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.oracles.decisions import decide, given_masked
 from tests.oracles.models import PlainModel
 from tests.support.engines import assert_nothing_left, generate
 from tests.support.plans import FULL_METHODS
-from tests.support.random_decisions import random_decision
+from tests.support.random_decisions import assert_same_decisions, decision_params, listed, random_decision
 
 FULL = ["llada", "dream", "llada_moe", "illada"]
 BY_BLOCKS = ["sdar", "sdar_moe", "dream_reasoner", "stable_diffcoder", "llada2"]
@@ -24,18 +24,12 @@ def drawn(seed, count=NUM_CASES):
     return decisions, [[rng.randrange(60, 140) for _ in range(rng.randint(1, 40))] for _ in decisions]
 
 
-def params_of(decision, **options):
-    return DiffusionParams(gen_length=len(decision.template), extra_args={DECISION: decision.packed}, **options)
-
-
 def decided(llm, decisions, prompts, **options):
-    outputs = generate(llm, prompts, [params_of(decision, **options) for decision, _, _ in decisions])
+    outputs = generate(
+        llm, prompts, [DiffusionParams(**decision_params(decision, **options)) for decision, _, _ in decisions]
+    )
     assert_nothing_left(llm)
     return [output.outputs[0] for output in outputs]
-
-
-def listed(answer):
-    return {each["value"]: each["probability"] for each in answer["distribution"]}
 
 
 @pytest.mark.parametrize(
@@ -70,20 +64,18 @@ def test_beside_other_requests_and_alone(engines, tiny_llada, method):
     decisions, prompts = drawn("mixed", 6)
     others = [DiffusionParams(gen_length=40, steps=20, block_length=20, ignore_eos=True)] * 3
     expected = [list(output.outputs[0].token_ids) for output in generate(llm, prompts[:3], others)]
-    params = [params_of(decision, passes=2) for decision, _, _ in decisions]
+    params = [DiffusionParams(**decision_params(decision, passes=2)) for decision, _, _ in decisions]
     outputs = generate(llm, prompts[:3] + prompts, [*others, *params])
     assert_nothing_left(llm)
     assert [list(output.outputs[0].token_ids) for output in outputs[:3]] == expected
+    completions = [output.outputs[0] for output in outputs[3:]]
     plain = engines(tiny_llada, cache_method="none")
-    for output, prompt, (decision, fields, _) in zip(outputs[3:], prompts, decisions, strict=True):
-        (alone,) = decided(plain, [(decision, fields, None)], [prompt], passes=2)
-        figures = output.outputs[0].diffusion
-        assert output.outputs[0].token_ids == alone.token_ids
-        assert figures.forward_passes == alone.diffusion.forward_passes == min(2, len(fields))
-        assert set(figures.refresh_states) == {"full"}
-        assert figures.pages_held == 0
-        for name, answer in figures.decision.items():
-            assert listed(answer) == pytest.approx(listed(alone.diffusion.decision[name]), abs=1e-5)
+    pairs = zip(decisions, prompts, strict=True)
+    assert_same_decisions(completions, [decided(plain, [each], [prompt], passes=2)[0] for each, prompt in pairs])
+    for completion, (_, fields, _) in zip(completions, decisions, strict=True):
+        assert completion.diffusion.forward_passes == min(2, len(fields))
+        assert set(completion.diffusion.refresh_states) == {"full"}
+        assert completion.diffusion.pages_held == 0
 
 
 @pytest.mark.parametrize("family", ["sdar", "llada2"])

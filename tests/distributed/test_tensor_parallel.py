@@ -9,6 +9,7 @@ import pytest
 from dllm_engine import DiffusionParams
 from examples.quantize import quantize
 from tests.support.engines import generate, scheduler_of
+from tests.support.random_decisions import assert_same_decisions, decision_params, random_decision
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases
 from tests.support.sharded import assert_alike, two_ranks, watch_pages
@@ -113,13 +114,17 @@ def check_two_ranks(engines, reference_checkpoints, case, backend="mp"):
     prompts = [*islice(cycle(prompts), max(len(prompts), len(rules)))]
     asked = {"gen_length": 20, "block_length": 8, "ignore_eos": True}
     params = [DiffusionParams(**asked, **rules[i % len(rules)]) for i in range(len(prompts))]
+    rng = random.Random(case)
+    decisions = [DiffusionParams(**decision_params(random_decision(rng)[0], passes=passes)) for passes in (1, 1, 2, 2)]
     with two_ranks(reference_checkpoints / model, backend=backend, **engine) as sharded:
+        decided = [output.outputs[0] for output in generate(sharded, prompts[:4], decisions)]
         pages = watch_pages(sharded)
         answers = generate(sharded, prompts, params)
         by_blocks = scheduler_of(sharded).shares_prefixes
         again = generate(sharded, prompts, params) if by_blocks else answers
     alone = engines(reference_checkpoints / model, max_model_len=512, **engine)
     assert_alike(answers, generate(alone, prompts, params), *figures)
+    assert_same_decisions(decided, [output.outputs[0] for output in generate(alone, prompts[:4], decisions)])
     assert_alike(again, answers)
     assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
     assert pages[-1][1:] == (0, 0)

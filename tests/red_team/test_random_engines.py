@@ -16,6 +16,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
+from tests.support.random_decisions import decision_params, random_decision
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
@@ -117,6 +118,9 @@ def draw_requests(
             asked = {name: value for name, value in asked.items() if name not in GUIDE_DECIDES}
             asked |= {"speculation_length": draw.choice([1, 3, 32]), "guide_top_k": draw.choice([1, 40])}
             asked |= {"guide_fallback": draw.choice(["guide", "draft"]), "guide_correction": draw.random() < 0.3}
+        if draw.random() < 0.15:
+            decision, _, _ = random_decision(draw)
+            asked = decision_params(decision, passes=draw.randint(1, 3))
         beginning = [*range(draw.choice([0, 20, 70]))] if by_blocks else []
         requests.append((beginning + [token % 140 for token in prompt], asked))
     return requests

@@ -8,13 +8,9 @@ import pytest
 
 from dllm_engine.scheduler.constraints.decision import RunningDecision
 from tests.oracles.decisions import decide, given_masked
-from tests.support.random_decisions import STOP_TOKEN, random_decision
+from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
 ENDS = frozenset({3, 7})
-
-
-def listed(answer):
-    return {each["value"]: each["probability"] for each in answer["distribution"]}
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -1,13 +1,16 @@
 """Random decisions over tokens without texts, and what the plain version needs to know of them."""
 
 import random
+from typing import Any
 
 import numpy as np
+import pytest
 
 from dllm_engine.decisions.build import GraphBuilder
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
 from dllm_engine.scheduler.constraints.lattice import Graph
+from dllm_engine.scheduler.options.request_options import DECISION
 from tests.oracles.decisions import Fields
 
 FIRST_TOKEN, STOP_TOKEN = 20, 60
@@ -39,6 +42,25 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
     spellings = [text_of.get(token, b"") for token in np.unique(edges[1]).tolist()]
     decision = Decision(Graph(*edges[:3]), edges[3], edges[4], [*fields], values, spellings, top_k=100)
     return unpacked_decision(decision.packed), fields, literals
+
+
+def decision_params(decision: Decision, **options: Any) -> dict[str, Any]:
+    """Fields of ``DiffusionParams`` that ask for a decision."""
+    return {"gen_length": len(decision.template), "extra_args": {DECISION: decision.packed}, **options}
+
+
+def listed(answer: dict[str, Any]) -> dict[object, float]:
+    """The probability of each value of a field."""
+    return {each["value"]: each["probability"] for each in answer["distribution"]}
+
+
+def assert_same_decisions(answers: list[Any], expected: list[Any]) -> None:
+    """Completions have the same texts, and fields of the same distributions."""
+    for answer, other in zip(answers, expected, strict=True):
+        assert list(answer.token_ids) == list(other.token_ids)
+        assert answer.diffusion.forward_passes == other.diffusion.forward_passes
+        for name, field in answer.diffusion.decision.items():
+            assert listed(field) == pytest.approx(listed(other.diffusion.decision[name]), abs=1e-4)
 
 
 def _tokens(rng: random.Random, most: int = 3) -> list[int]:
