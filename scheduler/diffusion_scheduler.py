@@ -206,7 +206,7 @@ class DiffusionScheduler(RequestQueue):
         request_id, progress = state.request.request_id, state.progress
         counts = state.page_counts | guide_pages(state.spec, self.geometry)
         if needs_pages and not state.pages_settled:
-            counts |= self.method.pages(state.spec, progress.running, self.geometry)
+            counts |= self.method.held(state.spec, progress.running, self.geometry)
         if counts != state.page_counts:
             state.page_counts = counts
             output.page_tables[request_id] = self._resize_tables(request_id, counts)

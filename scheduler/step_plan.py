@@ -168,7 +168,7 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
         # The row of the only position that may be filled may have been dropped; the next step keeps it. A step that
         # begins without a mask only replaces tokens.
         return False
-    if plan.quota.parallel is not None or spec.guidance is not None or spec.decision is not None:
+    if plan.quota.parallel is not None or spec.guidance is not None:
         return True
     by_chance = UNMASKING_POLICIES[spec.unmasking].draws_each_position
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0

@@ -127,10 +127,8 @@ class RunningDecision:
         """Tokens whose logits ``commit`` reads."""
         self._answers: dict[int, dict[str, Any]] = {}
         self._left = list(range(len(decision.names)))
-        self._passes = min(passes, len(self._left))
-        self._pass = 0
+        self._passes_left = passes
         self._allowed = np.ones(len(decision.lattice.edges), bool)
-        self._decided = {i: token for i, token in enumerate(decision.template) if token is not None}
 
     @property
     def answers(self) -> dict[str, dict[str, Any]]:
@@ -170,9 +168,13 @@ class RunningDecision:
             own = np.flatnonzero(path_fields == field)
             return float(visits[lattice.sources[path[own[0]]]] + path_steps[own[0] : own[-1] + 2].sum())
 
-        committed = sorted(self._left, key=sureness, reverse=True)[: self._count()]
+        # A field whose tokens are all decided is what it is; of the others each pass commits equally many.
+        open_fields = {*path_fields[positions].tolist()}.intersection(self._left)
+        count = max(len(open_fields) // self._passes_left, 1)
+        committed = [field for field in self._left if field not in open_fields]
+        committed += sorted(open_fields, key=sureness, reverse=True)[:count]
         self._left = [field for field in self._left if field not in committed]
-        self._pass += 1
+        self._passes_left -= 1
         self._answers |= {field: answers[field] for field in committed}
         if self._left:
             # From now on these fields have their texts at the positions that they have on the path.
@@ -196,11 +198,6 @@ class RunningDecision:
                 named = [self._ends[ends[position]] if token == END else token for token in names.tolist()]
                 logprobs[position] = np.array(named), values
         return Committed(tokens, logprobs)
-
-    def _count(self) -> int:
-        """Fields that this pass commits: equally many in each, and in the last ones one more."""
-        number, passes = len(self.decision.names), self._passes
-        return number * (self._pass + 1) // passes - number * self._pass // passes
 
     def _answer(self, field: int, path: np.ndarray, visits: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
         """Arguments as of ``FieldTexts.top``."""

@@ -73,7 +73,7 @@ def test_beside_other_requests_and_alone(engines, tiny_llada, method):
     pairs = zip(decisions, prompts, strict=True)
     assert_same_decisions(completions, [decided(plain, [each], [prompt], passes=2)[0] for each, prompt in pairs])
     for completion, (_, fields, _) in zip(completions, decisions, strict=True):
-        assert completion.diffusion.forward_passes == min(2, len(fields))
+        assert completion.diffusion.forward_passes <= min(2, len(fields))
         assert set(completion.diffusion.refresh_states) == {"full"}
         assert completion.diffusion.pages_held == 0
 

@@ -62,7 +62,8 @@ def test_later_passes_are_given_what_earlier_ones_committed(seed):
             committed[name] = start, tokens = plain.spellings[name]
             assert canvas[start : start + len(tokens)] == [*tokens]
         now, later = running.answers.keys() - before, fields.keys() - running.answers
+        assert written
         assert min(plain.sureness[n] for n in now) >= max((plain.sureness[n] for n in later), default=0) - 1e-9
         num_passes += 1
-    assert num_passes == min(passes, len(fields))
+    assert num_passes <= min(passes, len(fields))
     assert None not in canvas
