@@ -4,16 +4,15 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Answer, Cost, LoadEngine, Runner
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine, Runner
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
@@ -79,8 +78,8 @@ class Task(ABC):
     """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
-    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        """Score an engine; ``answer`` answers requests."""
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
+        """Score the answers of an engine."""
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
@@ -131,7 +130,7 @@ class Comparison:
         load: starts an engine.
     """
 
-    def __init__(self, file: ResultFile, load: LoadEngine) -> None:
+    def __init__(self, file: ResultFile, load: Callable[[dict[str, Any]], "LLM"]) -> None:
         self.file, self._runner = file, Runner(load)
         stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
         self._stored = {row.key: row for row in stored}
@@ -185,6 +184,8 @@ class Comparison:
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
                 self.errors[key] = one_line(error)
+                if isinstance(error, RuntimeError):
+                    self.stop()  # the engine failed, and may be in any state
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
@@ -194,8 +195,8 @@ class Comparison:
 
     def _measure(self, key: str) -> None:
         row, task = self._asked[key], self._tasks[key]
-        ask = partial(task.score, decoding=row.decoding)
-        row.result, row.cost = self._runner.run(row.engine, ask, task.at_once, key)
+        engine = MeasuredEngine(self._runner.start(row.engine), task.at_once, key)
+        row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 
 

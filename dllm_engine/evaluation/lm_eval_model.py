@@ -5,7 +5,7 @@ this module loaded first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
-from dllm_engine.evaluation.runner import Answer, answer_requests
+from dllm_engine.evaluation.runner import Cost, Request, answer_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -63,7 +63,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer | None = None,
+        answer: Callable[[Sequence[Request]], tuple[list[str], Cost]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class DiffusionLM(TemplateLM):
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
-        self.answer: Answer = answer or partial(answer_requests, label="Requests")
+        self.answer = answer or partial(answer_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
@@ -128,7 +128,7 @@ class DiffusionLM(TemplateLM):
                 asked[id(request)] += 1
         contexts = [self.tok_encode(request.args[0]) for request in requests]
         prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        texts, _ = self.answer(self.llm, list(zip(prompts, params, strict=True)))
+        texts, _ = self.answer(list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
