@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import msgspec
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
@@ -59,18 +59,11 @@ def check_types(params: SamplingParams) -> None:
             raise InvalidRequestError(f"{name}={value} must be a finite number")
 
 
-def check_request(
-    params: SamplingParams,
-    prompt_token_ids: list[int],
-    family: ModelFamily,
-    engine: EngineOptions,
-    hf_config: Any,
-    max_model_len: int,
-) -> DecodingSpec:
-    """The request with every default filled in.
-
-    Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
-    """
+def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a request cannot be served."""
+    model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
+    hf_config, max_model_len = model_config.hf_config, model_config.max_model_len
+    family = family_of(hf_config)
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
             raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
@@ -93,7 +86,16 @@ def check_request(
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
         raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
     _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
-    return spec
+    if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+        raise InvalidRequestError(
+            "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+            "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+        )
+    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+    # One block is vLLM's null block. The number is None until the engine has reported it.
+    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
+        geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
+        check_page_demand(spec, engine, geometry, num_blocks - 1)
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
