@@ -53,10 +53,7 @@ class Workload(Task):
 
 
 def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
-    """An engine of a ``config.json`` with random weights, without tokenizer; ``settings`` are those of ``LLM``.
-
-    Values of weights do not change the time.
-    """
+    """An engine of a ``config.json`` with random weights, without tokenizer; ``settings`` are those of ``LLM``."""
     from dllm_engine.llm import LLM
 
     with tempfile.TemporaryDirectory(prefix="dllm-shape-") as name:

@@ -1,5 +1,6 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
+import gc
 import math
 import statistics
 import time
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Cost, MeasuredEngine, Runner
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
@@ -123,15 +125,16 @@ class Row(Combination):
 
 
 class Comparison:
-    """Fills a table: a row per combination and task.
+    """Fills a table: a row per combination and task. Each is written to ``file`` as soon as it is measured.
 
-    Args:
-        file: rows so far; each is written as soon as it is measured.
-        load: starts an engine.
+    One engine runs at a time: a device holds no more. ``load`` starts one with arguments of ``LLM``.
     """
 
     def __init__(self, file: ResultFile, load: Callable[[dict[str, Any]], "LLM"]) -> None:
-        self.file, self._runner = file, Runner(load)
+        self.file, self._load = file, load
+        self._llm: LLM | None = None
+        self._arguments: dict[str, Any] | None = None
+        self._refusal: ValueError | None = None
         stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
         self._stored = {row.key: row for row in stored}
         self._asked: dict[str, Row] = {}
@@ -167,12 +170,8 @@ class Comparison:
         self.file.write(**about, rows=[asdict(row) for row in self.scored])
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``. Interrupted, it leaves those it
-        has measured in the file.
-
-        Raises:
-            ValueError: not one row can be measured.
-        """
+        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
+        can be measured."""
         missing = [key for key, row in self._asked.items() if row.result is None and key not in self.errors]
         engines = [self._asked[key].engine for key in missing]
         # Rows that share an engine follow each other.
@@ -191,11 +190,27 @@ class Comparison:
 
     def stop(self) -> None:
         """End the running engine, if there is one."""
-        self._runner.stop()
+        if self._llm is not None:
+            runner.stop_engine(self._llm)
+        self._llm = self._arguments = None
+        gc.collect()
+
+    def _engine(self, arguments: dict[str, Any]) -> "LLM":
+        """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
+        if self._arguments != arguments:
+            self.stop()
+            self._arguments, self._refusal = arguments, None
+            try:
+                self._llm = self._load(arguments)
+            except ValueError as error:
+                self._refusal = error
+        if self._llm is None:
+            raise self._refusal or ValueError("the engine has been stopped")
+        return self._llm
 
     def _measure(self, key: str) -> None:
         row, task = self._asked[key], self._tasks[key]
-        engine = MeasuredEngine(self._runner.start(row.engine), task.at_once, key)
+        engine = MeasuredEngine(self._engine(row.engine), task.at_once, key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 

@@ -36,23 +36,18 @@ Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
-    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
-    ``max_model_len``, …), decoding options (``gen_length``, ``block_length``, ``steps``,
-    ``threshold``, …) and the keyword arguments below. Decoding options named there replace a task's own; diffusion
-    options in lm_eval's ``--gen_kwargs`` replace both.
+    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``, …),
+    decoding options (``gen_length``, ``threshold``, …) and the keyword arguments below. Decoding options named there
+    replace a task's own; diffusion options in lm_eval's ``--gen_kwargs`` replace both.
 
     Args:
         pretrained: a model to start, or an engine.
-        mc_num: forward passes per continuation of the likelihood estimate, where 2^length − 1 are more than that.
-        mc_seed: seed of the masks it draws.
+        mc_num, mc_seed: as ``num_samples`` and ``seed`` of ``log_likelihoods``.
         check_greedy: whether to report if a continuation is what the model itself would answer, which takes a response
             of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
         answer: what answers the requests; None: the engine, all at once.
-
-    Raises:
-        ValueError: an option that is unknown or out of range.
     """
 
     def __init__(

@@ -18,14 +18,9 @@ def check_folder_of(path: Path | None) -> None:
 
 
 class ResultFile:
-    """Results of a command of ``dllm`` on a subject.
+    """Results of a command of ``dllm`` on a subject: what they depend on, but for what the file tells them apart by.
 
-    Args:
-        path: JSON; need not exist. None: nothing is written.
-        subject: what results depend on beside what the file tells them apart by.
-
-    Raises:
-        ValueError: the file is of another subject, or none of this command.
+    ``path`` need not exist; without one, nothing is written. Raises ``ValueError`` for a file of another subject.
     """
 
     def __init__(self, path: Path | None, command: str, subject: dict[str, Any]) -> None:

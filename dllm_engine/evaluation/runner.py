@@ -1,11 +1,10 @@
-"""One engine at a time answers requests, and the cost of the answers is measured.
+"""An engine answers requests, and the cost of the answers is measured.
 
 ``dllm eval`` scores the answers, ``dllm tune`` searches with them, and ``dllm bench`` looks at the cost alone.
 """
 
-import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -92,46 +91,11 @@ class MeasuredEngine:
         return texts, cost
 
 
-class Runner:
-    """Runs one engine at a time: a device holds no more. ``load`` starts one with arguments of ``LLM``."""
-
-    def __init__(self, load: Callable[[dict[str, Any]], "LLM"]) -> None:
-        self._load = load
-        self._llm: LLM | None = None
-        self._arguments: dict[str, Any] | None = None
-        self._refusal: ValueError | None = None
-
-    def start(self, arguments: dict[str, Any]) -> "LLM":
-        """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
-        if self._arguments != arguments:
-            self.stop()
-            self._arguments, self._refusal = arguments, None
-            try:
-                self._llm = self._load(arguments)
-            except ValueError as error:
-                self._refusal = error
-        if self._llm is None:
-            raise self._refusal or ValueError("the engine has been stopped")
-        return self._llm
-
-    def stop(self) -> None:
-        """End the running engine, if there is one."""
-        if self._llm is not None:
-            stop_engine(self._llm)
-        self._llm = self._arguments = None
-        gc.collect()
-
-
 def answer_requests(
     llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
 ) -> tuple[list[str], Cost]:
-    """Keep ``at_once`` requests in the engine, by default ``max_num_seqs``, until all are answered.
-
-    Returns the texts, in the order of the requests, and what they cost.
-
-    Raises:
-        ValueError: the engine ended a request.
-    """
+    """The texts, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by default
+    ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.evaluation.hardware import peak_bytes, reset_peak

@@ -4,7 +4,9 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
-from dllm_engine.evaluation.runner import Cost, MeasuredEngine, Runner, answer_requests
+from dllm_engine.evaluation.comparison import Comparison
+from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine, answer_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
@@ -64,10 +66,10 @@ def test_costs_are_sums_and_peaks():
 def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
     started, stopped = [], []
     monkeypatch.setattr(module, "stop_engine", stopped.append)
-    runner = Runner(lambda arguments: started.append(arguments) or llm)
-    engine = MeasuredEngine(runner.start({"cache_method": "dual"}))
+    comparison = Comparison(ResultFile(None, "eval", {}), lambda arguments: started.append(arguments) or llm)
+    engine = MeasuredEngine(comparison._engine({"cache_method": "dual"}))
     assert (len(engine.answer(requests[:1])[0]), len(engine.answer(requests[1:])[0]), engine.cost.requests) == (1, 3, 4)
-    runner.start({"cache_method": "dual"})
+    comparison._engine({"cache_method": "dual"})
     assert (len(started), stopped) == (1, [])
-    runner.start({"cache_method": "none"})
+    comparison._engine({"cache_method": "none"})
     assert (len(started), len(stopped)) == (2, 1)
