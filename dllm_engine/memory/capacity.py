@@ -4,6 +4,7 @@ Bytes of weights and pages are exact. Activations are an estimate, which vLLM re
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator
@@ -126,7 +127,11 @@ def plan(d: Deployment) -> Sizing:
             f"overhead {readable_size(d.overhead)}, and vLLM uses {d.gpu_memory_utilization:.0%} of the memory; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
-    demand = request_demand(d, config, options, room)
+    geometry = options.geometry(config, tp)
+    # Keys and values of ``page_size`` tokens of one layer, of this rank's KV heads.
+    page_bytes = 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+    demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
+    demand = demand_of(options)
     if not demand.requests:
         raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
     others = []
@@ -135,7 +140,7 @@ def plan(d: Deployment) -> Sizing:
             continue
         try:
             other = EngineOptions.parse(options.model_dump() | {"cache_method": method, "cache_options": {}})
-            others.append(request_demand(d, config, other.with_paper_settings(d.model, family), room))
+            others.append(demand_of(other.with_paper_settings(d.model, family)))
         except ValueError as error:  # a page_size that does not suit this method, or a guide
             others.append(RequestDemand(method, {}, limit=str(error)))
     notes = []
@@ -143,7 +148,6 @@ def plan(d: Deployment) -> Sizing:
         notes.append(f"the checkpoint is quantized; its weights are counted as {d.dtype} and take less")
     if d.quantization not in (None, "fp8"):
         notes.append(f"serve a copy of {d.model} with such weights; docs/quantization.md says where from")
-    page_bytes = bytes_of_page(options.geometry(config, tp), dtype.itemsize)
     return Sizing(
         **vars(d),
         weight_bytes=weights,
@@ -158,22 +162,21 @@ def plan(d: Deployment) -> Sizing:
     )
 
 
-def request_demand(d: Deployment, config: Any, options: EngineOptions, room: int) -> RequestDemand:
-    """A request of a settled deployment, under other ``options``; ``room``: bytes for pages, and for what a pass holds
-    for its cache method."""
-    import torch
-
+def request_demand(
+    d: Deployment, config: Any, geometry: PoolGeometry, page_bytes: int, room: int, options: EngineOptions
+) -> RequestDemand:
+    """A request of a settled deployment under ``options``; ``room``: bytes for pages, and for what a pass holds for its
+    cache method."""
     from dllm_engine.params import DiffusionParams  # imports vLLM
     from dllm_engine.scheduler.options.resolve import resolve_decoding
 
     assert d.max_model_len is not None
-    method, geometry = options.method, options.geometry(config, d.tensor_parallel_size)
+    method = options.method
     method.check(options.cache, geometry.num_layers, geometry.guide is not None)
     defaults = {name: value for name, value in checkpoint_section(config).items() if name == "block_length"}
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     spec = resolve_decoding(params, d.prompt, family_of(config), with_defaults)
-    page_bytes = bytes_of_page(geometry, getattr(torch, d.dtype).itemsize)
     num_pages = pages_of_pool(room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes)
     pages = method.page_demand(spec, geometry)
     longest = method.longest_demand(options.cache, geometry, d.max_model_len)
@@ -237,11 +240,6 @@ def _with_guide(options: EngineOptions, model: str, config: Any) -> tuple[Engine
     except (OSError, ValueError) as error:
         raise ValueError(f"--guide-model needs the tokenizers of both models: {error}") from None
     return with_shape(options, same_tokens=same_tokens), [guide_config(options.guide_model)]
-
-
-def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
-    """Bytes of a page: keys and values of ``page_size`` tokens of one layer, of this rank's KV heads."""
-    return 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:
