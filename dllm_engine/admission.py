@@ -1,8 +1,10 @@
 """Checks of a request before it enters the engine. A request that fails is answered with 400 and loses nothing."""
 
+import inspect
 import math
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -47,7 +49,8 @@ def check_types(params: SamplingParams) -> None:
         value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
-        classes = [part for part in get_args(kind) or (kind,) if part.__module__.startswith(("vllm.", "numpy"))]
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        classes = [each for each in kinds if inspect.isclass(each) and each.__module__ != "builtins"]
         try:
             if not classes:
                 msgspec.convert(value, kind)

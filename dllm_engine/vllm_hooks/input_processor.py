@@ -210,11 +210,8 @@ _response_limit: float | None = None
 
 
 def limit_responses(response_limit: int | None) -> None:
-    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip.
-
-    Args:
-        response_limit: most response tokens, if the server was started with a limit.
-    """
+    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip: those
+    above ``response_limit``, if it was started with a limit."""
     global _response_limit
     _response_limit = math.inf if response_limit is None else response_limit
 
