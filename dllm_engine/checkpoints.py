@@ -102,8 +102,8 @@ def load_config(model: str) -> "Config":
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none of ours. ``arguments``: those of
-    ``vllm.LLM`` that the caller gave."""
+    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none of ours; ``arguments``: those
+    of ``vllm.LLM`` that the caller gave."""
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
