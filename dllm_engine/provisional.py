@@ -121,15 +121,13 @@ class BlockChanges:
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
-        form: dict[str, Any] = {"block": block.block, "step": block.step, "forward_pass": block.forward_pass}
-        form["sent"] = block.sent
+        form = {name: getattr(block, name) for name in ("block", "step", "forward_pass", "sent")}
         length = len(block.token_ids)
         if (block.start, length) != self._window:
             self._window = block.start, length
             self._known, self._percents = [None] * length, [None] * length
-            form |= {"num_blocks": block.num_blocks, "gen_length": block.gen_length, "block_length": block.block_length}
-            form["first_block_length"] = block.first_block_length
-            form |= {"start": block.start, "length": length}
+            sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
+            form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
         now = [
             None if masked else pair

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from dllm_engine.batch.files import Message, prompt_tokens
+from dllm_engine.batch.files import Message, prompt_tokens, read_input
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine
@@ -64,14 +64,12 @@ def read_tasks(path: Path) -> list[OwnTask]:
     Raises ``ValueError`` with the number of a line that is none, and for a file without any.
     """
     tasks = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for line in read_input(path):
         try:
-            tasks.append(OwnTask.model_validate_json(line))
+            tasks.append(OwnTask.model_validate_json(line.text))
         except ValueError as error:
             raise ValueError(
-                f'{path}: task {number} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
+                f'{path}: task {line.index + 1} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
             ) from None
     if not tasks:
         raise ValueError(f"{path} holds no tasks; give it a line per task")

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.text import json_rows
-
 SCHEMA = 4
 """Number of the layout of result files; raised where a reader of older ones would go wrong."""
 
@@ -46,10 +44,9 @@ class ResultFile:
                 )
 
     def write(self, **values: Any) -> None:
-        """Replace the file, so that an interruption leaves the old one or the new one. Items of lists have a line
-        each."""
+        """Replace the file, so that an interruption leaves the old one or the new one."""
         if self.path is None:
             return
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json_rows({"subject": self.subject, **values}, depth=2) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps({"subject": self.subject, **values}, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self.path)
