@@ -42,6 +42,7 @@ from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_pap
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
@@ -170,8 +171,10 @@ def own_tasks_of(args: argparse.Namespace) -> list[OwnTasks]:
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
     """Cache methods and unmasking rules of ``args``; raises ``ValueError`` for a value that is out of range."""
+    prepare(args)
     from dllm_engine.params import DiffusionParams
 
+    shared = engine_arguments(args) | ({} if batch is None else {"max_num_seqs": batch})
     methods = split_names(args.methods or "none")
     if methods == ["all"]:
         methods = methods_for(family_of(load_config(args.model)).attention)
@@ -179,12 +182,11 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     for method, options in (chosen for text in methods for chosen in parse_method(text)):
         for rule in split_names(args.unmasking_rules or ONE):
             guide, decoding = parse_rule(rule)
-            chosen = {"cache_method": method, "cache_option": list(options.items()), "guide_model": guide}
-            row = argparse.Namespace(**vars(args) | chosen)
-            prepare(row)
-            engine = engine_arguments(row) | ({} if batch is None else {"max_num_seqs": batch})
-            made.append(Combination(method_text(method, options), rule, engine, given(args, DECODING) | decoding))
-            DiffusionParams(**made[-1].decoding)
+            own = {"cache_method": method, "cache_options": options} | ({} if guide is None else {"guide_model": guide})
+            EngineOptions.parse(own)
+            decoding = given(args, DECODING) | decoding
+            DiffusionParams(**decoding)
+            made.append(Combination(method_text(method, options), rule, shared | own, decoding))
     return made
 
 
