@@ -24,15 +24,7 @@ from dllm_engine.cli.arguments import (
     positive_int,
     split_names,
 )
-from dllm_engine.cli.engine import (
-    DECODING,
-    add_decoding_arguments,
-    add_engine_arguments,
-    engine_arguments,
-    given,
-    load,
-    prepare,
-)
+from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
@@ -171,10 +163,9 @@ def own_tasks_of(args: argparse.Namespace) -> list[OwnTasks]:
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
     """Cache methods and unmasking rules of ``args``; raises ``ValueError`` for a value that is out of range."""
-    prepare(args)
+    shared = prepare(args) | ({} if batch is None else {"max_num_seqs": batch})
     from dllm_engine.params import DiffusionParams
 
-    shared = engine_arguments(args) | ({} if batch is None else {"max_num_seqs": batch})
     methods = split_names(args.methods or "none")
     if methods == ["all"]:
         methods = methods_for(family_of(load_config(args.model)).attention)
