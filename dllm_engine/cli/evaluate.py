@@ -84,10 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_own_task_arguments(parser: argparse.ArgumentParser, group: "argparse._ActionsContainer") -> None:
     """Arguments that name prompts with answers, and how these are matched."""
-    tasks = (
-        f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row), or .jsonl "
-    )
-    tasks += 'files with lines {"prompt": "…", "answer": "…"}'
+    tasks = f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row), or "
+    tasks += '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     add_value(group, "--tasks", str, "NAME,…", tasks)
     add_value(parser, "--count", positive_int, "N", f"examples (default: {DEMO_COUNT} of each demo task, else all)")
     match = "when a response to --tasks is right: it is the answer but for white space around it, it contains the "
@@ -100,10 +98,8 @@ def add_comparison_arguments(
 ) -> None:
     """The arguments of ``combinations``."""
     group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
-    methods = (
-        "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` (default: "
-    )
-    add_value(group, "--methods", str, "NAME,…", methods + "none)")
+    methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` "
+    add_value(group, "--methods", str, "NAME,…", methods + "(default: none)")
     rules = f"`{ONE}` for one token per step (the default), a policy such as `low_confidence`, NAME=VALUE with one of "
     rules += f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of other options"
     add_value(group, f"--unmasking-rules {names_of_rules}", str, "RULE,…", rules, dest="unmasking_rules")

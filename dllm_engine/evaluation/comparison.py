@@ -49,10 +49,6 @@ class Combination:
     engine: dict[str, Any]
     decoding: dict[str, Any]
 
-    @property
-    def is_guided(self) -> bool:
-        return self.engine.get("guide_model") is not None
-
 
 @dataclass(frozen=True)
 class Result:
@@ -88,10 +84,11 @@ class Task(ABC):
         return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
-        if combination.is_guided and self.guided is not None:
+        is_guided = combination.engine.get("guide_model") is not None
+        if is_guided and self.guided is not None:
             return self.guided | combination.decoding
         own = dict(self.decoding)
-        if combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
+        if is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
             own.pop("steps", None)
         return own | combination.decoding
 

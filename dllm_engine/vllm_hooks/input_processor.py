@@ -1,7 +1,4 @@
-"""Checks requests by our rules (``dllm_engine/admission.py``) where vLLM's front ends validate them.
-
-That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
-"""
+"""Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
 import math
 from collections.abc import AsyncGenerator, Iterable
