@@ -173,7 +173,8 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
             EngineOptions.parse(own)
             decoding = given(args, DECODING) | decoding
             DiffusionParams(**decoding)
-            made.append(Combination(method_text(method, options), rule, shared | own, decoding))
+            engine = shared | own | dict(args.engine_arg)
+            made.append(Combination(method_text(method, options), rule, engine, decoding))
     return made
 
 

@@ -76,6 +76,8 @@ def make_examples(
     ``MAX_ASKED``, drawn per example. ``filler`` is the fraction of the prompt that is taken up by sentences nobody
     asks about. The chat task is a fixed list, which these settings do not change.
     """
+    if task not in TASKS:
+        raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
         lines = [rng.choice(CHAT_LINES) for _ in range(count)]
