@@ -10,7 +10,7 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine.evaluation.hardware import machine_line, provenance
-from dllm_engine.text import format_table, json_rows
+from dllm_engine.text import format_table
 
 Rows = list[dict[str, Any]]
 
@@ -34,7 +34,7 @@ def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
     if options.output:
         settings = {name: value for name, value in vars(options).items() if name != "output"}
         content = {"machine": machine, "settings": settings, **sections, "figures": figures}
-        options.output.write_text(json_rows(content, depth=2) + "\n", encoding="utf-8")
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _text(value: Any) -> str:

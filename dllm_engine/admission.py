@@ -3,19 +3,19 @@
 import inspect
 import math
 from collections.abc import Sequence
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from dllm_engine.families import ModelFamily
+from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
@@ -39,30 +39,22 @@ _INSTEAD = {
     "prompt_logprobs": "leave it unset, and echo where logprobs is set; POST /v1/likelihoods gives those of an answer "
     "to a prompt, in Python LLM.masked_logprobs"
 }
-
-
-_HINTS = get_type_hints(SamplingParams)
-_TYPES: dict[str, tuple[Any, ...]] = {
-    name: get_args(_HINTS[name]) if get_origin(_HINTS[name]) in (Union, UnionType) else (_HINTS[name],)
-    for name in SamplingParams.__struct_fields__
-}
-"""Types that each field may have."""
+_KINDS = get_type_hints(SamplingParams)
 
 
 def check_types(params: SamplingParams) -> None:
     """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, or a number that cannot be sent.
     vLLM's server checks the types of most fields; in Python nobody does."""
-    for name, kinds in _TYPES.items():
-        value = getattr(params, name)
+    for name in SamplingParams.__struct_fields__:
+        value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
-        classes = tuple(kind for kind in kinds if inspect.isclass(kind) and kind.__module__ != "builtins")
-        if value is None and NoneType in kinds:
-            continue
+        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+        classes = [each for each in kinds if inspect.isclass(each) and each.__module__ != "builtins"]
         try:
             if not classes:
-                msgspec.convert(value, Union[kinds])  # noqa: UP007
-            elif not isinstance(value, classes):
+                msgspec.convert(value, kind)
+            elif not isinstance(value, kind):
                 raise msgspec.ValidationError(f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`")
         except (msgspec.ValidationError, AttributeError) as error:
             raise InvalidRequestError(f"{name}={shortened(value)}: {error}") from None
@@ -70,18 +62,11 @@ def check_types(params: SamplingParams) -> None:
             raise InvalidRequestError(f"{name}={value} must be a finite number")
 
 
-def check_request(
-    params: SamplingParams,
-    prompt_token_ids: list[int],
-    family: ModelFamily,
-    engine: EngineOptions,
-    hf_config: Any,
-    max_model_len: int,
-) -> DecodingSpec:
-    """The request with every default filled in.
-
-    Raises ``InvalidRequestError`` naming the setting, its value and what to do, if it cannot be served.
-    """
+def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a request cannot be served."""
+    model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
+    hf_config, max_model_len = model_config.hf_config, model_config.max_model_len
+    family = family_of(hf_config)
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
             raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
@@ -104,7 +89,16 @@ def check_request(
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
         raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
     _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
-    return spec
+    if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+        raise InvalidRequestError(
+            "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
+            "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+        )
+    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+    # One block is vLLM's null block. The number is None until the engine has reported it.
+    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
+        geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
+        check_page_demand(spec, engine, geometry, num_blocks - 1)
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:

@@ -64,13 +64,10 @@ def is_named_shape(model: str) -> bool:
 
 
 def named_shape(name: str) -> dict[str, Any]:
-    """The config of a named shape.
+    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads cannot be divided so.
 
     ``llada-8b/4`` has a quarter of the width, the heads (of unchanged size), the layers, the MLP and the vocabulary.
     Experts become smaller, not fewer.
-
-    Raises:
-        ValueError: the name is unknown, or the heads cannot be divided so.
     """
     base, slash, divisor = name.partition("/")
     if base not in NAMED_SHAPES:
@@ -105,15 +102,8 @@ def load_config(model: str) -> "Config":
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Check that ``model`` is one of ours.
-
-    Args:
-        model: a checkpoint's folder or Hugging Face name, ``"demo"`` or ``"demo-blocks"``.
-        arguments: those of ``vllm.LLM`` that the caller gave.
-
-    Raises:
-        ValueError: naming the folder, or the file and its key.
-    """
+    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none of ours; ``arguments``: those
+    of ``vllm.LLM`` that the caller gave."""
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
     if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):

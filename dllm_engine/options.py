@@ -28,13 +28,8 @@ _MOST_SHOWN = 10
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
-    """Errors of all fields as one text: name, value and allowed values.
-
-    Args:
-        error: of a model that was to be validated.
-        what: how the fields are called, such as ``engine option``; may be empty.
-        known: all names, which are listed for an unknown one, the closest first.
-    """
+    """Errors of all fields as one text: name, value and allowed values; and the ``known`` names for an unknown one.
+    ``what``: how fields are called, such as ``engine option``; may be empty."""
     known, lines = list(known), []
     for detail in error.errors()[:_MOST_SHOWN]:
         name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])

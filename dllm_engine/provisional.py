@@ -7,6 +7,7 @@ sends it with an output that has no new tokens, and ``vllm_hooks`` puts the bloc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 MASK_MARK = "░"
@@ -71,9 +72,8 @@ class BlockReader:
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: None where the engine has none."""
-        self._tokenizer = tokenizer
-        self._special = frozenset(tokenizer.all_special_ids) if tokenizer is not None else frozenset()
-        self._decoded: dict[tuple[int, ...], str] = {}
+        self._special = None if tokenizer is None else frozenset(tokenizer.all_special_ids)
+        self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))  # each step reads the same tokens again
         self._tokens: list[int | None] = []
         """By position of the response; None where masked."""
         self._confidences: list[float | None] = []
@@ -96,8 +96,9 @@ class BlockReader:
             self._confidences[position] = guess
         running = self._tokens[window]
         texts: dict[str, Any] = {}
-        if self._tokenizer is not None:
-            texts = {"pieces": self._pieces(running), "special": [token in self._special for token in running]}
+        if self._special is not None:
+            texts["pieces"] = pieces_of(running, self._decode)
+            texts["special"] = [token in self._special for token in running]
         return ProvisionalBlock(
             **message,
             token_ids=[mask if token is None else token for token in running],
@@ -105,25 +106,6 @@ class BlockReader:
             confidences=self._confidences[window],
             **texts,
         )
-
-    def _pieces(self, tokens: list[int | None]) -> list[str | None]:
-        """The text of each token; tokens that make one character together only do so without a mask between them."""
-        pieces: list[str | None] = []
-        run: list[int] = []
-        for token in tokens:
-            if token is None:
-                pieces += [*pieces_of(run, self._decode), None]
-                run = []
-            else:
-                run.append(token)
-        return pieces + pieces_of(run, self._decode)
-
-    def _decode(self, tokens: list[int]) -> str:
-        """Every step reads the same tokens again, so each is decoded once."""
-        key = tuple(tokens)
-        if key not in self._decoded:
-            self._decoded[key] = self._tokenizer.decode(tokens)
-        return self._decoded[key]
 
 
 class BlockChanges:
@@ -139,15 +121,13 @@ class BlockChanges:
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
-        form: dict[str, Any] = {"block": block.block, "step": block.step, "forward_pass": block.forward_pass}
-        form["sent"] = block.sent
+        form = {name: getattr(block, name) for name in ("block", "step", "forward_pass", "sent")}
         length = len(block.token_ids)
         if (block.start, length) != self._window:
             self._window = block.start, length
             self._known, self._percents = [None] * length, [None] * length
-            form |= {"num_blocks": block.num_blocks, "gen_length": block.gen_length, "block_length": block.block_length}
-            form["first_block_length"] = block.first_block_length
-            form |= {"start": block.start, "length": length}
+            sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
+            form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
         now = [
             None if masked else pair
@@ -174,22 +154,23 @@ class BlockChanges:
         return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
 
 
-def pieces_of(tokens: Sequence[int], decode: Callable[[list[int]], str] | None) -> list[str]:
-    """The text of each token; without a tokenizer its id.
+def pieces_of(tokens: Sequence[int | None], decode: Callable[[tuple[int, ...]], str]) -> list[str | None]:
+    """The text of each token; None for None, which stands for a mask.
 
-    Where several tokens make one character, the last of them gets it and the others the empty string.
+    Where several tokens without a mask between them make one character, the last of them gets it and the others the
+    empty string.
     """
-    if decode is None:
-        return [f"{token} " for token in tokens]
-    pieces: list[str] = []
-    pending: list[int] = []
+    pieces: list[str | None] = []
+    pending: tuple[int, ...] = ()
     for token in tokens:
-        pending.append(token)
+        if token is None:
+            pieces.append(None)
+            pending = ()
+            continue
+        pending = (*pending, token)
         text = decode(pending)
         # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4:
-            pieces.append("")
-        else:
-            pieces.append(text)
-            pending = []
+        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
+        pieces.append("" if is_part else text)
+        pending = pending if is_part else ()
     return pieces

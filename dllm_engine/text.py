@@ -1,8 +1,7 @@
-"""Errors and tables as plain text, and tables as JSON."""
+"""Errors, tables and options as plain text."""
 
 import difflib
 import json
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -69,15 +68,3 @@ def assignments(options: dict[str, Any]) -> str:
 def method_text(method: str, options: dict[str, Any]) -> str:
     """A cache method and its options, as ``--methods`` takes them."""
     return ":".join(filter(None, (method, assignments(options))))
-
-
-def json_rows(value: Any, depth: int) -> str:
-    """JSON with a line for each value at ``depth``, so that a list of rows there reads as a table."""
-    if depth == 0 or not value or not isinstance(value, dict | list):
-        return json.dumps(value)
-    if isinstance(value, dict):
-        (first, last), items = "{}", [f"{json.dumps(key)}: {json_rows(v, depth - 1)}" for key, v in value.items()]
-    else:
-        (first, last), items = "[]", [json_rows(v, depth - 1) for v in value]
-    body = textwrap.indent(",\n".join(items), " ")
-    return f"{first}\n{body}\n{last}"

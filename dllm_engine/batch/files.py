@@ -10,13 +10,13 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator, with_config
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict
 
 
@@ -91,47 +91,15 @@ def read_input(path: Path) -> list[InputLine]:
 _RECORD_START = b'{"index": '
 
 
-def read_finished(output: Iterable[bytes], lines: Sequence[InputLine], settings: str) -> tuple[set[int], int, int]:
-    """Read the records of an earlier run: their indices, the number of errors, and of bytes without a torn last line.
+class _Record(BaseModel):
+    """An output line, as far as a run is resumed by it."""
 
-    Args:
-        output: the file's lines with their line breaks; only a torn last line has none.
-        lines: the input of this run.
-        settings: ``settings_digest`` of this run.
+    model_config = ConfigDict(strict=True)
 
-    Raises:
-        ValueError: a line that is no record, or a record of another input or other settings.
-    """
-    inputs = {line.index: line for line in lines}
-    indices: set[int] = set()
-    num_errors = num_bytes = 0
-    for number, raw in enumerate(output, start=1):
-        is_torn = not raw.endswith(b"\n")
-        if is_torn and raw.startswith(_RECORD_START[: len(raw)]):
-            break
-        record = None if is_torn else _load_record(raw)
-        if record is None:
-            raise ValueError(f"line {number} is not a record of this command")
-        index = record["index"]
-        if index not in inputs or record["input_hash"] != inputs[index].digest:
-            raise ValueError(f"line {number} was made from another input (its line {index})")
-        if record["settings_hash"] != settings:
-            raise ValueError(f"line {number} was made with another model or other settings")
-        if index in indices:
-            raise ValueError(f"line {number} is a second record of input line {index}")
-        indices.add(index)
-        num_errors += "error" in record
-        num_bytes += len(raw)
-    return indices, num_errors, num_bytes
-
-
-def _load_record(raw: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(raw)
-    except ValueError:
-        return None
-    is_ours = isinstance(record, dict) and {"index", "input_hash", "settings_hash"} <= record.keys()
-    return record if is_ours and isinstance(record["index"], int) else None
+    index: int
+    input_hash: str
+    settings_hash: str
+    error: str | None = None
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
@@ -159,15 +127,37 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.pending = [line for line in lines if line.index not in finished]
 
     def _resume(self, lines: Sequence[InputLine]) -> set[int]:
+        """Lock the file and cut off a torn last line; returns the indices of its records."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another run is writing {self.path}; wait for it, or choose another output") from None
-        try:
-            with self.path.open("rb") as existing:
-                finished, self.num_errors, num_bytes = read_finished(existing, lines, self._settings)
-        except ValueError as error:
-            raise ValueError(f"{self.path}: {error}; choose another output, or remove this one") from None
+        inputs = {line.index: line.digest for line in lines}
+        finished: set[int] = set()
+        num_bytes = 0
+        with self.path.open("rb") as existing:
+            for number, raw in enumerate(existing, start=1):
+                is_torn = not raw.endswith(b"\n")
+                if is_torn and raw.startswith(_RECORD_START[: len(raw)]):
+                    break
+                try:
+                    record = None if is_torn else _Record.model_validate_json(raw)
+                except ValidationError:
+                    record = None
+                if record is None:
+                    problem = "is not a record of this command"
+                elif record.input_hash != inputs.get(record.index):
+                    problem = f"was made from another input (its line {record.index})"
+                elif record.settings_hash != self._settings:
+                    problem = "was made with another model or other settings"
+                elif record.index in finished:
+                    problem = f"is a second record of input line {record.index}"
+                else:
+                    finished.add(record.index)
+                    self.num_errors += record.error is not None
+                    num_bytes += len(raw)
+                    continue
+                raise ValueError(f"{self.path}: line {number} {problem}; choose another output, or remove this one")
         self._file.truncate(num_bytes)
         return finished
 

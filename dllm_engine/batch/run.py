@@ -30,7 +30,10 @@ def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, 
             try:
                 request = line.parse()
                 request_id = request.id
-                engine_id = enqueue(llm, request, _params_of_line(params, line), use_chat=use_chat)
+                own = params.clone()
+                if own.seed is not None:  # equal prompts get different responses, and a resumed run the same ones
+                    own.seed += line.index
+                engine_id = enqueue(llm, request, own, use_chat=use_chat)
                 running[engine_id] = (line, request)
             except (ValueError, VLLMClientError) as error:
                 records.append(results.record(line, request_id, error=one_line(error)))
@@ -41,21 +44,12 @@ def answer_lines(llm: "LLM", results: ResultFile, params: "DiffusionParams", *, 
         bar.update(len(records))
 
 
-def _params_of_line(params: "DiffusionParams", line: InputLine) -> "DiffusionParams":
-    """The parameters with a seed per line: equal prompts get different responses, and a resumed run the same ones."""
-    params = params.clone()
-    if params.seed is not None:
-        params.seed += line.index
-    return params
-
-
 def enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool) -> str:
     """Add a request to the engine; returns the id that its outputs will have."""
     if request.messages is not None and not use_chat:
         raise ValueError("'messages' need the tokenizer's chat template: the model has none, or --raw is set")
     if use_chat:
-        messages = request.as_messages()
-        (internal_id,) = llm.enqueue_chat(messages, params, use_tqdm=False)
+        (internal_id,) = llm.enqueue_chat(request.as_messages(), params, use_tqdm=False)
     else:
         (internal_id,) = llm.enqueue([request.prompt], params, use_tqdm=False)
     # vLLM returns "<number>-<random>" and reports the number.

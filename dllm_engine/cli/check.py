@@ -5,6 +5,7 @@ under every cache method with those of a CPU. Exits with 1 if anything differs.
 """
 
 import argparse
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,6 @@ from dllm_engine.cli.arguments import add_value
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.evaluation.result_file import check_folder_of
 from dllm_engine.quiet import be_quiet
-from dllm_engine.text import json_rows
 from dllm_engine.vllm_hooks.release import check_release
 
 HEAD_DIMS = (16, 64, 96, 128, 256)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     for check in tqdm(chosen, desc="Checks", unit="", leave=False):
         outcomes.append(checks.outcome_of(*check))
         if args.output is not None:  # each time: what goes wrong on a device may end the process
-            args.output.write_text(json_rows(report | {"checks": outcomes}, depth=2) + "\n", encoding="utf-8")
+            args.output.write_text(json.dumps(report | {"checks": outcomes}, indent=1) + "\n", encoding="utf-8")
     print(checks.as_table(outcomes))
     count = Counter(outcome["result"] for outcome in outcomes)
     print(f"\n{len(outcomes)} checks: {count[checks.OK]} ok, {count[checks.FAILED]} failed")

@@ -119,23 +119,20 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that ``args`` ask for; raises ``ValueError`` naming what is out of range."""
-    return {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
-
-
-def prepare(args: argparse.Namespace) -> None:
-    """Check what can be checked before anything heavy is imported, and set what vLLM reads from the environment.
+def prepare(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``LLM`` that ``args`` ask for, checked as far as they can be before anything heavy is imported;
+    and what vLLM reads from the environment is set.
 
     On a single device the engine runs in this process: its errors are raised here, where another process would log
     them.
     """
-    engine_options(args)
+    arguments = {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
     check_folder(args.model)
     be_quiet()
     if args.tensor_parallel_size in (None, 1):
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     check_release()
+    return arguments
 
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
@@ -143,7 +140,7 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
     a model that cannot be found."""
     be_quiet()
     with progress_line("Importing vLLM"):
-        prepare(args)
+        arguments = prepare(args)
         from vllm.sampling_params import StructuredOutputsParams
 
         from dllm_engine.params import DiffusionParams
@@ -151,7 +148,7 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
         structure = given(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
         params = DiffusionParams(structured_outputs=structured_outputs, **given(args, DECODING))
-    return load(engine_arguments(args)), params
+    return load(arguments), params
 
 
 def load(arguments: dict[str, Any]) -> "LLM":

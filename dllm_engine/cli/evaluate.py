@@ -24,15 +24,7 @@ from dllm_engine.cli.arguments import (
     positive_int,
     split_names,
 )
-from dllm_engine.cli.engine import (
-    DECODING,
-    add_decoding_arguments,
-    add_engine_arguments,
-    engine_arguments,
-    given,
-    load,
-    prepare,
-)
+from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
@@ -42,6 +34,7 @@ from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_pap
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
@@ -91,10 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_own_task_arguments(parser: argparse.ArgumentParser, group: "argparse._ActionsContainer") -> None:
     """Arguments that name prompts with answers, and how these are matched."""
-    tasks = (
-        f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row), or .jsonl "
-    )
-    tasks += 'files with lines {"prompt": "…", "answer": "…"}'
+    tasks = f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row), or "
+    tasks += '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     add_value(group, "--tasks", str, "NAME,…", tasks)
     add_value(parser, "--count", positive_int, "N", f"examples (default: {DEMO_COUNT} of each demo task, else all)")
     match = "when a response to --tasks is right: it is the answer but for white space around it, it contains the "
@@ -107,10 +98,8 @@ def add_comparison_arguments(
 ) -> None:
     """The arguments of ``combinations``."""
     group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
-    methods = (
-        "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` (default: "
-    )
-    add_value(group, "--methods", str, "NAME,…", methods + "none)")
+    methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` "
+    add_value(group, "--methods", str, "NAME,…", methods + "(default: none)")
     rules = f"`{ONE}` for one token per step (the default), a policy such as `low_confidence`, NAME=VALUE with one of "
     rules += f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of other options"
     add_value(group, f"--unmasking-rules {names_of_rules}", str, "RULE,…", rules, dest="unmasking_rules")
@@ -170,6 +159,7 @@ def own_tasks_of(args: argparse.Namespace) -> list[OwnTasks]:
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
     """Cache methods and unmasking rules of ``args``; raises ``ValueError`` for a value that is out of range."""
+    shared = prepare(args) | ({} if batch is None else {"max_num_seqs": batch})
     from dllm_engine.params import DiffusionParams
 
     methods = split_names(args.methods or "none")
@@ -179,12 +169,12 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     for method, options in (chosen for text in methods for chosen in parse_method(text)):
         for rule in split_names(args.unmasking_rules or ONE):
             guide, decoding = parse_rule(rule)
-            chosen = {"cache_method": method, "cache_option": list(options.items()), "guide_model": guide}
-            row = argparse.Namespace(**vars(args) | chosen)
-            prepare(row)
-            engine = engine_arguments(row) | ({} if batch is None else {"max_num_seqs": batch})
-            made.append(Combination(method_text(method, options), rule, engine, given(args, DECODING) | decoding))
-            DiffusionParams(**made[-1].decoding)
+            own = {"cache_method": method, "cache_options": options} | ({} if guide is None else {"guide_model": guide})
+            EngineOptions.parse(own)
+            decoding = given(args, DECODING) | decoding
+            DiffusionParams(**decoding)
+            engine = shared | own | dict(args.engine_arg)
+            made.append(Combination(method_text(method, options), rule, engine, decoding))
     return made
 
 

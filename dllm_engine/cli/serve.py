@@ -9,15 +9,10 @@ import sys
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import (
-    DENOISING,
-    add_denoising_arguments,
-    add_options,
-    add_value,
-)
+from dllm_engine.cli.arguments import DENOISING, add_denoising_arguments, add_options, add_value
 from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_model, given
 from dllm_engine.demo import DEMO_MODELS, model_path
-from dllm_engine.options import OPTIONS_KEY, PAPER, EngineOptions
+from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server import start as server_start
@@ -85,15 +80,6 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
     return ["serve", *model, ADDITIONAL_CONFIG, json.dumps(additional), *args.unknown]
 
 
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two JSON objects merged; where both have a value, that of ``above`` wins."""
-    result = dict(below)
-    for key, value in above.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = merged(result[key], value) if both else value
-    return result
-
-
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     """The user's ``--additional-config``; in its key for this plugin, overridden by the other arguments. Empty if there
     are none."""
@@ -108,16 +94,14 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
         options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
     stated = given(args, (*CACHE, *OTHER_SETTINGS))
-    if args.cache_option:
-        stated["cache_options"] = dict(args.cache_option)
-        if options.get("cache_options") == PAPER:
-            options = options | {"cache_options": {}}
-    if defaults := given(args, DENOISING):
-        check_release()  # what checks them needs it
-        stated["request_defaults"] = defaults
-    options = merged(options, stated)
+    for name, value in {"cache_options": dict(args.cache_option), "request_defaults": given(args, DENOISING)}.items():
+        if value:
+            before = options.get(name)
+            stated[name] = (before if isinstance(before, dict) else {}) | value
+    options = options | stated
     engine = EngineOptions.parse(options)
     if engine.request_defaults:
+        check_release()  # what checks them needs it
         from dllm_engine.scheduler.options.resolve import check_request_defaults
 
         check_request_defaults(engine)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dllm_engine.cli.arguments import RULES, add_value, as_words, parse_rule, positive_int, split_names
-from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, engine_arguments, given, load, prepare
+from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, given, load, prepare
 from dllm_engine.cli.evaluate import add_own_task_arguments, finish, own_tasks_of
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.evaluation import tuning
@@ -47,12 +47,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--budget {args.budget:g} is out of range: give minutes, more than 0")
     if args.tasks is None and args.model not in DEMO_MODELS:
         raise ValueError(f"nothing says what {args.model} is to answer; give --tasks FILE, with prompts and answers")
-    prepare(args)
+    engine = prepare(args) | {"max_num_seqs": args.batch}
     plot = plot_beside(args.output)
     (tasks, *others), decoding = own_tasks_of(args), given(args, ("gen_length",))
     if others:
         raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
-    engine = engine_arguments(args) | {"max_num_seqs": args.batch}
     digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
     comparison = Comparison(ResultFile(args.output, "tune", subject), load)

@@ -1,8 +1,8 @@
 """Small recall and list tasks that the demo model is trained and evaluated on.
 
-Every example is a pure function of its task, its seed and its settings, so an evaluation can be repeated
-exactly anywhere. Seeds below ``TRAINING_SEED_START`` are for evaluation; training uses only the seeds from
-there on. Word lists are shared, contents (which code belongs to which name, ...) are random.
+Every example is a pure function of its task, its seed and its settings, so an evaluation can be repeated exactly
+anywhere. Training uses only seeds from ``TRAINING_SEED_START`` on. Word lists are shared, contents (which code belongs
+to which name, ...) are random.
 
 ======= ================================================ =======================
 task    prompt                                           answer
@@ -22,7 +22,6 @@ import string
 from dataclasses import dataclass
 
 TRAINING_SEED_START = 1_000_000
-"""First seed used for training; evaluation uses smaller ones."""
 
 NAMES = (
     "Tom Ida Ben Eva Max Zoe Leo Amy Sam Ann Dan Kim Lee May Ned Pat Ray Sue Tim Una "
@@ -53,13 +52,8 @@ MAX_ASKED = 4
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its only correct answer.
+    """One prompt with its only correct answer, and the parts of the answer in order."""
 
-    ``prompt`` is the user's text without chat template, ``answer`` the visible response after stripping, and
-    ``items`` the parts of the answer in order, each of which can be right or wrong on its own.
-    """
-
-    task: str
     prompt: str
     answer: str
     items: tuple[str, ...]
@@ -79,17 +73,15 @@ def make_examples(
 
     ``min_pairs`` and ``max_pairs`` bound the pairs (recall tasks) or words (list tasks) of a prompt; they default
     to 2 and ``MAX_PAIRS[task]``. ``asked`` is how many pairs a recall prompt asks for; by default 1 to
-    ``MAX_ASKED``, drawn per example. ``filler`` is the fraction of the prompt, in words, digits and punctuation
-    marks, that is taken up by sentences nobody asks about: among the pairs of recall prompts, before the list of
-    the others. The chat task is a fixed list, which these settings do not change.
-
-    Raises ValueError for an unknown task.
+    ``MAX_ASKED``, drawn per example. ``filler`` is the fraction of the prompt that is taken up by sentences nobody
+    asks about. The chat task is a fixed list, which these settings do not change.
     """
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
-        return [_chat(rng) for _ in range(count)]
+        lines = [rng.choice(CHAT_LINES) for _ in range(count)]
+        return [Example(prompt, answer, (answer,)) for prompt, answer in lines]
     high = MAX_PAIRS[task] if max_pairs is None else max_pairs
     low = min(2, high) if min_pairs is None else min_pairs
     if task in LIST_TASKS:
@@ -97,17 +89,12 @@ def make_examples(
     return [_recall_example(task, rng, rng.randint(low, high), asked, filler) for _ in range(count)]
 
 
-def _chat(rng: random.Random) -> Example:
-    prompt, answer = rng.choice(CHAT_LINES)
-    return Example("chat", prompt, answer, (answer,))
-
-
 def _list_example(task: str, rng: random.Random, num_words: int, filler: float) -> Example:
     words = rng.sample([*NAMES, *CITIES], num_words)
     instruction = f"{task.capitalize()}: {' '.join(words)}"
-    prompt = " ".join([*filler_sentences(rng, _beside(instruction, filler)), instruction])
+    prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
     items = tuple(reversed(words)) if task == "reverse" else tuple(words)
-    return Example(task, prompt, " ".join(items), items)
+    return Example(prompt, " ".join(items), items)
 
 
 def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | None, filler: float) -> Example:
@@ -131,25 +118,20 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
         answer = ", ".join(items)
 
     sentences = [f"{statement}." for statement in statements]
-    for sentence in filler_sentences(rng, _beside(" ".join([*sentences, question]), filler)):
+    for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
-    return Example(task, " ".join([*sentences, question]), answer, items)
+    return Example(" ".join([*sentences, question]), answer, items)
 
 
-def filler_sentences(rng: random.Random, length: float) -> list[str]:
-    """Sentences about things that nobody asks about, of at least ``length`` words, digits and punctuation marks."""
+def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
+    """Sentences about things that nobody asks about: at least ``fraction`` of a prompt whose other part is ``core``."""
     sentences: list[str] = []
     made = 0
-    while made < length:
+    while made < _length(core) * fraction / (1.0 - fraction):
         quality, other = rng.sample(QUALITIES, 2)
         sentences.append(f"The {quality} {rng.choice(THINGS)} is {other}.")
         made += _length(sentences[-1])
     return sentences
-
-
-def _beside(core: str, fraction: float) -> float:
-    """Length of filler that makes up ``fraction`` of a prompt whose other part is ``core``."""
-    return _length(core) * fraction / (1.0 - fraction)
 
 
 def _length(text: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.evaluation.comparison import COST_COLUMNS, Result, Row, Task
-from dllm_engine.evaluation.runner import Answer, Request
+from dllm_engine.evaluation.runner import MeasuredEngine, Request
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
@@ -35,10 +35,10 @@ class Workload(Task):
     repeats: int
     seed: int
 
-    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The median of the rounds' tokens per second."""
-        requests = self.requests(llm, decoding)
-        rates = [answer(llm, requests)[1].tokens_per_second for _ in range(self.repeats)]
+        requests = self.requests(engine.llm, decoding)
+        rates = [engine.answer(requests)[1].tokens_per_second for _ in range(self.repeats)]
         about = {"batch": self.at_once, "prompt": self.prompt, "lowest": min(rates), "highest": max(rates)}
         return Result("tokens/s", statistics.median(rates), None, len(requests), about)
 
@@ -53,10 +53,7 @@ class Workload(Task):
 
 
 def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
-    """An engine of a ``config.json`` with random weights, without tokenizer; ``settings`` are those of ``LLM``.
-
-    Values of weights do not change the time.
-    """
+    """An engine of a ``config.json`` with random weights, without tokenizer; ``settings`` are those of ``LLM``."""
     from dllm_engine.llm import LLM
 
     with tempfile.TemporaryDirectory(prefix="dllm-shape-") as name:

@@ -1,19 +1,20 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
+import gc
 import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Answer, Cost, LoadEngine, Runner
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
@@ -48,10 +49,6 @@ class Combination:
     engine: dict[str, Any]
     decoding: dict[str, Any]
 
-    @property
-    def is_guided(self) -> bool:
-        return self.engine.get("guide_model") is not None
-
 
 @dataclass(frozen=True)
 class Result:
@@ -79,18 +76,19 @@ class Task(ABC):
     """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
-    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
-        """Score an engine; ``answer`` answers requests."""
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
+        """Score the answers of an engine."""
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
         return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
-        if combination.is_guided and self.guided is not None:
+        is_guided = combination.engine.get("guide_model") is not None
+        if is_guided and self.guided is not None:
             return self.guided | combination.decoding
         own = dict(self.decoding)
-        if combination.is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
+        if is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
             own.pop("steps", None)
         return own | combination.decoding
 
@@ -124,15 +122,16 @@ class Row(Combination):
 
 
 class Comparison:
-    """Fills a table: a row per combination and task.
+    """Fills a table: a row per combination and task. Each is written to ``file`` as soon as it is measured.
 
-    Args:
-        file: rows so far; each is written as soon as it is measured.
-        load: starts an engine.
+    One engine runs at a time: a device holds no more. ``load`` starts one with arguments of ``LLM``.
     """
 
-    def __init__(self, file: ResultFile, load: LoadEngine) -> None:
-        self.file, self._runner = file, Runner(load)
+    def __init__(self, file: ResultFile, load: Callable[[dict[str, Any]], "LLM"]) -> None:
+        self.file, self._load = file, load
+        self._llm: LLM | None = None
+        self._arguments: dict[str, Any] | None = None
+        self._refusal: ValueError | None = None
         stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
         self._stored = {row.key: row for row in stored}
         self._asked: dict[str, Row] = {}
@@ -168,12 +167,8 @@ class Comparison:
         self.file.write(**about, rows=[asdict(row) for row in self.scored])
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``. Interrupted, it leaves those it
-        has measured in the file.
-
-        Raises:
-            ValueError: not one row can be measured.
-        """
+        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
+        can be measured."""
         missing = [key for key, row in self._asked.items() if row.result is None and key not in self.errors]
         engines = [self._asked[key].engine for key in missing]
         # Rows that share an engine follow each other.
@@ -185,17 +180,35 @@ class Comparison:
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
                 self.errors[key] = one_line(error)
+                if isinstance(error, RuntimeError):
+                    self.stop()  # the engine failed, and may be in any state
         if not self.scored:
             raise ValueError(next(iter(self.errors.values())))
 
     def stop(self) -> None:
         """End the running engine, if there is one."""
-        self._runner.stop()
+        if self._llm is not None:
+            runner.stop_engine(self._llm)
+        self._llm = self._arguments = None
+        gc.collect()
+
+    def _engine(self, arguments: dict[str, Any]) -> "LLM":
+        """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
+        if self._arguments != arguments:
+            self.stop()
+            self._arguments, self._refusal = arguments, None
+            try:
+                self._llm = self._load(arguments)
+            except ValueError as error:
+                self._refusal = error
+        if self._llm is None:
+            raise self._refusal or ValueError("the engine has been stopped")
+        return self._llm
 
     def _measure(self, key: str) -> None:
         row, task = self._asked[key], self._tasks[key]
-        ask = partial(task.score, decoding=row.decoding)
-        row.result, row.cost = self._runner.run(row.engine, ask, task.at_once, key)
+        engine = MeasuredEngine(self._engine(row.engine), task.at_once, key)
+        row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 
 

@@ -46,29 +46,14 @@ def machine_line(machine: dict[str, Any]) -> str:
     return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
 
 
-class MemoryMeter:
-    """Peaks of an engine's memory in this process from now on; ``look`` after each of its steps."""
+def reset_peak() -> None:
+    """Forget the peak of GPU memory that ``peak_bytes`` reads."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
-    def __init__(self, runner: Any, pool: Any) -> None:
-        has_pages = runner.pages is not None
-        self._pool_bytes = runner.pages.memory.nbytes if has_pages else 0
-        self._bytes_per_page = runner.pages.memory[0].nbytes if has_pages else 0
-        self._pool, self._most_pages = pool, 0
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
 
-    def look(self) -> None:
-        """Count the pages held now."""
-        self._most_pages = max(self._most_pages, self._pool.num_allocated)
-
-    @property
-    def page_bytes(self) -> int:
-        """The most bytes of pages held at once."""
-        return self._most_pages * self._bytes_per_page
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """PyTorch's allocations on the GPU at their peak, without the pages that were free; None without a GPU."""
-        if not torch.cuda.is_available():
-            return None
-        return torch.cuda.max_memory_allocated() - self._pool_bytes + self.page_bytes
+def peak_bytes(pages: Any, most_pages: int) -> tuple[int, int | None]:
+    """Bytes of the most pages that requests held at once, and PyTorch's peak on the GPU without the pages that were
+    free then; None without a GPU. ``pages`` is the model runner's page memory, None where its method has no pages."""
+    held, pool = (0, 0) if pages is None else (most_pages * pages.memory[0].nbytes, pages.memory.nbytes)
+    return held, torch.cuda.max_memory_allocated() - pool + held if torch.cuda.is_available() else None

@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_engine.evaluation.comparison import Result, Task
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.runner import Answer
+from dllm_engine.evaluation.runner import MeasuredEngine
 from dllm_engine.text import one_line
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,17 @@ class HarnessTask(Task):
                 f"the task's YAML file to local files; docs/evaluation.md shows how"
             ) from error
 
-    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         import lm_eval
 
         from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-        longest, masks = self.max_prompt_tokens, {"mc_num": self.mc_num, "mc_seed": self.seed}
-        chat = self.with_chat_template and llm.has_chat_template
+        own = {"max_prompt_tokens": self.max_prompt_tokens, "mc_num": self.mc_num, "mc_seed": self.seed}
+        chat = self.with_chat_template and engine.llm.has_chat_template
         if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            DiffusionLM(llm, max_prompt_tokens=longest, answer=answer, **masks | decoding),
+            DiffusionLM(engine.llm, answer=engine.answer, **own | decoding),
             tasks=[self.name],
             limit=self.count,
             num_fewshot=self.num_fewshot,

@@ -32,9 +32,6 @@ def log_likelihoods(
 
     The same pair, ``num_samples`` and ``seed`` give the same estimate, whatever the other pairs. Continuations of equal
     length after the same prompt, such as the choices of a question, share their masks. A cache method has no say.
-
-    Raises:
-        ValueError: ``num_samples`` below 1, or a pair that does not fit ``max_model_len``.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")

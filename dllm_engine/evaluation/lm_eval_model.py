@@ -5,7 +5,7 @@ this module loaded first.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
-from dllm_engine.evaluation.runner import Answer, answer_requests
+from dllm_engine.evaluation.runner import Cost, Request, answer_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -36,23 +36,18 @@ Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
-    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``,
-    ``max_model_len``, …), decoding options (``gen_length``, ``block_length``, ``steps``,
-    ``threshold``, …) and the keyword arguments below. Decoding options named there replace a task's own; diffusion
-    options in lm_eval's ``--gen_kwargs`` replace both.
+    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``, …),
+    decoding options (``gen_length``, ``threshold``, …) and the keyword arguments below. Decoding options named there
+    replace a task's own; diffusion options in lm_eval's ``--gen_kwargs`` replace both.
 
     Args:
         pretrained: a model to start, or an engine.
-        mc_num: forward passes per continuation of the likelihood estimate, where 2^length − 1 are more than that.
-        mc_seed: seed of the masks it draws.
+        mc_num, mc_seed: as ``num_samples`` and ``seed`` of ``log_likelihoods``.
         check_greedy: whether to report if a continuation is what the model itself would answer, which takes a response
             of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
         answer: what answers the requests; None: the engine, all at once.
-
-    Raises:
-        ValueError: an option that is unknown or out of range.
     """
 
     def __init__(
@@ -63,7 +58,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Answer | None = None,
+        answer: Callable[[Sequence[Request]], tuple[list[str], Cost]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -80,7 +75,7 @@ class DiffusionLM(TemplateLM):
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
-        self.answer: Answer = answer or partial(answer_requests, label="Requests")
+        self.answer = answer or partial(answer_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
@@ -128,7 +123,7 @@ class DiffusionLM(TemplateLM):
                 asked[id(request)] += 1
         contexts = [self.tok_encode(request.args[0]) for request in requests]
         prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        texts, _ = self.answer(self.llm, list(zip(prompts, params, strict=True)))
+        texts, _ = self.answer(list(zip(prompts, params, strict=True)))
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts

@@ -4,18 +4,15 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from dllm_engine.batch.files import Message, prompt_tokens
+from dllm_engine.batch.files import Message, prompt_tokens, read_input
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
-from dllm_engine.evaluation.runner import Answer
+from dllm_engine.evaluation.runner import MeasuredEngine
 from dllm_engine.text import did_you_mean, one_line
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 DEMO_TASKS = "demo"
 """All tasks of the demo model together."""
@@ -35,14 +32,14 @@ class OwnTasks(Task):
     tasks: Sequence[OwnTask]
     match: str
 
-    def score(self, llm: "LLM", answer: Answer, decoding: dict[str, Any]) -> Result:
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of tasks answered right. Raises ``ValueError`` for messages without a chat template."""
         from dllm_engine.params import DiffusionParams
 
-        if not llm.has_chat_template and any(isinstance(task.prompt, list) for task in self.tasks):
+        if not engine.llm.has_chat_template and any(isinstance(task.prompt, list) for task in self.tasks):
             raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
-        tokenizer, params = llm.get_tokenizer(), DiffusionParams(**decoding)
-        texts, _ = answer(llm, [(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
+        tokenizer, params = engine.llm.get_tokenizer(), DiffusionParams(**decoding)
+        texts, _ = engine.answer([(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
         scores = [float(MATCHES[self.match](text, own.answer)) for text, own in zip(texts, self.tasks, strict=True)]
         return Result(self.match, *mean_and_error(scores), len(scores), {"scores": scores})
 
@@ -67,14 +64,12 @@ def read_tasks(path: Path) -> list[OwnTask]:
     Raises ``ValueError`` with the number of a line that is none, and for a file without any.
     """
     tasks = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
+    for line in read_input(path):
         try:
-            tasks.append(OwnTask.model_validate_json(line))
+            tasks.append(OwnTask.model_validate_json(line.text))
         except ValueError as error:
             raise ValueError(
-                f'{path}: task {number} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
+                f'{path}: task {line.index + 1} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
             ) from None
     if not tasks:
         raise ValueError(f"{path} holds no tasks; give it a line per task")

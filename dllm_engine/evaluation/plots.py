@@ -31,10 +31,7 @@ def plot_beside(output: Path | None) -> Path | None:
 
 
 def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
-    """A row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule.
-
-    Rows without responses are not drawn.
-    """
+    """Draw a row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule."""
     rows = [row.values for row in measured if row.cost.requests]
     if path is None or not rows:
         return

@@ -5,8 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dllm_engine.text import json_rows
-
 SCHEMA = 4
 """Number of the layout of result files; raised where a reader of older ones would go wrong."""
 
@@ -18,14 +16,9 @@ def check_folder_of(path: Path | None) -> None:
 
 
 class ResultFile:
-    """Results of a command of ``dllm`` on a subject.
+    """Results of a command of ``dllm`` on a subject: what they depend on, but for what the file tells them apart by.
 
-    Args:
-        path: JSON; need not exist. None: nothing is written.
-        subject: what results depend on beside what the file tells them apart by.
-
-    Raises:
-        ValueError: the file is of another subject, or none of this command.
+    ``path`` need not exist; without one, nothing is written. Raises ``ValueError`` for a file of another subject.
     """
 
     def __init__(self, path: Path | None, command: str, subject: dict[str, Any]) -> None:
@@ -51,10 +44,9 @@ class ResultFile:
                 )
 
     def write(self, **values: Any) -> None:
-        """Replace the file, so that an interruption leaves the old one or the new one. Items of lists have a line
-        each."""
+        """Replace the file, so that an interruption leaves the old one or the new one."""
         if self.path is None:
             return
         beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json_rows({"subject": self.subject, **values}, depth=2) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps({"subject": self.subject, **values}, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self.path)

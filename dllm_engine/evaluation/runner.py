@@ -1,13 +1,12 @@
-"""The runner: one engine at a time answers requests, and the cost of the answers is measured.
+"""An engine answers requests, and the cost of the answers is measured.
 
 ``dllm eval`` scores the answers, ``dllm tune`` searches with them, and ``dllm bench`` looks at the cost alone.
 """
 
-import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -15,11 +14,8 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-T = TypeVar("T")
 Request = tuple[list[int], "DiffusionParams"]
 """Prompt tokens and how to answer them."""
-LoadEngine = Callable[[dict[str, Any]], "LLM"]
-"""Starts an engine with arguments of ``LLM``."""
 MIB = 1 << 20
 NUM_WARMUP = 4
 """Requests that are answered before a run is measured."""
@@ -78,91 +74,31 @@ class Cost:
         }
 
 
-Answer = Callable[["LLM", Sequence[Request]], tuple[list[str], Cost]]
-"""Answers requests; returns the texts, in their order, and the cost."""
+class MeasuredEngine:
+    """An engine that answers requests, and the cost of its answers so far."""
 
+    def __init__(self, llm: "LLM", at_once: int | None = None, label: str = "") -> None:
+        self.llm, self.cost = llm, Cost()
+        self._at_once, self._label = at_once, label
 
-class Runner:
-    """Answers requests on one engine at a time: a device holds no more. ``load`` starts an engine."""
-
-    def __init__(self, load: LoadEngine) -> None:
-        self._load = load
-        self._llm: LLM | None = None
-        self._arguments: dict[str, Any] | None = None
-        self._refusal: ValueError | None = None
-
-    def start(self, arguments: dict[str, Any]) -> "LLM":
-        """The engine with these arguments of ``LLM``; another one is stopped first. One that did not start is not tried
-        again."""
-        if self._arguments != arguments:
-            self.stop()
-            self._arguments, self._refusal = arguments, None
-            try:
-                self._llm = self._load(arguments)
-            except ValueError as error:
-                self._refusal = error
-        if self._llm is None:
-            raise self._refusal or ValueError("the engine has been stopped")
-        return self._llm
-
-    def stop(self) -> None:
-        """End the running engine, if there is one."""
-        if self._llm is not None:
-            stop_engine(self._llm)
-        self._llm = self._arguments = None
-        gc.collect()
-
-    def run(
-        self,
-        arguments: dict[str, Any],
-        ask: Callable[["LLM", Answer], T],
-        at_once: int | None = None,
-        label: str = "",
-    ) -> tuple[T, Cost]:
-        """Call ``ask`` with an engine and a function that answers requests; return its result and the whole cost.
-
-        The first requests are answered once before, to warm up.
-
-        Args:
-            arguments: of ``LLM``.
-            at_once: requests in the engine; by default its ``max_num_seqs``.
-            label: shown beside the progress.
-
-        Raises:
-            RuntimeError: the engine failed; it is stopped, as it may be in any state.
-        """
-        total, is_warm = Cost(), False
-
-        def answer(llm: "LLM", requests: Sequence[Request]) -> tuple[list[str], Cost]:
-            nonlocal is_warm
-            if not is_warm:
-                answer_requests(llm, requests[:NUM_WARMUP])
-                is_warm = True
-            llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-            texts, cost = answer_requests(llm, requests, at_once, label)
-            total.add(cost)
-            return texts, cost
-
-        try:
-            return ask(self.start(arguments), answer), total
-        except RuntimeError:
-            self.stop()
-            raise
+    def answer(self, requests: Sequence[Request]) -> tuple[list[str], Cost]:
+        """As ``answer_requests``; the first requests of all are answered once before, to warm up."""
+        if not self.cost.requests:
+            answer_requests(self.llm, requests[:NUM_WARMUP])
+        self.llm.reset_prefix_cache()  # each run does the same work, whatever ran before
+        texts, cost = answer_requests(self.llm, requests, self._at_once, self._label)
+        self.cost.add(cost)
+        return texts, cost
 
 
 def answer_requests(
     llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
 ) -> tuple[list[str], Cost]:
-    """Keep ``at_once`` requests in the engine, by default ``max_num_seqs``, until all are answered.
-
-    Returns the texts, in the order of the requests, and what they cost.
-
-    Raises:
-        ValueError: the engine ended a request.
-    """
+    """The texts, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by default
+    ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
     from vllm.sampling_params import RequestOutputKind
 
-    from dllm_engine.evaluation.hardware import MemoryMeter
+    from dllm_engine.evaluation.hardware import peak_bytes, reset_peak
     from dllm_engine.scheduler.options.resolve import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
@@ -171,7 +107,9 @@ def answer_requests(
     first_blocks: dict[int, float] = {}
     texts: dict[int, str] = {}
     cost = Cost()
-    meter = MemoryMeter(runner_of(llm), scheduler_of(llm).pages) if is_in_process(llm) else None
+    pool = scheduler_of(llm).pages if is_in_process(llm) else None
+    most_pages = 0
+    reset_peak()
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
     try:
@@ -184,8 +122,8 @@ def answer_requests(
                 starts.append(time.perf_counter())
             outputs = engine.step()
             now = time.perf_counter()
-            if meter is not None:
-                meter.look()
+            if pool is not None:
+                most_pages = max(most_pages, pool.num_allocated)
             for output in outputs:
                 index, completion = int(output.request_id), output.outputs[0]
                 first_blocks.setdefault(index, now)
@@ -209,8 +147,8 @@ def answer_requests(
         bar.close()
         if len(texts) < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
-    if meter is not None:
-        cost.page_bytes, cost.memory_bytes = meter.page_bytes, meter.memory_bytes
+    if pool is not None:
+        cost.page_bytes, cost.memory_bytes = peak_bytes(runner_of(llm).pages, most_pages)
     return [texts[index] for index in range(len(requests))], cost
 
 

@@ -107,48 +107,42 @@ def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options]
     return Space(options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest])
 
 
+@dataclass
 class Search:
-    """Finds the fastest setting within a loss.
+    """Finds the fastest setting within a loss; ``comparison`` gets a row per setting."""
 
-    Args:
-        comparison: gets a row per setting.
-        task: what settings are compared on.
-        engine, decoding: what all settings share.
-        limit: the most of the score to lose.
-    """
-
-    def __init__(
-        self, comparison: Comparison, task: Task, space: Space, engine: Options, decoding: Options, limit: float
-    ) -> None:
-        self._comparison, self._task, self._space = comparison, task, space
-        self._engine, self._decoding, self._limit = engine, decoding, limit
-        self._rows: list[tuple[Setting, Row]] = []
+    comparison: Comparison
+    task: Task
+    space: Space
+    engine: Options
+    """As ``decoding``, what all settings share."""
+    decoding: Options
+    limit: float
+    """The most of the score to lose."""
+    rows: list[tuple[Setting, Row]] = field(default_factory=list)
 
     def run(self, budget: float) -> None:
-        """Search for at most so many seconds, but for the row that is running then.
-
-        Raises:
-            ValueError: plain decoding cannot be run.
-        """
+        """Search for at most so many seconds, but for the row that is running then; raises ``ValueError`` if plain
+        decoding cannot be run."""
         deadline = time.monotonic() + budget
         self._measure([PLAIN], math.inf)
         for factor in FACTORS:
-            self._measure(self._space.varied(self.best[0], factor), deadline)
+            self._measure(self.space.varied(self.best[0], factor), deadline)
 
     def _measure(self, settings: Sequence[Setting], deadline: float) -> None:
-        combinations = [setting.combination(self._engine, self._decoding) for setting in settings]
-        self._rows += zip(settings, self._comparison.add(combinations, [self._task]), strict=True)
-        self._comparison.run(deadline)
+        combinations = [setting.combination(self.engine, self.decoding) for setting in settings]
+        self.rows += zip(settings, self.comparison.add(combinations, [self.task]), strict=True)
+        self.comparison.run(deadline)
 
     @property
     def plain(self) -> Row:
         """The row of plain decoding."""
-        return self._rows[0][1]
+        return self.rows[0][1]
 
     @property
     def best(self) -> tuple[Setting, Row]:
         """The fastest setting whose observed loss is allowed; plain decoding's is none."""
-        allowed = [(setting, row) for setting, row in self._rows if self.plain.score - row.score <= self._limit]
+        allowed = [(setting, row) for setting, row in self.rows if self.plain.score - row.score <= self.limit]
         return max(allowed, key=lambda pair: pair[1].cost.tokens_per_second)
 
     def figures(self) -> dict[str, float]:

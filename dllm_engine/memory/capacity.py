@@ -4,6 +4,7 @@ Bytes of weights and pages are exact. Activations are an estimate, which vLLM re
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator
@@ -11,18 +12,11 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.families import family_of
-from dllm_engine.memory.weights import DTYPE_BYTES, QUANTIZATIONS, Quantization, activation_bytes, weight_bytes
+from dllm_engine.memory.weights import QUANTIZATIONS, Quantization, activation_bytes, weight_bytes
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry
-from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.text import readable_size
-
-GIB = 1 << 30
-
-
-class SizingError(ValueError):
-    """A deployment that does not fit; says which setting to change."""
 
 
 class Deployment(BaseModel):
@@ -61,11 +55,6 @@ class Deployment(BaseModel):
         if 0 < size < 1 << 20:
             raise ValueError(f"{size} bytes; give the unit too, as in {size}GiB")
         return size
-
-    @property
-    def usable(self) -> int:
-        """Bytes that vLLM may use."""
-        return int(self.gpu_memory * self.gpu_memory_utilization)
 
 
 @dataclass(frozen=True)
@@ -108,54 +97,57 @@ class Sizing(Deployment):
 def plan(d: Deployment) -> Sizing:
     """Compute what fits.
 
-    Raises:
-        SizingError: no request fits, or a setting does not suit the model.
-        ValueError: the model or an option is unknown.
+    Raises ``ValueError`` if no request does, or if a setting is unknown or does not suit the model.
     """
+    import torch
+
     config = load_config(d.model)
     family, tp = family_of(config), d.tensor_parallel_size
     longest = canvas_limit(config, d.prompt, d.response, d.block_length, d.max_model_len)
     if (heads := config.num_attention_heads) % tp:
-        raise SizingError(f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads")
-    notes: list[str] = []
-    options = _with_guide(d.options.with_paper_settings(d.model, family), d.model, config)
+        raise ValueError(f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads")
+    options, guides = _with_guide(d.options.with_paper_settings(d.model, family), d.model, config)
     rows = max(d.max_num_batched_tokens, family.longest_canvas(longest if options.method.shortened is None else 1))
-    own_dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
-    default = own_dtype if own_dtype in ("bfloat16", "float16") else "bfloat16"
-    dtype = default if d.dtype == "auto" else {"float": "float32", "half": "float16"}.get(d.dtype, d.dtype)
-    settled = {"options": options, "dtype": dtype, "max_model_len": longest, "max_num_batched_tokens": rows}
-    d = d.model_copy(update=settled)
-    dtype_bytes, models = DTYPE_BYTES[dtype], models_of(config, options)
-    weights = weight_bytes(config, tp, dtype_bytes, None if d.quantization is None else QUANTIZATIONS[d.quantization])
-    guide_weights = sum(weight_bytes(guide, tp, dtype_bytes) for guide in models[1:])
-    activations = max(activation_bytes(model, tp, dtype_bytes, rows) for model in models)
-    room = d.usable - weights - guide_weights - activations - d.overhead
+    default = stated if stated in ("bfloat16", "float16") else "bfloat16"
+    dtype: torch.dtype = getattr(torch, default if d.dtype == "auto" else d.dtype)
+    settled = {"options": options, "dtype": str(dtype).removeprefix("torch.")}
+    d = d.model_copy(update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows})
+    quantization = None if d.quantization is None else QUANTIZATIONS[d.quantization]
+    weights = weight_bytes(config, tp, dtype.itemsize, quantization)
+    guide_weights = sum(weight_bytes(guide, tp, dtype.itemsize) for guide in guides)
+    activations = max(activation_bytes(model, tp, dtype.itemsize, rows) for model in (config, *guides))
+    room = int(d.gpu_memory * d.gpu_memory_utilization) - weights - guide_weights - activations - d.overhead
     for_pass = options.method.pass_bytes(rows, longest)
     if room <= for_pass:
-        raise SizingError(
-            f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: of the {readable_size(d.usable)} "
-            f"that vLLM uses, weights take {readable_size(weights + guide_weights)}, activations "
-            f"{readable_size(activations + for_pass)} and overhead {readable_size(d.overhead)}; raise "
+        raise ValueError(
+            f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: weights take "
+            f"{readable_size(weights + guide_weights)}, activations {readable_size(activations + for_pass)} and "
+            f"overhead {readable_size(d.overhead)}, and vLLM uses {d.gpu_memory_utilization:.0%} of the memory; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
-    demand = request_demand(d, config, options, room)
+    geometry = options.geometry(config, tp)
+    # Keys and values of ``page_size`` tokens of one layer, of this rank's KV heads.
+    page_bytes = 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+    demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
+    demand = demand_of(options)
     if not demand.requests:
-        raise SizingError(f"cache_method={demand.cache_method!r}: {demand.limit}")
+        raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
     others = []
     for method in methods_for(family.attention):
         if method == options.cache_method:
             continue
         try:
             other = EngineOptions.parse(options.model_dump() | {"cache_method": method, "cache_options": {}})
-            others.append(request_demand(d, config, other.with_paper_settings(d.model, family), room))
+            others.append(demand_of(other.with_paper_settings(d.model, family)))
         except ValueError as error:  # a page_size that does not suit this method, or a guide
             others.append(RequestDemand(method, {}, limit=str(error)))
+    notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
-        notes.append(f"the checkpoint is quantized; its weights are counted as {dtype} and take less")
+        notes.append(f"the checkpoint is quantized; its weights are counted as {d.dtype} and take less")
     if d.quantization not in (None, "fp8"):
         notes.append(f"serve a copy of {d.model} with such weights; docs/quantization.md says where from")
-    page_bytes = bytes_of_page(options.geometry(config, tp), dtype_bytes)
     return Sizing(
         **vars(d),
         weight_bytes=weights,
@@ -170,23 +162,21 @@ def plan(d: Deployment) -> Sizing:
     )
 
 
-def request_demand(d: Deployment, config: Any, options: EngineOptions, room: int) -> RequestDemand:
-    """A request of a deployment whose settings are filled in, under other ``options``.
-
-    Args:
-        room: bytes for pages, and for what a pass holds for its cache method.
-    """
+def request_demand(
+    d: Deployment, config: Any, geometry: PoolGeometry, page_bytes: int, room: int, options: EngineOptions
+) -> RequestDemand:
+    """A request of a settled deployment under ``options``; ``room``: bytes for pages, and for what a pass holds for its
+    cache method."""
     from dllm_engine.params import DiffusionParams  # imports vLLM
     from dllm_engine.scheduler.options.resolve import resolve_decoding
 
     assert d.max_model_len is not None
-    method, geometry = options.method, options.geometry(config, d.tensor_parallel_size)
+    method = options.method
     method.check(options.cache, geometry.num_layers, geometry.guide is not None)
     defaults = {name: value for name, value in checkpoint_section(config).items() if name == "block_length"}
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     spec = resolve_decoding(params, d.prompt, family_of(config), with_defaults)
-    page_bytes = bytes_of_page(geometry, DTYPE_BYTES[d.dtype])
     num_pages = pages_of_pool(room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes)
     pages = method.page_demand(spec, geometry)
     longest = method.longest_demand(options.cache, geometry, d.max_model_len)
@@ -200,56 +190,47 @@ def request_demand(d: Deployment, config: Any, options: EngineOptions, room: int
         )
     elif pages and num_pages // pages < d.max_num_seqs:
         requests, limit = num_pages // pages, "pages"
-    retained, rows = _steps(replace(spec, guidance=None), options, geometry)
-    cache_options = options.cache.model_dump()
-    return RequestDemand(
-        options.cache_method, cache_options, retained, pages, pages * page_bytes, rows, requests, limit
-    )
-
-
-def _steps(spec: DecodingSpec, options: EngineOptions, geometry: PoolGeometry) -> tuple[int, float]:
-    """The most tokens that a layer retains at any time, and the mean rows of a step, with a step per token.
-
-    If layers or heads have different budgets, the tokens are the mean over layers of what their pages hold.
-    """
-    method = options.method
+    spec = replace(spec, guidance=None)
     retained = rows = num_steps = 0
     for step_plan, progress in method.steps(spec):
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows * method.runs(spec, step_plan)
         if step_plan.retained > retained:
-            pages = method.pages(spec, progress.running, geometry)[PageKind.KV]
-            retained = max(retained, min(step_plan.retained, sum(pages) * geometry.page_size // geometry.num_layers))
-    return retained, rows / num_steps
+            held = sum(method.pages(spec, progress.running, geometry)[PageKind.KV]) * geometry.page_size
+            retained = max(retained, min(step_plan.retained, held // geometry.num_layers))
+    mean_rows, cache_options = rows / num_steps, options.cache.model_dump()
+    return RequestDemand(
+        options.cache_method, cache_options, retained, pages, pages * page_bytes, mean_rows, requests, limit
+    )
 
 
 def canvas_limit(config: Any, prompt: int, response: int, block_length: int | None, max_model_len: int | None) -> int:
-    """``max_model_len``, by default the canvas of a request of these lengths; raises ``SizingError`` where it is too
+    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` where it is too
     short for that, or too long for the model."""
     canvas, most = prompt + response, config.longest_sequence
     if attention_block := family_of(config).attention_block:
         canvas += -canvas % (block_length or attention_block)
     elif block_length is not None and not 1 <= block_length <= response:
-        raise SizingError(f"--block-length {block_length} is out of range: 1 … {response} (--response)")
+        raise ValueError(f"--block-length {block_length} is out of range: 1 … {response} (--response)")
     if canvas > most:
-        raise SizingError(
+        raise ValueError(
             f"--prompt {prompt} and --response {response} need a canvas of {canvas}, the model has {most} positions; "
             f"lower one"
         )
     if max_model_len is not None and not canvas <= max_model_len <= most:
-        raise SizingError(
+        raise ValueError(
             f"--max-model-len {max_model_len} is out of range: prompt and response need {canvas}, the model has {most} "
             f"positions"
         )
     return max_model_len or canvas
 
 
-def _with_guide(options: EngineOptions, model: str, config: Any) -> EngineOptions:
-    """The options with the guide's sizes."""
+def _with_guide(options: EngineOptions, model: str, config: Any) -> tuple[EngineOptions, list[Any]]:
+    """The options with the guide's sizes, and the guide's config; an empty list without a guide."""
     if options.guide_model is None:
-        return options
+        return options, []
     from transformers import AutoTokenizer
 
-    from dllm_engine.model_executor.guide.sizes import has_same_tokens, with_shape  # imports vLLM
+    from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape  # imports vLLM
     from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
 
     register_tokenizers()
@@ -257,22 +238,8 @@ def _with_guide(options: EngineOptions, model: str, config: Any) -> EngineOption
         vocabulary = AutoTokenizer.from_pretrained(model_path(model), config=config).get_vocab()
         same_tokens = has_same_tokens(options.guide_model, vocabulary)
     except (OSError, ValueError) as error:
-        raise SizingError(f"--guide-model needs the tokenizers of both models: {error}") from None
-    return with_shape(options, same_tokens=same_tokens)
-
-
-def models_of(config: Any, options: EngineOptions) -> list[Any]:
-    """Configs of the model, and of its guide if it has one."""
-    if options.guide_model is None:
-        return [config]
-    from dllm_engine.model_executor.guide.sizes import guide_config  # imports vLLM's layers
-
-    return [config, guide_config(options.guide_model)]
-
-
-def bytes_of_page(geometry: PoolGeometry, dtype_bytes: int) -> int:
-    """Bytes of a page: keys and values of ``page_size`` tokens of one layer, of this rank's KV heads."""
-    return 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype_bytes
+        raise ValueError(f"--guide-model needs the tokenizers of both models: {error}") from None
+    return with_shape(options, same_tokens=same_tokens), [guide_config(options.guide_model)]
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:

@@ -3,13 +3,11 @@
 Those of weights are exact, except for unknown kinds of quantization.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dllm_engine.scheduler.page_layout import head_dim_of
 
-DTYPE_BYTES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 FLOAT32_BYTES = 4
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
@@ -60,42 +58,34 @@ def weight_bytes(
     config: Any, tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None = None
 ) -> int:
     """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as the config states it."""
-    hidden, num_layers = config.hidden_size, config.num_hidden_layers
+    tp, hidden, num_layers = tensor_parallel_size, config.hidden_size, config.num_hidden_layers
+    q, kv = _head_widths(config, tp)
     quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
-    matrices = list(_matrices(config, tensor_parallel_size))
-    linears = sum(number * quantization.matrix_bytes(*sizes) for number, sizes in matrices)
-    _, (_, qkv_outputs) = matrices[0]
-    norms_and_biases = 2 * hidden + config.include_qkv_bias * qkv_outputs
+    linears = num_layers * (quantization.matrix_bytes(hidden, q + 2 * kv) + quantization.matrix_bytes(q, hidden))
+    norms_and_biases = 2 * hidden + config.include_qkv_bias * (q + 2 * kv)
     norms_and_biases += 2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
-    rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tensor_parallel_size
+    rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp
     numbers = num_layers * norms_and_biases + (1 if config.tie_word_embeddings else 2) * rows * hidden + hidden
     float32_numbers = 0
+    mlps = [(num_layers, config.intermediate_size)]
     if (experts := getattr(config, "experts", None)) is not None:
-        num_experts = (num_layers - len(experts.dense_layers)) * experts.num_experts
+        num_dense = len(experts.dense_layers)
+        num_experts = (num_layers - num_dense) * experts.num_experts
+        mlps = [(num_dense, config.intermediate_size), (num_layers - num_dense, experts.shared_intermediate_size)]
+        mlps.append((num_experts, experts.intermediate_size))
         float32_numbers = num_experts * experts.has_bias
         if experts.groups:
             float32_numbers += num_experts * hidden  # the router
         else:
             numbers += num_experts * hidden
-    return linears + dtype_bytes * numbers + FLOAT32_BYTES * float32_numbers
-
-
-def _matrices(config: Any, tensor_parallel_size: int) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Matrix products of all layers on one rank, first that for q, k and v: how many, their inputs and outputs."""
-    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
-    heads, kv_heads = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
-    yield config.num_hidden_layers, (hidden, (heads + 2 * kv_heads) * head_dim)
-    yield config.num_hidden_layers, (heads * head_dim, hidden)
-    mlps = [(config.num_hidden_layers, config.intermediate_size)]
-    if (experts := getattr(config, "experts", None)) is not None:
-        num_dense = len(experts.dense_layers)
-        num_layers = config.num_hidden_layers - num_dense
-        mlps = [(num_dense, config.intermediate_size), (num_layers, experts.shared_intermediate_size)]
-        mlps.append((num_layers * experts.num_experts, experts.intermediate_size))
     for number, width in mlps:
-        if number and width:
-            yield number, (hidden, 2 * width // tp)
-            yield number, (width // tp, hidden)
+        if width:
+            in_, out = (
+                quantization.matrix_bytes(hidden, 2 * width // tp),
+                quantization.matrix_bytes(width // tp, hidden),
+            )
+            linears += number * (in_ + out)
+    return linears + dtype_bytes * numbers + FLOAT32_BYTES * float32_numbers
 
 
 def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
@@ -104,18 +94,22 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
     The larger of a layer's two halves over all rows, counted tensor by tensor (the fused projections, RoPE in
     float32), or a chunk of logits that are filtered, which every rank gathers whole.
     """
-    tp, hidden, head_dim = tensor_parallel_size, config.hidden_size, head_dim_of(config)
-    q = config.num_attention_heads // tp * head_dim
-    kv = max(1, config.num_key_value_heads // tp) * head_dim
+    tp, hidden = tensor_parallel_size, config.hidden_size
+    q, kv = _head_widths(config, tp)
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * FLOAT32_BYTES * q
     experts = getattr(config, "experts", None)
-    has_mlp = experts is None or experts.dense_layers
-    numbers = 3 * config.intermediate_size // tp + hidden if has_mlp else 0
+    numbers = 3 * config.intermediate_size // tp + hidden if experts is None or experts.dense_layers else 0
     if experts is not None:  # as vLLM's Triton kernels hold it: each of a row's experts has an output of its own
         width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
         numbers = max(numbers, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
-    phases = 2 * FLOAT32_BYTES * head_dim
+    phases = 2 * FLOAT32_BYTES * head_dim_of(config)
     head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FLOAT32_BYTES)
     return max(rows * (stream + max(attention, numbers * dtype_bytes) + phases), rows * stream + head)
+
+
+def _head_widths(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
+    """Numbers of a row's queries on one rank, and of its keys; with more ranks than KV heads each is on several."""
+    heads = config.num_attention_heads // tensor_parallel_size
+    return heads * head_dim_of(config), max(1, config.num_key_value_heads // tensor_parallel_size) * head_dim_of(config)

@@ -27,13 +27,10 @@ def page() -> str:
 def page_for(options: EngineOptions, family: ModelFamily) -> str:
     """The HTML, with attributes for the highest retention ratio of a request, whether it may ask for a trace, and
     whether attention goes by blocks."""
-    ratio = getattr(options.cache, "retention_ratio", None)
-    known = f' data-retention-ratio="{ratio}"' if ratio is not None else ""
-    if options.trace:
-        known += ' data-trace="true"'
-    if family.attention == "block_causal":
-        known += ' data-by-blocks="true"'
-    return page().replace('<html lang="en"', f'<html lang="en"{known}', 1)
+    known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
+    known |= {"trace": options.trace and "true", "by-blocks": family.attention == "block_causal" and "true"}
+    attributes = "".join(f' data-{name}="{value}"' for name, value in known.items() if value)
+    return page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
 
 
 @functools.cache

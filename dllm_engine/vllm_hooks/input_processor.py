@@ -1,24 +1,18 @@
-"""Checks requests by our rules (``dllm_engine/admission.py``) where vLLM's front ends validate them.
-
-That is ``InputProcessor.process_inputs``, which every front end calls with the prompt and the parameters.
-"""
+"""Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
 import math
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from dllm_engine.admission import check_request, check_types, settled_params
-from dllm_engine.families import family_of
 from dllm_engine.infill.template import check_length
-from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.build import Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
@@ -52,40 +46,21 @@ def process_checked_inputs(
         )
     check_types(params)
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
+    if prompt["type"] != "token":
+        raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
     is_constrained = params.structured_outputs is not None
-    params = _checked_params(self, prompt, params)
+    prompt_token_ids = prompt.get("prompt_token_ids") or []
+    if isinstance(params, DiffusionParams):
+        params = params.to_sampling_params()
+    if isinstance(given := (params.extra_args or {}).get("response_template"), str | list):
+        check_length("response_template", given, self.model_config.max_model_len)
+    params = settled_params(params, prompt_token_ids, self.tokenizer, self.vllm_config)
+    check_request(params, prompt_token_ids, self.vllm_config)
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     _check_can_be_sent(request)
     if is_constrained:
         count_request()
     return request
-
-
-def _checked_params(input_processor: Any, prompt: Any, params: SamplingParams) -> SamplingParams:
-    """The parameters as vLLM's own class and with a length; raises ``InvalidRequestError``."""
-    if prompt["type"] != "token":
-        raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
-    vllm_config, model_config = input_processor.vllm_config, input_processor.model_config
-    prompt_token_ids = prompt.get("prompt_token_ids") or []
-    max_model_len, config = model_config.max_model_len, model_config.hf_config
-    if isinstance(params, DiffusionParams):
-        params = params.to_sampling_params()
-    if isinstance(given := (params.extra_args or {}).get("response_template"), str | list):
-        check_length("response_template", given, max_model_len)
-    params = settled_params(params, prompt_token_ids, input_processor.tokenizer, vllm_config)
-    engine = EngineOptions.from_vllm_config(vllm_config)
-    spec = check_request(params, prompt_token_ids, family_of(config), engine, config, max_model_len)
-    if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
-        raise InvalidRequestError(
-            "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
-            "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
-        )
-    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
-    # One block is vLLM's null block. The number is None until the engine has reported it.
-    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
-        geometry = engine.geometry(config, vllm_config.parallel_config.tensor_parallel_size)
-        check_page_demand(spec, engine, geometry, num_blocks - 1)
-    return params
 
 
 def _check_can_be_sent(request: EngineCoreRequest) -> None:
@@ -232,11 +207,8 @@ _response_limit: float | None = None
 
 
 def limit_responses(response_limit: int | None) -> None:
-    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip.
-
-    Args:
-        response_limit: most response tokens, if the server was started with a limit.
-    """
+    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip: those
+    above ``response_limit``, if it was started with a limit."""
     global _response_limit
     _response_limit = math.inf if response_limit is None else response_limit
 

@@ -24,15 +24,12 @@ def is_ours(owner: Any) -> bool:
 
 def apply(replacements: Mapping[str, str]) -> None:
     """Replace functions, all or none, also where another module of vLLM has imported one. A second call changes
-    nothing.
+    nothing. Raises ``IncompatibleVLLMError`` naming a function that is missing or takes other parameters.
 
     Args:
         replacements: by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours, relative
             to this package. It is called with the original and what the original is called with; the parameters that
             it names must be the original's first ones.
-
-    Raises:
-        IncompatibleVLLMError: a function is missing or takes other parameters; names it.
     """
     originals = [(target, *_original(target)) for target in replacements]
     new = [

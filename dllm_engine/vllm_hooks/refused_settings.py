@@ -1,7 +1,6 @@
 """Settings of vLLM that diffusion engines do not honour. They are refused by name; vLLM would ignore most of them."""
 
 import reprlib
-from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -53,49 +52,13 @@ _OPTIONS = {"cache_dtype": "kv_cache_dtype", "backend": "attention_backend", "lo
 """Names for users of settings that have another name."""
 
 
-def _is_other_expert_parallel(config: "VllmConfig") -> bool:
-    """vLLM's experts for CPUs do not ask which of them a rank holds, and read beyond them."""
-    from vllm.platforms import current_platform
-
-    return not config.model_config.is_moe or current_platform.is_cpu()
-
-
-def _is_other_page_size(config: "VllmConfig") -> bool:
-    cache = config.cache_config
-    return cache.user_specified_block_size and cache.block_size != EngineOptions.from_vllm_config(config).page_size
-
-
-def _is_other_dtype(config: "VllmConfig") -> bool:
-    """Other than vLLM's default, which a quantized checkpoint may state."""
-    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
-
-    return config.cache_config.cache_dtype != resolve_kv_cache_dtype_string("auto", config.model_config)
-
-
-def _reserves_pages_at_once(config: "VllmConfig") -> bool:
-    family, options = family_of(config.model_config.hf_config), EngineOptions.from_vllm_config(config)
-    return not options.with_paper_settings(config.model_config.model, family).method.keeps_for_good
-
-
-_REFUSED_IF: dict[str, Callable[["VllmConfig"], bool]] = {
-    "enable_expert_parallel": _is_other_expert_parallel,
-    # With experts, its ranks would wait for each other in every step, also those without requests.
-    "data_parallel_size": lambda config: config.model_config.is_moe,
-    "scheduler_cls": lambda config: config.scheduler_config.scheduler_cls != SCHEDULER_CLASS,
-    "watermark": _reserves_pages_at_once,
-    "block_size": _is_other_page_size,
-    "cache_dtype": _is_other_dtype,
-}
-"""Settings that are refused under a condition."""
-
-
 def refuse_unsupported(vllm_config: "VllmConfig") -> None:
     """Raise ``ValueError`` for a setting that has another value than vLLM's default."""
     for place, names, instead in REFUSED:
         owner = attrgetter(place)(vllm_config) if place else vllm_config
         for name in names.split():
             value = getattr(owner, name)
-            if not _is_default(owner, name, value) and _REFUSED_IF.get(name, lambda config: True)(vllm_config):
+            if not _is_default(owner, name, value) and not _is_honoured(name, vllm_config):
                 shown = f"{_OPTIONS.get(name, name)}={reprlib.repr(value)}"
                 raise ValueError(f"{shown} is not supported for diffusion models; {instead}")
 
@@ -104,3 +67,27 @@ def _is_default(config: Any, name: str, value: Any) -> bool:
     """Return True if a field of a config has its default, or is turned off and is off by default."""
     default = type(config).__pydantic_fields__[name].get_default(call_default_factory=True)
     return value == default or not (value or default)
+
+
+def _is_honoured(name: str, config: "VllmConfig") -> bool:
+    """Return True if a setting may have its value, which is not vLLM's default, in this engine."""
+    from vllm.platforms import current_platform
+    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
+
+    model, cache, options = config.model_config, config.cache_config, EngineOptions.from_vllm_config(config)
+    match name:
+        case "enable_expert_parallel":
+            # vLLM's experts for CPUs do not ask which of them a rank holds, and read beyond them.
+            return model.is_moe and not current_platform.is_cpu()
+        case "data_parallel_size":
+            # With experts, its ranks would wait for each other in every step, also those without requests.
+            return not model.is_moe
+        case "scheduler_cls":
+            return config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
+        case "watermark":
+            return options.with_paper_settings(model.model, family_of(model.hf_config)).method.keeps_for_good
+        case "block_size":
+            return not cache.user_specified_block_size or cache.block_size == options.page_size
+        case "cache_dtype":  # a quantized checkpoint may state another default
+            return cache.cache_dtype == resolve_kv_cache_dtype_string("auto", model)
+    return False

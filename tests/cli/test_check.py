@@ -18,7 +18,6 @@ from dllm_engine.cli.main import main
 from dllm_engine.kernels.rotary import rotate_
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.text import json_rows
 from tests.support.kernels import all_operators
 
 
@@ -142,4 +141,4 @@ def test_the_table_has_a_line_for_what_went_alike():
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    ANSWERS.write_text(json_rows({name: answers_of(name) for name in CACHE_METHODS}, depth=3) + "\n", encoding="utf-8")
+    ANSWERS.write_text(json.dumps({name: answers_of(name) for name in CACHE_METHODS}) + "\n", encoding="utf-8")

@@ -141,3 +141,13 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     assert (row["METRIC"], row["SCORE"], row["±"]) == ("exact", "0.5000", "0.3536")
     assert main([*asked, "--match", "contains"]) == 0
     assert rows_of(capsys)[0]["SCORE"] == "1.0000"
+
+
+def test_an_engine_that_fails_is_replaced_for_the_rows_behind(started, demo, monkeypatch, capsys):
+    step, failures = demo.llm_engine.step, [RuntimeError("out of memory")]
+    monkeypatch.setattr(
+        demo.llm_engine, "step", lambda: step() if not failures else (_ for _ in ()).throw(failures.pop())
+    )
+    assert main(["eval", "--tasks", "chat,copy", "--count", "1"]) == 1
+    assert "cannot be measured: none one chat: out of memory" in capsys.readouterr().err
+    assert len(started) == 2

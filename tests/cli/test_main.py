@@ -1,7 +1,6 @@
 """The command line as a whole: its arguments, and errors as one line."""
 
 import argparse
-import json
 import subprocess
 import sys
 
@@ -13,7 +12,7 @@ from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.demo import demo_model_path
-from dllm_engine.text import json_rows, one_line
+from dllm_engine.text import one_line
 
 PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
 
@@ -183,20 +182,3 @@ def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_the
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"
-
-
-REPORT = {"name": "a\nb", "rows": [{"x": 1, "of": [1, 2]}, {"x": 2, "of": []}], "nothing": {}}
-
-
-def test_rows_at_the_depth_have_a_line_each():
-    assert all(json.loads(json_rows(REPORT, depth)) == REPORT for depth in range(5))
-    assert json_rows(REPORT, 2).splitlines() == [
-        "{",
-        ' "name": "a\\nb",',
-        ' "rows": [',
-        '  {"x": 1, "of": [1, 2]},',
-        '  {"x": 2, "of": []}',
-        " ],",
-        ' "nothing": {}',
-        "}",
-    ]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine.memory.capacity import GIB, Deployment, SizingError, plan
+from dllm_engine.memory.capacity import Deployment, plan
 from dllm_engine.options import EngineOptions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quantization.md"
@@ -30,8 +30,8 @@ def test_a_row_is_that_of_the_plans(row):
         """How many requests run at once."""
         options = EngineOptions(cache_method=method)
         try:
-            return str(plan(Deployment(**settings, gpu_memory=size * GIB, options=options)).demand.requests)
-        except SizingError:
+            return str(plan(Deployment(**settings, gpu_memory=size << 30, options=options)).demand.requests)
+        except ValueError:
             return "0"
 
     found = [" / ".join(requests(method, size) for method in ("dual", "sparse")) for size in SIZES]

@@ -42,13 +42,13 @@ def evaluate(model, *names, **settings):
 
 def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     from dllm_engine.evaluation.own_tasks import OwnTasks, demo_tasks
-    from dllm_engine.evaluation.runner import answer_requests
+    from dllm_engine.evaluation.runner import MeasuredEngine
 
     monkeypatch.chdir(CHECKOUT)
     # A few steps only, so that some answers are wrong.
     decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
     results = evaluate(make(**decoding), "names", apply_chat_template=True)
-    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(demo, answer_requests, decoding)
+    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(MeasuredEngine(demo), decoding)
     assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.score)
     assert 0.1 < expected.score < 0.9
 
@@ -96,7 +96,7 @@ def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(make,
 
 def test_repeated_requests_get_different_seeds(make, monkeypatch):
     model = make(seed=5)
-    monkeypatch.setattr(model, "answer", lambda llm, requests: ([str(wanted.seed) for _, wanted in requests], None))
+    monkeypatch.setattr(model, "answer", lambda requests: ([str(wanted.seed) for _, wanted in requests], None))
     first, second = requests("generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
     assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
 

@@ -4,7 +4,9 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
-from dllm_engine.evaluation.runner import Cost, Runner, answer_requests
+from dllm_engine.evaluation.comparison import Comparison
+from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine, answer_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
@@ -64,12 +66,10 @@ def test_costs_are_sums_and_peaks():
 def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
     started, stopped = [], []
     monkeypatch.setattr(module, "stop_engine", stopped.append)
-    runner = Runner(lambda arguments: started.append(arguments) or llm)
-    ask = lambda llm, answer: answer(llm, requests[:2])[0] + answer(llm, requests[2:])[0]  # noqa: E731 - a line
-    texts, cost = runner.run({"cache_method": "dual"}, ask)
-    assert (len(texts), cost.requests) == (4, 4)
-    runner.run({"cache_method": "dual"}, ask)
+    comparison = Comparison(ResultFile(None, "eval", {}), lambda arguments: started.append(arguments) or llm)
+    engine = MeasuredEngine(comparison._engine({"cache_method": "dual"}))
+    assert (len(engine.answer(requests[:1])[0]), len(engine.answer(requests[1:])[0]), engine.cost.requests) == (1, 3, 4)
+    comparison._engine({"cache_method": "dual"})
     assert (len(started), stopped) == (1, [])
-    with pytest.raises(RuntimeError):
-        runner.run({"cache_method": "none"}, lambda llm, answer: (_ for _ in ()).throw(RuntimeError))
-    assert (len(started), len(stopped)) == (2, 2), "one for the other engine, one because it failed"
+    comparison._engine({"cache_method": "none"})
+    assert (len(started), len(stopped)) == (2, 1)

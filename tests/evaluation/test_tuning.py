@@ -139,7 +139,7 @@ def test_the_budget_ends_the_search_behind_plain_decoding(searched):
 def test_a_setting_that_cannot_be_run_is_left_out(searched):
     search, _ = searched({"threshold=0.5": 0.2}, refused="dual")
     assert search.best[0].cache_method == "sparse"
-    assert set(search._comparison.errors.values()) == {"not for this model"}
+    assert set(search.comparison.errors.values()) == {"not for this model"}
 
 
 def test_plain_decoding_that_fails_is_an_error(searched):

@@ -13,7 +13,7 @@ from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.families import family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
-from dllm_engine.memory.capacity import GIB, Deployment, SizingError, pages_of_pool, plan
+from dllm_engine.memory.capacity import Deployment, pages_of_pool, plan
 from dllm_engine.memory.weights import QUANTIZATIONS, activation_bytes, weight_bytes
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
@@ -24,6 +24,7 @@ from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, assert_nothing_left
 from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
+GIB = 1 << 30
 MEMORY = 64 << 20
 """Bytes for pages, of all engines of the tests."""
 
@@ -200,7 +201,7 @@ def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_table
 
 
 def test_a_guide_of_a_model_without_a_tokenizer_is_refused(tiny_llada):
-    with pytest.raises(SizingError, match="--guide-model needs the tokenizers of both models"):
+    with pytest.raises(ValueError, match="--guide-model needs the tokenizers of both models"):
         plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
 
 
@@ -229,7 +230,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
     ],
 )
 def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
-    with pytest.raises(SizingError, match=problem):
+    with pytest.raises(ValueError, match=problem):
         plan(deployment(tiny_llada, **settings))
 
 
