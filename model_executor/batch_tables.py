@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.kernels.features import feature_rows
 from dllm_engine.kernels.paged_tokens import PagedTokens
-from dllm_engine.model_executor.page_memory import PageView
+from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request import Span
 
 WIDTH_UNIT = 8
 
@@ -45,6 +48,25 @@ class BatchTables:
         """
         pages = self.tables[layer][requests, items // per_page]
         return pages.long() * per_page + items % per_page
+
+
+class FeatureTables(BatchTables):
+    """Rows of features in pages, one for each position of a span of each canvas."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int | None = None) -> None:
+        """``width``: numbers of a row; None: as many as a hidden state has."""
+        super().__init__(batch, PageKind.FEATURES)
+        self.requests = batch.request_of_row()
+        self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
+        starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
+        items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
+        self.items = on_device(items, batch.positions.device)
+        """Number of each batch row's position in its span; negative: it is outside."""
+
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Row slots ``[n]`` of batch rows (None: all), as ``write_features`` takes them; −1 outside the spans."""
+        requests, items = (self.requests, self.items) if rows is None else (self.requests[rows], self.items[rows])
+        return self.slots(layer, requests, items.clamp(min=0), self.rows.shape[1]).masked_fill(items < 0, -1)
 
 
 class KVTables:

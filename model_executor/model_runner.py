@@ -66,6 +66,9 @@ class DiffusionModelRunner:
         use_dense_backend(choose_backend(self.options.dense_attention, *heads))
         use_paged_flash(choose_paged_flash(*heads, self.options.page_size))
         self.family = family_of(self.model_config.hf_config)
+        self.geometry = self.options.geometry(
+            self.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+        )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
         self.plan = self.options.method.plan
@@ -140,16 +143,13 @@ class DiffusionModelRunner:
         """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
         if not self.options.uses_pages:
             return {}
-        geometry = self.options.geometry(
-            self.model_config.hf_config, self.vllm_config.parallel_config.tensor_parallel_size
-        )
-        longest = self.options.method.longest_demand(self.options.cache, geometry, self.model_config.max_model_len)
+        geometry, longest = self.geometry, self.model_config.max_model_len
         spec = PagePoolSpec(
-            block_size=self.options.page_size,
-            num_kv_heads=self.model.num_kv_heads,
-            head_size=self.model.shape.head_dim,
+            block_size=geometry.page_size,
+            num_kv_heads=geometry.num_kv_heads,
+            head_size=geometry.head_dim,
             dtype=self.model_config.dtype,
-            pages_per_request=max(1, longest),
+            pages_per_request=max(1, self.options.method.longest_demand(self.options.cache, geometry, longest)),
         )
         return {POOL_LAYER: spec}
 
@@ -157,16 +157,7 @@ class DiffusionModelRunner:
         if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
-            self.pages = PageMemory(
-                kv_cache_config.num_blocks,
-                self.options.page_size,
-                self.model.num_kv_heads,
-                self.model.shape.head_dim,
-                self.model.shape.num_kv_heads,
-                self.model.shape.hidden_size,
-                self.model_config.dtype,
-                self.device,
-            )
+            self.pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
         if self.guide is not None:
             self.guide.attach(self.pages)
 

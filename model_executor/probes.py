@@ -7,7 +7,7 @@ import torch
 
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows

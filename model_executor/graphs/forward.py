@@ -13,8 +13,7 @@ from dllm_engine.model_executor.graphs.recording import (
     padded_requests,
     worth_padding,
 )
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device

@@ -10,8 +10,7 @@ from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.graphs.filling import FillingGraph, FillingSize
 from dllm_engine.model_executor.graphs.forward import ForwardGraph, ForwardSize, LayoutGraph
 from dllm_engine.model_executor.graphs.recording import GraphCache, Recordable, padded, worth_padding
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.filling import Filled, FillWork

@@ -138,63 +138,43 @@ class DecoderLayer(nn.Module):
     def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
-        heads = self._heads(self.qkv_proj(normed)[0])
-        sizes = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        values = heads.narrow(1, self.num_heads + self.num_kv_heads, self.num_kv_heads)
-        q, k, _ = self._norm_and_rotate(heads, phases, sizes)
-        return q, k, values
+        q, k, v = self.project(normed, phases, "qkv")
+        return q, k, v
 
-    def v(self, normed: torch.Tensor) -> torch.Tensor:
-        """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
-        kv_size = self.num_kv_heads * self.head_dim
-        start = (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self._heads(self._projection_rows(normed, start, start + kv_size))
-
-    def k(self, normed: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
-        start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        return self._norm_and_rotate(keys, phases, (0, self.num_kv_heads))[1]
-
-    def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
-        num_heads = self.num_heads + self.num_kv_heads
-        heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        q, k = self._norm_and_rotate(heads, phases, (self.num_heads, self.num_kv_heads))
-        return q, k
+    def project(self, normed: torch.Tensor, phases: RotaryPhases, parts: str) -> list[torch.Tensor]:
+        """Neighbours among queries, keys and values, as of ``qkv``: ``"v"``, ``"k"`` or ``"qk"`` for methods that need
+        some before the rest."""
+        counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        sizes = [counts[part] for part in parts]
+        num_turned = sum(counts[part] for part in parts if part != "v")
+        heads = turned = self._projected(normed, sum(counts[part] for part in "qkv".partition(parts)[0]), sum(sizes))
+        if num_turned:
+            if self.head_norm is not None:
+                turned = self.head_norm(heads.contiguous())
+                for part, part_heads in zip(parts, turned.split(sizes, dim=1), strict=True):
+                    if part != "v":
+                        part_heads.mul_(getattr(self, f"{part}_norm").weight)
+            phases.rotate_(turned.narrow(1, 0, num_turned))
+        both = zip(parts, heads.split(sizes, dim=1), turned.split(sizes, dim=1), strict=True)
+        return [plain if part == "v" else rotated for part, plain, rotated in both]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
         return self.out_proj(attended.flatten(1))[0]
 
-    def _norm_and_rotate(
-        self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """Split ``heads`` ``[num_rows, num_heads, head_dim]`` of rows into queries, keys and what else ``sizes`` names.
-
-        Queries and keys are rotated, and go through the model's norms if it has them. The rest is of no use then.
-        """
-        if self.head_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            heads = self.head_norm(heads.contiguous())
-            heads.narrow(1, 0, sizes[0]).mul_(self.q_norm.weight)
-            heads.narrow(1, sizes[0], sizes[1]).mul_(self.k_norm.weight)
-        phases.rotate_(heads.narrow(1, 0, sizes[0] + sizes[1]))
-        return heads.split_with_sizes(sizes, 1)
-
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)
-
-    def _projection_rows(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Output features ``start:stop`` of the fused projection.
+    def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """``count`` heads of the fused projection from the head ``first`` on, ``[num_rows, count, head_dim]``.
 
         A quantized or prepacked weight cannot be sliced by rows; then the whole projection is computed.
         """
-        weight = getattr(self.qkv_proj, "weight", None)
-        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if weight is None or weight.shape != (features, normed.shape[-1]) or weight.dtype != normed.dtype:
-            return self.qkv_proj(normed)[0][..., start:stop]
-        bias = self.qkv_proj.bias
-        return F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+        start, stop = first * self.head_dim, (first + count) * self.head_dim
+        weight, bias = getattr(self.qkv_proj, "weight", None), self.qkv_proj.bias
+        shape = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, normed.shape[-1]
+        if stop - start == shape[0] or weight is None or weight.shape != shape or weight.dtype != normed.dtype:
+            projected = self.qkv_proj(normed)[0][..., start:stop]
+        else:
+            projected = F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+        return projected.view(projected.shape[0], count, self.head_dim)
 
 
 class VocabularyShard(NamedTuple):

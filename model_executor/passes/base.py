@@ -15,7 +15,7 @@ from dllm_engine.kernels.paged_attention import attention_with_limits, paged_att
 from dllm_engine.kernels.paged_tokens import PagedTokens
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
-from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
@@ -37,15 +37,11 @@ class LayerPass:
     observes = False
     """True if ``observe`` must be called."""
 
-    @property
-    def repeats(self) -> bool:
-        """True if running the pass once more does the same work on the current tokens."""
-        return False
+    repeats = False
+    """True if running the pass once more does the same work on the current tokens."""
 
-    @property
-    def writes(self) -> bool:
-        """True if the pass changes more than the tokens that its step fills."""
-        return True
+    writes = True
+    """True if the pass changes more than the tokens that its step fills."""
 
     def graph_layout(self) -> Hashable | None:
         """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.
@@ -108,6 +104,26 @@ class LayerPass:
     def record(self, index: int) -> dict[str, Any]:
         """Trace entries of the pass for a request, by their names in ``DiffusionFigures.trace``."""
         return {}
+
+
+class DensePass(LayerPass):
+    """A pass that neither reads nor writes pages: each sequence attends to itself, as far as its rows have no limits to
+    all of it."""
+
+    repeats = True
+    writes = False
+
+    def __init__(self, row_bounds: RowBounds) -> None:
+        """``row_bounds``: of the sequences."""
+        self.row_bounds = row_bounds
+
+    @classmethod
+    def of_batch(cls, batch: StepBatch, pages: object) -> "DensePass":
+        """The pass of a method that keeps nothing."""
+        return cls(batch.row_bounds())
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend_alone(q, k, v, self.row_bounds)
 
 
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:

@@ -15,8 +15,8 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.features import feature_rows, read_features, write_features
-from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
+from dllm_engine.kernels.features import read_features, write_features
+from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
@@ -25,7 +25,7 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import FIRST_BLOCK
+from dllm_engine.scheduler.request import FIRST_BLOCK, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy
 
 POOL_KERNEL_SIZE = 3
@@ -113,16 +113,12 @@ class EarlySkipPass(LayerPass):
         if any(self.skips):
             self.confidences, self.bonuses = self._importance_of_rows()
         if options.keeps_features and self.cuts:
-            self.feature_tables = BatchTables(batch, PageKind.FEATURES)
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            self.features = feature_rows(pages.memory, pages.hidden_size // ranks)
-            requests = self.tables.requests
-            starts = [canvas.spec.predicting_span(FIRST_BLOCK).start for canvas in batch.canvases]
-            items = batch.positions - on_device(starts, device)[requests]
-            lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)[requests]
-            self.feature_items = items.masked_fill(items >= lengths, -1)
-            """Number of each row among those that predict the response; negative: it predicts none of it."""
+            specs = [canvas.spec for canvas in batch.canvases]
+            starts = [spec.predicting_span(FIRST_BLOCK).start for spec in specs]
+            predicting = [Span(start, start + spec.gen_length) for start, spec in zip(starts, specs, strict=True)]
+            self.features = FeatureTables(batch, pages, predicting, pages.geometry.hidden_size // ranks)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
         plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
@@ -181,7 +177,7 @@ class EarlySkipPass(LayerPass):
         if any(self.skips):
             inputs += [self.confidences, self.bonuses]
         if self.options.keeps_features and self.cuts:
-            inputs += [self.feature_items, self.feature_tables.tables]
+            inputs += [self.features.requests, self.features.items, self.features.tables]
         for cut in self.cuts.values():
             inputs += [x for x in (cut.whole, cut.whole_places) if x is not None]
             inputs += [x for group in cut.groups for x in group]
@@ -272,7 +268,7 @@ class EarlySkipPass(LayerPass):
             self.stage = cut.after
         if self.options.keeps_features:
             remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features, self._feature_slots(layer, remembered_rows))
+            write_features(remembered, self.features.rows, self.features.row_slots(layer, remembered_rows))
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -281,7 +277,7 @@ class EarlySkipPass(LayerPass):
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.options.keeps_features:
-            old = read_features(self.features, self._feature_slots(layer, rows))
+            old = read_features(self.features.rows, self.features.row_slots(layer, rows))
         else:
             slots = self.tables.row_slots(layer, rows)
             old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
@@ -308,11 +304,6 @@ class EarlySkipPass(LayerPass):
             scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
         scores += self.bonuses[rows]
         return top_indices(scores, count, in_order=False)
-
-    def _feature_slots(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        items = self.feature_items[rows]
-        slots = self.feature_tables.slots(layer, self.tables.requests[rows], items.clamp(min=0), self.features.shape[1])
-        return slots.masked_fill(items < 0, -1)
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         confidences = statistics.probability

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
@@ -26,7 +27,6 @@ from dllm_engine.model_executor.retention.layer_importance import layer_importan
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.methods.dllm_cache import live_start
 from dllm_engine.scheduler.methods.maskkv import (
     MaskKVOptions,
     average_budget,
@@ -72,8 +72,8 @@ class HeadTables(BatchTables):
         self.starts = (ends - in_order).transpose(0, 1).contiguous()
         """First slot of each head's range. In a first pass, of the layers that have voted."""
         self.requests = batch.request_of_row()
-        prompt_lengths = on_device([canvas.spec.prompt_length for canvas in batch.canvases], device)
-        self.response_index = batch.positions - prompt_lengths[self.requests]
+        starts = np.repeat([canvas.spec.prompt_length for canvas in batch.canvases], batch.sizes)
+        self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
         unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
         self.unread = on_device(unread, device, torch.int32)
@@ -125,34 +125,25 @@ class HeadTables(BatchTables):
 
 
 class MaskKVPass(AdaptivePass):
-    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does.
+    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
 
-    Pages hold K/V of the retained prompt and the response, and features of the rows from the last that the response
-    needs.
-    """
+    options: MaskKVOptions
+    tables: HeadTables
+    whole_attends_alone = False
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, MaskKVOptions)
-        self.options = options
-        self.head_tables = HeadTables(batch, pages)
+        super().__init__(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        num_ranks = pages.total_kv_heads // pages.num_kv_heads
+        num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
         self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.positions.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
         self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
         """Per layer, of each of ``voting``."""
-        super().__init__(
-            batch,
-            pages,
-            self.head_tables,
-            [live_start(canvas.spec) for canvas in batch.canvases],
-            whole_attends_alone=False,
-            similarity=options.similarity,
-            metric=options.similarity_metric,
-            first_adaptive_layer=int(options.refresh_first_layer),
-        )
+
+    def make_tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
+        """K/V of the retained prompt and the response."""
+        return HeadTables(batch, pages)
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         layers = list(layers)
@@ -210,7 +201,7 @@ class MaskKVPass(AdaptivePass):
         world = get_tensor_model_parallel_world_size()
         if world > 1:
             # With more ranks than heads, neighbouring ranks have the same head.
-            copies = world * own_heads // self.pages.total_kv_heads
+            copies = world * own_heads // self.pages.geometry.total_kv_heads
             retained = tensor_model_parallel_all_gather(retained, dim=1)[:, ::copies]
         return retained.bool()
 
@@ -229,14 +220,11 @@ class MaskKVPass(AdaptivePass):
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         canvas = self.batch.canvases[index]
-        spec, options = canvas.spec, canvas.spec.cache
-        assert isinstance(options, MaskKVOptions)
-        heads = k.shape[1]
-        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
-        plan = self.batch.plans[index]
+        spec, options, heads = canvas.spec, self.options, k.shape[1]
+        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.geometry.total_kv_heads
         scorer = SCORERS[options.scorer]
-        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads)
-        first_head = scored.first_kv_head
+        first_head = self.pages.first_kv_head
+        scored = ScoredLayer(q, k, lse, canvas, self.batch.plans[index].window, layer, first_head)
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
         all_scores = scores
@@ -255,5 +243,5 @@ class MaskKVPass(AdaptivePass):
         ranking = pooled.masked_fill(recent, torch.inf).sort(dim=1, descending=True, stable=True).indices
         within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
-        self.head_tables.retain(layer, index, chosen, kept)
+        self.tables.retain(layer, index, chosen, kept)
         self.rank_tokens[self.voting.index(index)] += all_kept.view(-1, heads).sum(dim=1)

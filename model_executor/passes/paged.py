@@ -13,6 +13,7 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.scheduler.methods.fast_dllm import DualOptions
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
@@ -33,10 +34,7 @@ class PagedPass(LayerPass):
             attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
         """
         self.tokens, self.rows, self.row_slots, self.attend_fresh = tokens, rows, slots, attend_fresh
-
-    @property
-    def writes(self) -> bool:
-        return self.chooses or self.row_slots is not None
+        self.writes = slots is not None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.row_slots is not None:
@@ -63,10 +61,7 @@ class OverwritePass(PagedPass):
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
         places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
         super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
-
-    @property
-    def repeats(self) -> bool:
-        return all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in self.batch.plans)
+        self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
 
 
 @dataclass(frozen=True)
@@ -101,6 +96,7 @@ class RetentionPass(PagedPass):
             if plan.state is RefreshState.UPDATE:
                 alike[plan.span, plan.window, plan.read, plan.adds].append(i)
         self.groups = [self._group(members) for members in alike.values()]
+        self.writes, self.repeats = bool(self.groups), not self.groups
         self.updating = [i for group in self.groups for i in group.members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         self.retained: list[torch.Tensor] = []
@@ -127,10 +123,6 @@ class RetentionPass(PagedPass):
         positions = positions_of([span for retention in plan.adds for span in retention.spans])
         return UpdateGroup(members, plan, on_device(firsts[:, None] + positions - plan.span.start, self.device))
 
-    @property
-    def repeats(self) -> bool:
-        return not self.groups
-
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:
             return {}
@@ -144,6 +136,12 @@ class RetentionPass(PagedPass):
             for held, rows in zip(before, self.retained, strict=True)
         ]
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
+
+
+def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:
+    """Keep the positions that the plan adds; if a refresh renews only near positions, keep every position in place."""
+    refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
+    return (OverwritePass if refreshes_near else RetentionPass)(batch, pages)
 
 
 def positions_of(spans: Sequence[Span]) -> np.ndarray:

@@ -77,9 +77,8 @@ class SparsePass(RetentionPass):
                 request_scores[: len(candidates)] = mean_query_scores(own[0][block], own[1][candidates])
                 continue
             lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
-            scored = ScoredLayer.of(
-                canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
-            )
+            first_head, window = self.pages.first_kv_head, options.observation_window
+            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, layer, first_head, window)
             request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(dim=0)
         return scores
 
