@@ -28,7 +28,6 @@ from dllm_engine.model_executor.unmasking.filling import (
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
-from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.step_plan import StepPlan
 
 
@@ -89,7 +88,7 @@ class Denoiser:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
-        drafted: list[tuple[int, Draft, list[float]]] = []
+        drafts: list[Draft] = []
         filled = []
         for group in groups:
             if not group.positions.numel():
@@ -102,11 +101,10 @@ class Denoiser:
                     layer_pass.observe(index, positions, request_statistics)
                     _record(canvas, positions, request_statistics)
                     if (guidance := canvas.spec.guidance) is not None:
-                        window = slice(guidance.speculation_length)
-                        tokens, probabilities = request_statistics.token[window], request_statistics.probability[window]
-                        draft = Draft(batch.request_ids[index], canvas, positions[window], tokens)
-                        drafted.append((index, draft, probabilities.tolist()))
-        return filled + self._fill_guided(batch, drafted)
+                        columns = positions, request_statistics.token, request_statistics.probability
+                        drafted = (column[: guidance.speculation_length].tolist() for column in columns)
+                        drafts.append(Draft(index, batch.request_ids[index], canvas, *drafted))
+        return filled + self._fill_guided(batch, drafts)
 
     def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask the plans' quotas of them."""
@@ -119,71 +117,47 @@ class Denoiser:
         inputs, own = fill_inputs(group, work, numbers), hidden[group.rows]
         return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
 
-    def _fill_guided(self, batch: StepBatch, drafted: list[tuple[int, Draft, list[float]]]) -> list[Filled]:
-        """Unmask what the guide lets pass of each request's draft. ``drafted``: number in the batch, draft, and the
-        probabilities of its tokens."""
-        if not drafted:
+    def _fill_guided(self, batch: StepBatch, drafts: list[Draft]) -> list[Filled]:
+        """Unmask what the guide lets pass of each request's draft."""
+        if not drafts:
             return []
         assert self.guide is not None
-        verdicts = self.guide.check([draft for _, draft, _ in drafted])
-        found = []
-        for (index, draft, probabilities), verdict in zip(drafted, verdicts, strict=True):
-            if isinstance(verdict, RequestFailure):
-                self.failures[draft.request_id] = verdict
+        self.guide.check(drafts)
+        filled = []
+        for draft in drafts:
+            if draft.failure is not None:
+                self.failures[draft.request_id] = draft.failure
                 continue
-            canvas, spec = draft.canvas, draft.canvas.spec
-            assert spec.guidance is not None
-            # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
-            own = [
-                drafted
-                if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given)
-                else token
-                for token, drafted, position in zip(
-                    verdict.tokens, verdict.drafted, draft.positions.tolist(), strict=True
-                )
-            ]
-            chosen = select_guided(
-                spec.guidance,
-                verdict.drafted,
-                probabilities,
-                verdict.ranks,
-                own,
-                first_needed=batch.plans[index].quota.first_needed,
-            )
-            in_order = sorted(chosen)
-            positions = draft.positions[on_device(in_order, self.device)]
-            tokens = on_device([chosen[number] for number in in_order], self.device)
+            canvas = draft.canvas
+            chosen = select_guided(draft, first_needed=batch.plans[draft.index].quota.first_needed)
+            positions = on_device([draft.positions[number] for number in sorted(chosen)], self.device)
+            tokens = on_device([chosen[number] for number in sorted(chosen)], self.device)
             canvas.tokens[positions] = tokens
             canvas.masked[positions] = False
-            requests = torch.full_like(positions, index)
-            found.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
-        return found
+            requests = torch.full_like(positions, draft.index)
+            filled.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
+        return filled
 
 
-def select_guided(
-    guidance: Guidance,
-    drafts: Sequence[int],
-    probabilities: Sequence[float],
-    ranks: Sequence[int],
-    guided: Sequence[int],
-    *,
-    first_needed: bool = False,
-) -> dict[int, int]:
-    """The tokens that a guided step unmasks, by their index in the window of drafted positions; at least one
-    (arXiv 2505.21467, §3.2.2).
+def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
+    """The tokens that a guided step unmasks, by their index in a checked draft; at least one (arXiv 2505.21467, §3.2.2).
 
-    Args:
-        drafts, probabilities: tokens of the diffusion model from the leftmost masked position on, by its confidence.
-        ranks: how many tokens the guide prefers to each draft.
-        guided: the guide's own tokens there.
-        first_needed: the first position must be filled now, whatever else is.
+    ``first_needed``: the first position must be filled now, whatever else is.
     """
+    spec, drafted, ranks = draft.canvas.spec, draft.tokens, draft.ranks
+    guidance = spec.guidance
+    assert guidance is not None
+    # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
+    guided = [
+        own if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given) else token
+        for token, own, position in zip(draft.guided, drafted, draft.positions, strict=True)
+    ]
     prefix = next((count for count, rank in enumerate(ranks) if rank >= guidance.top_k), len(ranks))
-    chosen = {i: drafts[i] for i in range(prefix)}
+    chosen = {i: drafted[i] for i in range(prefix)}
     if guidance.threshold is not None:
-        chosen |= {i: drafts[i] for i, p in enumerate(probabilities) if p > guidance.threshold}
+        chosen |= {i: drafted[i] for i, p in enumerate(draft.probabilities) if p > guidance.threshold}
     if not chosen or (first_needed and 0 not in chosen):
-        chosen[0] = guided[0] if guidance.fallback == "guide" else drafts[0]
+        chosen[0] = guided[0] if guidance.fallback == "guide" else drafted[0]
     # Selected first, corrected after: what the guide would have said after the uncorrected drafts is final.
     return {i: guided[i] for i in chosen} if guidance.correction else chosen
 

@@ -21,15 +21,12 @@ from dllm_engine.kernels.dense_backends import choose_backend, choose_paged_flas
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.batch_builder import build_batch, page_table
-from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
-from dllm_engine.model_executor.guide.sizes import guide_config
-from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
@@ -93,22 +90,12 @@ class DiffusionModelRunner:
         self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
-        self.guide: Guide | None = None
-        if self.options.guide_model is not None:
-            config = guide_config(self.options.guide_model)
-            self.guide = Guide(config, self._guide_reader(), self.vllm_config, self.device)
+        self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device)
         self.predictor = TokenPredictor(
-            self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
+            self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
         )
         end_tokens = model_end_tokens(self.model_config.hf_config)
         self.denoiser = Denoiser(self.model, self.predictor, self.guide, self.store, end_tokens)
-
-    def _guide_reader(self) -> GuideReader:
-        assert self.options.guide_model is not None
-        assert self.options.guide_shape is not None
-        if self.options.guide_shape.same_tokens:
-            return SameTokens(self.mask_token_id)
-        return Retokenizer.between(self.model_config, self.options.guide_model)
 
     def get_model(self) -> DiffusionDecoder:
         return self.model
@@ -163,37 +150,14 @@ class DiffusionModelRunner:
 
     def use_graphs(self, record: Record) -> StepGraphs:
         """Run what can be recorded from graphs that ``record`` makes, from now on."""
-        denoiser = self.denoiser
-        denoiser.graphs = StepGraphs(
-            self.model,
-            self.predictor,
-            self.store,
-            denoiser.end_tokens,
-            self.pages,
-            self.model_config.dtype,
-            max_pages=padded_width(-(-self.model_config.max_model_len // self.options.page_size)),
-            max_requests=self.vllm_config.scheduler_config.max_num_seqs,
-            record=record,
-        )
-        return denoiser.graphs
+        self.denoiser.graphs = StepGraphs(self, record)
+        return self.denoiser.graphs
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""
 
-    @torch.inference_mode()
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """The largest batch that may be asked for, for vLLM to measure its memory."""
-        num_rows, longest = self.vllm_config.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len
-        held = torch.empty(self.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=self.device)
-        block_length = self.family.attention_block
-        probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, block_length, self.device)
-        del held
-
-    @torch.inference_mode()
-    def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
-        """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all."""
-        shift, block_length = int(self.family.shifts_logits), self.family.attention_block
-        return probes.masked_logprobs(self.model, self.predictor, sequences, masked, shift, block_length, self.device)
+        probes.run_largest_batch(self)
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""

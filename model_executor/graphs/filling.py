@@ -1,16 +1,18 @@
 """Recorded filling in of tokens."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
-from dllm_engine.model_executor.graphs.recording import Recordable
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill, response_places
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
+
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.graphs.step import StepGraphs
 
 
 class FillingSize(NamedTuple):
@@ -29,9 +31,9 @@ class FillingGraph:
     """The recorded filling in of up to so many candidates: the head, statistics of its logits, the choice, and the
     canvas. Candidates behind a batch's own, which fill the graph up, are no request's."""
 
-    def __init__(self, engine: Recordable, size: FillingSize) -> None:
+    def __init__(self, engine: "StepGraphs", size: FillingSize) -> None:
         store, device = engine.store, engine.store.tokens.device
-        width = engine.model.shape.hidden_size
+        width = engine.model.config.hidden_size
         self.hidden = torch.zeros(size.num_candidates, width, dtype=engine.dtype, device=device)
         # What fills the graph up belongs to one more request.
         self.filler = torch.tensor([engine.max_requests, 0, 0, SPARE, 0, ALONE], device=device)[:, None]

@@ -1,40 +1,52 @@
 """Graphs of one engine."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.graphs.filling import FillingGraph, FillingSize
 from dllm_engine.model_executor.graphs.forward import ForwardGraph, ForwardSize, LayoutGraph
-from dllm_engine.model_executor.graphs.recording import GraphCache, Recordable, padded, worth_padding
+from dllm_engine.model_executor.graphs.recording import GraphCache, Record, padded, worth_padding
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.filling import Filled, FillWork
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
-@dataclass
-class StepGraphs(Recordable):
+
+class StepGraphs:
     """The graphs of one engine, which run the parts of steps that they can."""
 
-    launches_before: int = 0
-    """Times that work of a kind is launched before it is recorded."""
-    forwards: GraphCache[ForwardSize, ForwardGraph] = field(init=False)
-    layouts: GraphCache[Hashable, LayoutGraph] = field(init=False)
-    fillings: GraphCache[FillingSize, FillingGraph] = field(init=False)
+    def __init__(self, runner: "DiffusionModelRunner", record: Record) -> None:
+        self.record, self.model, self.predictor, self.pages = record, runner.model, runner.predictor, runner.pages
+        self.store, self.end_tokens = runner.store, runner.denoiser.end_tokens
+        self.dtype = runner.model_config.dtype
+        """Of hidden states."""
+        self.max_pages = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
+        """The most pages of a request in a layer."""
+        self.max_requests = runner.vllm_config.scheduler_config.max_num_seqs
+        """The most requests of a batch."""
+        self.launches_before = 0
+        """Times that work of a kind is launched before it is recorded."""
+        self._begin()
 
-    def __post_init__(self) -> None:
+    def _begin(self) -> None:
         self.tokens = self.store.tokens
-        self.forwards, self.layouts, self.fillings = GraphCache(), GraphCache(), GraphCache()
+        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache()
+        self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache()
+        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache()
 
     def _forget_outdated(self) -> None:
         """Graphs read and write the canvases where they were recorded."""
         if self.store.tokens is not self.tokens:
-            self.__post_init__()
+            self._begin()
 
     def problem(self, max_error: float) -> str | None:
         """Difference between a graph and the same work launched, on made-up numbers; None: none.

@@ -1,7 +1,7 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
 LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
-in what ``DecoderShape`` and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
+in what their configs and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
 over the layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and
 inside layers.
 """
@@ -27,53 +27,11 @@ from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP, expert_shard
-from dllm_engine.model_executor.models.names import PrefixOf, packed_modules, prefixes
+from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP
+from dllm_engine.model_executor.models.names import PrefixOf, expert_shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
 from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Sizes of a decoder, read from a checkpoint's config."""
-
-    hidden_size: int
-    intermediate_size: int
-    """Width of layers without experts."""
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    tied_embeddings: bool
-    qk_norm: bool
-    """True if each head of queries and keys goes through a norm before RoPE."""
-    experts: ExpertShape | None
-
-    @classmethod
-    def of(cls, config: Any) -> "DecoderShape":
-        """Read the sizes by the names that transformers' configs have for them."""
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size or 0,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim_of(config),
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=config.include_qkv_bias,
-            tied_embeddings=config.tie_word_embeddings,
-            qk_norm=bool(getattr(config, "qk_layernorm", False)),
-            experts=getattr(config, "experts", None),
-        )
-
-    def experts_of(self, layer: int) -> ExpertShape | None:
-        """None: the layer has a plain MLP."""
-        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
 @dataclass(frozen=True)
@@ -97,38 +55,39 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(
-        self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf
-    ) -> None:
+    def __init__(self, config: Any, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf) -> None:
+        """``config``: has transformers' names for sizes."""
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.q_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
-        self.head_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps, has_weight=False) if shape.qk_norm else None
+        hidden_size, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, head_dim_of(config)
+        num_heads = config.num_attention_heads
+        self.attn_norm = Norm(hidden_size, eps=eps)
+        self.mlp_norm = Norm(hidden_size, eps=eps)
+        has_head_norms = bool(getattr(config, "qk_layernorm", False))
+        self.q_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
+        self.k_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
+        self.head_norm = Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
         """Of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
-            shape.hidden_size,
-            shape.head_dim,
-            shape.num_heads,
-            shape.num_kv_heads,
-            bias=shape.qkv_bias,
+            hidden_size,
+            self.head_dim,
+            num_heads,
+            config.num_key_value_heads,
+            bias=config.include_qkv_bias,
             quant_config=quant_config,
             prefix=prefix_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
-            shape.num_heads * shape.head_dim,
-            shape.hidden_size,
+            num_heads * self.head_dim,
+            hidden_size,
             bias=False,
             quant_config=quant_config,
             prefix=prefix_of("out_proj"),
         )
-        experts = shape.experts_of(number)
+        experts: ExpertShape | None = getattr(config, "experts", None)
         self.mlp = (
-            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, prefix_of)
-            if experts is None
-            else ExpertMLP(shape.hidden_size, experts, quant_config, prefix_of)
+            GatedMLP(hidden_size, config.intermediate_size, quant_config, prefix_of)
+            if experts is None or number in experts.dense_layers
+            else ExpertMLP(hidden_size, experts, quant_config, prefix_of)
         )
         """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
@@ -213,18 +172,18 @@ class DiffusionDecoder(nn.Module):
         )
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.config = hf_config or model_config.hf_config
-        self.shape = DecoderShape.of(self.config)
-        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
+        self.experts: ExpertShape | None = getattr(self.config, "experts", None)
+        sizes = self.config.vocab_size, self.config.hidden_size
+        self.embedding = VocabParallelEmbedding(*sizes)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                self.shape, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
+                self.config, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
             )
-            for number in range(self.shape.num_layers)
+            for number in range(self.config.num_hidden_layers)
         )
-        self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
-        sizes = self.shape.vocab_size, self.shape.hidden_size
+        self.final_norm = Norm(self.config.hidden_size, eps=self.config.rms_norm_eps)
         self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=self.names.head)
-        if self.shape.tied_embeddings:
+        if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
     @property
@@ -256,7 +215,7 @@ class DiffusionDecoder(nn.Module):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        frequencies = inverse_frequencies(self.config, self.max_positions, self.shape.head_dim, device)
+        frequencies = inverse_frequencies(self.config, self.max_positions, head_dim_of(self.config), device)
         return rotary_table(self.max_positions, *frequencies)
 
     def rotary(self, positions: torch.Tensor) -> RotaryPhases:
@@ -277,11 +236,11 @@ class DiffusionDecoder(nn.Module):
     def forward_context(self, positions: torch.Tensor) -> Iterator[None]:
         """Context in which vLLM's experts find themselves, and the rows' blocks where those share experts; needed
         around every call of a layer's ``mlp``."""
-        if self.shape.experts is None:
+        if self.experts is None:
             yield
             return
         with set_forward_context(None, self.vllm_config):
-            if self.shape.experts.groups is not None and self.shape.experts.groups.capacity:
+            if self.experts.capacity:
                 # Rows are whole blocks: the first of each begins it.
                 begins = positions % self.config.block_size == 0
                 get_forward_context().additional_kwargs[ROW_BLOCKS] = begins.cumsum(0).clamp(min=1) - 1
@@ -295,22 +254,10 @@ class DiffusionDecoder(nn.Module):
         return VocabularyShard(logits[:, : shard.num_org_elements], shard.org_vocab_start_index)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from a checkpoint's tensors.
-
-        Raises ``ValueError`` naming the tensor where one is unknown, missing or of a wrong shape.
-        """
+        """Fill the parameters from a checkpoint's tensors, as ``fill_parameters`` does."""
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
-        return fill_parameters(
-            self,
-            weights,
-            self.locate,
-            modules=self.names.in_layer,
-            experts=self.shape.experts,
-            hidden_size=self.shape.hidden_size,
-            ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
-            whole=not self.takes_parts,
-        )
+        return fill_parameters(self, weights)
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
