@@ -102,8 +102,9 @@ class Denoiser:
                     _record(canvas, positions, request_statistics)
                     if (guidance := canvas.spec.guidance) is not None:
                         columns = positions, request_statistics.token, request_statistics.probability
-                        drafted = (column[: guidance.speculation_length].tolist() for column in columns)
-                        drafts.append(Draft(index, batch.request_ids[index], canvas, *drafted))
+                        drafted, tokens, probabilities = (x[: guidance.speculation_length].tolist() for x in columns)
+                        request_id = batch.request_ids[index]
+                        drafts.append(Draft(index, request_id, canvas, drafted, tokens, probabilities))
         return filled + self._fill_guided(batch, drafts)
 
     def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
@@ -140,9 +141,9 @@ class Denoiser:
 
 
 def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
-    """The tokens that a guided step unmasks, by their index in a checked draft; at least one (arXiv 2505.21467, §3.2.2).
+    """The tokens that a guided step unmasks, by their index in a checked draft; at least one.
 
-    ``first_needed``: the first position must be filled now, whatever else is.
+    arXiv 2505.21467, section 3.2.2. ``first_needed``: the first position must be filled now, whatever else is.
     """
     spec, drafted, ranks = draft.canvas.spec, draft.tokens, draft.ranks
     guidance = spec.guidance

@@ -149,7 +149,7 @@ class Guide:
         return head_chunks(num_rows, self.model.config.vocab_size, self.device)
 
     def _read(self, draft: Draft) -> None:
-        text = draft.canvas.known[: draft.positions[-1] + 1]
+        text = draft.canvas.known[: draft.positions[-1] + 1].copy()
         text[draft.positions] = draft.tokens
         draft.reading = self.reader.read(text.tolist(), draft.positions)
         room = self.shape.num_tokens(draft.canvas.spec.canvas_length - 1)

@@ -220,7 +220,7 @@ class MaskKVPass(AdaptivePass):
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         canvas = self.batch.canvases[index]
-        spec, options, heads = canvas.spec, self.options, k.shape[1]
+        spec, options, heads = canvas.spec, MaskKVOptions.of(canvas.spec), k.shape[1]
         world, total_heads = get_tensor_model_parallel_world_size(), self.pages.geometry.total_kv_heads
         scorer = SCORERS[options.scorer]
         first_head = self.pages.first_kv_head
