@@ -20,7 +20,6 @@ from dllm_engine.kernels.attention import use_dense_backend
 from dllm_engine.kernels.dense_backends import choose_backend, choose_paged_flash
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
-from dllm_engine.model_executor.batch_builder import build_batch, page_table
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
@@ -29,7 +28,7 @@ from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.loading.checkpoint import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
+from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
@@ -290,7 +289,7 @@ class DiffusionModelRunner:
                 and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
             ):
                 return self.last_layout
-        batch = build_batch(plans, self.store)
+        batch = StepBatch.of(plans, self.canvases, self.device)
         # There are no pages where the method keeps nothing; its pass does not look at them.
         layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
         self.last_layout = batch, layer_pass

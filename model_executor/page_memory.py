@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from dllm_engine.kernels.slots import write_kv
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PoolGeometry
 
 POOL_LAYER = "dllm.pool"
@@ -105,3 +106,11 @@ class PageMemory(PageView):
         shape, strides = (num_pages, slots, head_dim), (elements, head_dim, 1)
         values = self.memory.as_strided(shape, strides, self.memory.storage_offset() + slots * head_dim)
         return PageView(self.memory.as_strided(shape, strides), values, page_size, num_kv_heads)
+
+
+def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Page ids of each layer as one table, ``[num_layers, most pages of a layer]`` int32."""
+    widest = max(map(len, page_ids))
+    # Page 0 is never handed out; what pads a layer is never read.
+    padded = [pages + [0] * (widest - len(pages)) for pages in page_ids]
+    return on_device(padded, device, torch.int32)

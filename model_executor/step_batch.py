@@ -1,5 +1,6 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
 from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 
@@ -170,6 +171,45 @@ class SplitRows(RowBounds):
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
 
+class RowChoice:
+    """Rows that are computed of each request: fixed ones, and behind them some that are chosen from others."""
+
+    def __init__(
+        self, fixed: Sequence[Span], others: Sequence[Span], counts: Sequence[int | None], device: torch.device
+    ) -> None:
+        """``counts``: how many of ``others`` are chosen; None: it is not asked which. All by request."""
+        fixed_sizes = [span.size for span in fixed]
+        self.sizes = [size + (count or 0) for size, count in zip(fixed_sizes, counts, strict=True)]
+        firsts = [0, *accumulate(self.sizes)]
+        places = ranges([span.start for span in fixed], fixed_sizes)[1], ranges(firsts[:-1], fixed_sizes)[1]
+        self.fixed, self.fixed_places = on_device(np.stack(places), device).unbind()
+        """The fixed rows, and their places among the computed rows."""
+        alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for span, first, size, count in zip(others, firsts, fixed_sizes, counts, strict=False):
+            if count is not None:
+                alike[span.size, count].append((span.start, first + size))
+        self.groups = []
+        """Per group of equal shape, the rows to choose from ``[group, rows]``, and the places of those chosen
+        ``[group, chosen]``."""
+        for (size, count), members in alike.items():
+            starts, first_places = on_device(members, device)[:, None].unbind(dim=2)
+            numbers = torch.arange(max(size, count), device=device)
+            self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
+
+    def rows(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The computed rows, from the indices of those chosen in each group, ``[group, chosen]``."""
+        rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
+        if self.fixed.numel():
+            rows[self.fixed_places] = self.fixed
+        for (others, places), which in zip(self.groups, chosen, strict=True):
+            rows[places] = others.gather(1, which)
+        return rows
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """As ``LayerPass.graph_inputs``."""
+        return [self.fixed, self.fixed_places, *(tensor for group in self.groups for tensor in group)]
+
+
 @dataclass
 class StepBatch:
     """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
@@ -185,6 +225,26 @@ class StepBatch:
     """``positions`` on the host."""
     places: torch.Tensor
     """``[num_rows]``: index of each row's token in the ``CanvasStore``; empty for rows of another text (a guide's)."""
+
+    @classmethod
+    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas], device: torch.device) -> "StepBatch":
+        """The rows of all plans, request by request. Plans that name rows by a rule are resolved here."""
+        rows = {request_id: _row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
+        # Sequences of equal length side by side share one attention call. Those that need no pages come last.
+        ordered = sorted(plans, key=lambda i: (plans[i].scope is Scope.ALL, rows[i].size, plans[i].read))
+        sizes = [rows[request_id].size for request_id in ordered]
+        positions = np.concatenate([rows[request_id] for request_id in ordered])
+        places = positions + np.repeat([canvases[request_id].start for request_id in ordered], sizes)
+        row_numbers = on_device(np.stack((positions, places)), device)
+        return cls(
+            request_ids=ordered,
+            plans=[plans[request_id] for request_id in ordered],
+            canvases=[canvases[request_id] for request_id in ordered],
+            cu_seqlens=list(accumulate(sizes, initial=0)),
+            positions=row_numbers[0],
+            host_positions=positions,
+            places=row_numbers[1],
+        )
 
     def rows(self, index: int) -> slice:
         """Rows of a request."""
@@ -221,6 +281,25 @@ class StepBatch:
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.positions.device)
+
+
+def _row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+    """The canvas positions of a plan's rows, ascending."""
+    if plan.rows is RowRule.CHOSEN:
+        assert canvas.next_rows is not None
+        return canvas.next_rows
+    span, shift = plan.span, int(canvas.spec.shifts_logits)
+    if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
+        return np.arange(min(span.start, max(canvas.last_unmasked[0] - shift, 0)), span.stop)
+    positions = np.arange(*span)
+    if plan.rows not in (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST):
+        return positions
+    was_masked = canvas.known < 0
+    was_masked[canvas.last_unmasked] = True
+    # The last row of a canvas predicts nothing with shifted logits.
+    chosen = np.append(was_masked[span.start + shift : span.stop], np.zeros(shift, dtype=bool))
+    chosen[-1] |= plan.rows is RowRule.MASKED_BEFORE_AND_LAST
+    return positions[chosen]
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ As in the authors' code the first layer recomputes every row of the response in 
 costs one layer and lets changed tokens enter all others.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +25,7 @@ from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, RowChoice, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 from dllm_engine.scheduler.request import Span
@@ -56,10 +55,7 @@ class ComputedRows(RowBounds):
         alone_sizes = [size if a else 0 for size, a in zip(sizes, alone, strict=True)]
         paged_sizes = [0 if a else size for size, a in zip(sizes, alone, strict=True)]
         self.alone_rows, self.paged_rows = (
-            torch.cat(
-                [torch.arange(at, at + size, device=device) for at, size in zip(self.bounds, kind_sizes, strict=False)]
-            )
-            for kind_sizes in (alone_sizes, paged_sizes)
+            on_device(ranges(self.bounds[:-1], kind_sizes)[1], device) for kind_sizes in (alone_sizes, paged_sizes)
         )
         self.alone, self.paged = RowBounds(alone_sizes, device), RowBounds(paged_sizes, device)
 
@@ -95,40 +91,24 @@ class AdaptivePass(LayerPass):
         fed = batch.sizes
         self.all_rows = ComputedRows(fed, attend_alone(fed), device)
 
-        # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
-        refreshed: list[torch.Tensor] = []
-        refreshed_places: list[torch.Tensor] = []
-        adaptive: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        sizes: list[int] = []
         self.chosen: list[torch.Tensor] = []
         """Per layer of the last pass that chose, the rows that it recomputed."""
+        refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
             first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
             response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
-            start_at, stop_at = {
-                Scope.ALL: (first, stop),
-                Scope.PROMPT: (first, response),
-                Scope.RESPONSE: (response, stop),
-                Scope.ACTIVE: (first, first),
-            }[plan.scope]
-            place = sum(sizes)
-            refreshed.append(torch.arange(start_at, stop_at, device=device))
-            refreshed_places.append(torch.arange(place, place + stop_at - start_at, device=device))
-            num_updated = plan.num_updated or 0
-            if plan.num_updated is not None:
-                adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
-            sizes.append(stop_at - start_at + num_updated)
-        self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
-        self.adaptive = [
-            (
-                on_device([row for row, _ in members], device)[:, None] + torch.arange(length, device=device),
-                on_device([at for _, at in members], device)[:, None] + torch.arange(count, device=device),
-            )
-            for (length, count), members in adaptive.items()
-        ]
-        """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
-        recomputed ones ``[group, chosen]``."""
-        self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
+            scopes = {
+                Scope.ALL: Span(first, stop),
+                Scope.PROMPT: Span(first, response),
+                Scope.RESPONSE: Span(response, stop),
+                Scope.ACTIVE: Span(first, first),
+            }
+            refreshed.append(scopes[plan.scope])
+            responses.append(Span(response, stop))
+        self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
+        """Recomputed rows: those refreshed, and of the response those that have changed most."""
+        adaptive = [rows.flatten() for rows, _ in self.choice.groups]
+        self.verified = torch.cat(adaptive) if adaptive else None
         self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.verified is not None and self.options.similarity == "random":
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
@@ -136,10 +116,10 @@ class AdaptivePass(LayerPass):
             self.counters = seeds, forwards, batch.positions[self.verified]
             """Of the random numbers of each verified row: the same at any batch, and on every rank."""
         self.repeats = self.counters is None and all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        self.some_rows = ComputedRows(sizes, attend_alone(sizes), device)
+        self.some_rows = ComputedRows(self.choice.sizes, attend_alone(self.choice.sizes), device)
         self.kept = torch.ones_like(batch.positions, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
-        self.kept[self.refreshed] = False
+        self.kept[self.choice.fixed] = False
 
     def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
         """K/V of the whole canvas, by position."""
@@ -154,11 +134,10 @@ class AdaptivePass(LayerPass):
         return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), tuple(shapes)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        groups = [tensor for pair in self.adaptive for tensor in pair]
         verified = [] if self.verified is None else [self.verified, *(self.counters or ())]
-        rows = [self.features.requests, self.features.items, self.refreshed, self.refreshed_places, self.kept]
+        rows = [self.features.requests, self.features.items, self.kept, *self.choice.graph_inputs()]
         rows += [self.all_rows.cu_seqlens, self.some_rows.cu_seqlens]
-        return [*rows, *groups, *verified, self.features.tables, *self.tables.graph_inputs()]
+        return [*rows, *verified, self.features.tables, *self.tables.graph_inputs()]
 
     def graph_results(self) -> list[torch.Tensor]:
         return [torch.stack(self.chosen)] if self.chosen else []
@@ -216,10 +195,8 @@ class AdaptivePass(LayerPass):
         dLLM-Cache's V-verify: project all response rows to values, choose those least similar to the kept values,
         and replace all kept values by the fresh ones. A choice by chance verifies nothing.
         """
-        rows = torch.empty(self.some_rows.bounds[-1], dtype=torch.int64, device=hidden.device)
-        rows[self.refreshed_places] = self.refreshed
         if self.verified is None:
-            return rows, None
+            return self.choice.rows([]), None
         values = None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
@@ -228,24 +205,23 @@ class AdaptivePass(LayerPass):
             normed = layer.attn_norm(hidden[self.verified])
             if self.options.similarity == "value":
                 fresh, kept = layer.project(normed, phases, "v")[0], self.pages.values
-                values = fresh.new_empty(rows.shape[0], *fresh.shape[1:])
+                values = fresh.new_empty(self.some_rows.bounds[-1], *fresh.shape[1:])
             else:
                 fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
             verified_slots = self.tables.row_slots(index, self.verified)
             sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
             write_slots(fresh, kept, verified_slots)
             similarity = SIMILARITIES[self.options.similarity_metric](sums)
-        first = 0
-        for members, places in self.adaptive:
+        first, chosen = 0, []
+        for members, places in self.choice.groups:
             group = slice(first, first + members.numel())
             first = group.stop
-            chosen = least_similar(similarity[group].view(members.shape), places.shape[1])
-            rows[places] = members.gather(1, chosen)
+            chosen.append(least_similar(similarity[group].view(members.shape), places.shape[1]))
             if values is not None:
-                which = torch.arange(len(members), device=chosen.device)[:, None]
-                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen]
-        self.chosen.append(rows)
-        return rows, values
+                which = torch.arange(len(members), device=places.device)[:, None]
+                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen[-1]]
+        self.chosen.append(self.choice.rows(chosen))
+        return self.chosen[-1], values
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
@@ -254,8 +230,9 @@ class AdaptivePass(LayerPass):
         if values is None:
             return layer.qkv(normed, phases)
         # The chosen rows have their values; only the refreshed ones lack them.
-        if self.refreshed_places.numel():
-            values[self.refreshed_places] = layer.project(normed[self.refreshed_places], phases, "v")[0]
+        refreshed = self.choice.fixed_places
+        if refreshed.numel():
+            values[refreshed] = layer.project(normed[refreshed], phases, "v")[0]
         q, k = layer.project(normed, phases, "qk")
         return q, k, values
 

@@ -6,8 +6,8 @@ last went through all layers, and if what it is remembered by (its hidden state,
 changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the window.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
-from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
@@ -37,31 +37,6 @@ LEFTMOST_BONUS = 5.0
 UNMASKED_BONUS = 3.0
 """Bonus of the rows that predicted the tokens of the last step."""
 SMALLEST_NORM = 1e-6
-
-
-class Cut:
-    """Places of the remaining rows among the rows of the stage before."""
-
-    def __init__(self, before: RowBounds, after: SplitRows, skips: list[bool], device: torch.device) -> None:
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        whole: list[int] = []
-        for i, skip in enumerate(skips):
-            if skip:
-                groups[before.sizes[i], after.sizes[i]].append(i)
-            else:
-                whole.append(i)
-
-        def ranges(stage: RowBounds, members: list[int]) -> list[torch.Tensor]:
-            return [torch.arange(stage.bounds[i], stage.bounds[i + 1], device=device) for i in members]
-
-        self.after = after
-        self.whole = torch.cat(ranges(before, whole)) if whole else None
-        """Rows of requests that skip none."""
-        self.whole_places = torch.cat(ranges(after, whole)) if whole else None
-        self.groups = [
-            (torch.stack(ranges(before, members)), torch.stack(ranges(after, members))) for members in groups.values()
-        ]
-        """Per group of equal shape, the rows ``[group, rows]`` and the places of those that stay ``[group, kept]``."""
 
 
 class EarlySkipPass(LayerPass):
@@ -100,14 +75,14 @@ class EarlySkipPass(LayerPass):
         self.stage = SplitRows(sizes, alone, device)
         self.stages = [self.stage]
         """The rows that the layers between two cuts compute; one more than there are cuts."""
-        self.cuts: dict[int, Cut] = {}
+        self.cuts: dict[int, RowChoice] = {}
+        """Choice of the rows that go on, among those of the layer."""
         for layer, fraction in options.cuts(self.num_layers).items():
-            sizes = [
-                self._num_kept(i, fraction, size) if skip else size
-                for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
-            ]
-            self.stages.append(SplitRows(sizes, alone, device))
-            self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
+            rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
+            whole = [Span(0, 0) if skip else span for span, skip in zip(rows, self.skips, strict=True)]
+            kept = [self._num_kept(i, fraction, span.size) if self.skips[i] else None for i, span in enumerate(rows)]
+            self.cuts[layer] = RowChoice(whole, rows, kept, device)
+            self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
         if any(self.skips):
@@ -179,8 +154,7 @@ class EarlySkipPass(LayerPass):
         if self.options.keeps_features and self.cuts:
             inputs += [self.features.requests, self.features.items, self.features.tables]
         for cut in self.cuts.values():
-            inputs += [x for x in (cut.whole, cut.whole_places) if x is not None]
-            inputs += [x for group in cut.groups for x in group]
+            inputs += cut.graph_inputs()
         return inputs
 
     def graph_results(self) -> list[torch.Tensor]:
@@ -250,22 +224,22 @@ class EarlySkipPass(LayerPass):
         """Keys or values in slots ``[n, num_kv_heads]``."""
         return pages[slots // pages.shape[1], slots % pages.shape[1]]
 
-    def _cut(self, layer: int, cut: Cut, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
+    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
         """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
         width]`` becomes their remembered values."""
         kept = None
         if cut.groups:
-            kept = torch.empty(cut.after.bounds[-1], dtype=torch.int64, device=rows.device)
-            if cut.whole is not None:
-                kept[cut.whole_places] = cut.whole
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             changes = self._changes(layer, rows[members], fresh[members])
             sizes = [group_rows.numel() for group_rows, _ in cut.groups]
-            for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True):
-                chosen = self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
-                kept[places] = group_rows.gather(1, chosen)
+            kept = cut.rows(
+                [
+                    self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
+                    for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True)
+                ]
+            )
             self.kept_rows.append(rows[kept])
-            self.stage = cut.after
+            self.stage = self.stages[len(self.kept_rows)]
         if self.options.keeps_features:
             remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
             write_features(remembered, self.features.rows, self.features.row_slots(layer, remembered_rows))
