@@ -16,8 +16,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.families import family_of, model_end_tokens
-from dllm_engine.kernels.attention import use_dense_backend
-from dllm_engine.kernels.dense_backends import choose_backend, choose_paged_flash
+from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
