@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from vllm.logger import init_logger
 
-from dllm_engine.kernels.paged_attention import PagedFlash
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedFlash, PagedTokens
 
 logger = init_logger(f"vllm.{__name__}")
 

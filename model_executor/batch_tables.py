@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dllm_engine.kernels.features import feature_rows
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device

@@ -8,6 +8,7 @@ import torch
 
 import triton
 import triton.language as tl
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.triton.tiles import LEAST_KEYS, MOST_SHARED, Tiles, choose_splits, choose_tiles
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -176,21 +177,20 @@ def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, wei
 
 
 def paged_attention(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    tokens: PagedTokens,
     limits: torch.Tensor | None,
-    paged: list[torch.Tensor],
-    max_head_len: int | None,
+    lse: torch.Tensor | None,
     attend_fresh: bool,
     max_seqlen: int | None,
     num_splits: int | None = None,
-) -> None:
+) -> torch.Tensor:
     """``num_splits``: the most programs that share the keys of a row (None: as many as fill the device)."""
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len, _ = tokens
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
     assert k_pages.stride()[1:] == v_pages.stride()[1:] == (head_dim, 1)
@@ -198,7 +198,7 @@ def paged_attention(
         assert numbers.dtype == torch.int32
         assert numbers.is_contiguous()
     if not num_requests or not num_rows:
-        return
+        return out
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if max_head_len is None:
@@ -228,6 +228,7 @@ def paged_attention(
         q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
         num_blocks,
     )  # fmt: skip
+    return out
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.features import add_features, write_features
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
-from dllm_engine.kernels.paged_attention import attention_with_limits, paged_attention
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
@@ -129,7 +128,7 @@ class DensePass(LayerPass):
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
-        return attention_with_limits(q, k, v, rows.cu_seqlens, rows.limits, rows.max_seqlen)
+        return attend_pages(None, q, k, v, rows, attend_fresh=True)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
@@ -155,7 +154,7 @@ def attend_split(
 
 
 def attend_pages(
-    tokens: PagedTokens,
+    tokens: PagedTokens | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -163,7 +162,7 @@ def attend_pages(
     *,
     attend_fresh: bool,
 ) -> torch.Tensor:
-    """Attention of each request's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
+    """Attention of each request's rows over its ``tokens`` in pages, and with ``attend_fresh`` over the rows' own."""
     return paged_attention(
         q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, limits=rows.limits, max_seqlen=rows.max_seqlen
     )

@@ -15,8 +15,7 @@ from vllm.distributed import (
 )
 
 from dllm_engine.kernels.eviction import max_pooled
-from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens, attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
