@@ -9,8 +9,8 @@ import torch
 
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
+from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, may_fill
@@ -144,7 +144,7 @@ class BatchCandidates:
     def biased(self) -> list[BiasedRows]:
         """Numbers that requests add to the logits of their candidates."""
         return [
-            BiasedRows((self.requests == i) & (self.positions < bias.stop), *bias.columns)
+            BiasedRows((self.requests == i) & (self.positions < bias.stop), bias)
             for i in self.members
             for bias in self.batch.canvases[i].spec.token_biases
         ]

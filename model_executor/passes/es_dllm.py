@@ -46,8 +46,7 @@ class EarlySkipPass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """Requests in steps that skip and in steps that do not share the pass."""
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, ESDLLMOptions)
+        options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device = batch.positions.device
         plans = batch.plans

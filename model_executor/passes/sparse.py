@@ -23,8 +23,7 @@ class SparsePass(RetentionPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, SparseOptions)
+        options = SparseOptions.of(batch.canvases[0].spec)
         self.options, self.pages = options, pages
         self.chooses = any(retention.count < retention.num_positions for plan in batch.plans for retention in plan.adds)
         super().__init__(batch, pages)
