@@ -73,7 +73,7 @@ def weight_bytes(
     if (experts := getattr(config, "experts", None)) is not None:
         num_experts = (num_layers - len(experts.dense_layers)) * experts.num_experts
         float32_numbers = num_experts * experts.has_bias
-        if experts.groups:
+        if experts.num_groups:
             float32_numbers += num_experts * hidden  # the router
         else:
             numbers += num_experts * hidden

@@ -1,8 +1,6 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,8 +12,7 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule
 
 
 class PagedPass(LayerPass):
@@ -64,18 +61,6 @@ class OverwritePass(PagedPass):
         self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
 
 
-@dataclass(frozen=True)
-class UpdateGroup:
-    """UPDATE requests of equal shape, served by one call."""
-
-    members: Sequence[int]
-    """Numbers of the requests in the batch."""
-    plan: StepPlan
-    """Plan of the first member; the others compute and add the same."""
-    rows: torch.Tensor
-    """int64 ``[group, positions]``: the batch rows of the positions that ``plan.adds`` names."""
-
-
 class RetentionPass(PagedPass):
     """A paged pass in which UPDATE requests retain tokens.
 
@@ -95,9 +80,10 @@ class RetentionPass(PagedPass):
         for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
                 alike[plan.span, plan.window, plan.read, plan.adds].append(i)
-        self.groups = [self._group(members) for members in alike.values()]
+        self.groups = list(alike.values())
+        """Numbers of the UPDATE requests, those together that compute and add the same."""
         self.writes, self.repeats = bool(self.groups), not self.groups
-        self.updating = [i for group in self.groups for i in group.members]
+        self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         self.retained: list[torch.Tensor] = []
         """Per layer, the batch rows that it retained."""
@@ -108,7 +94,15 @@ class RetentionPass(PagedPass):
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
             slots = pages.slots(tokens.places(requests, tokens_added, pages.page_size))
-            self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
+            named = [
+                (batch.rows(i).start - plan.span.start + span.start, span.size)
+                for i, plan in zip(self.updating, plans, strict=True)
+                for retention in plan.adds
+                for span in retention.spans
+            ]
+            rows = ranges([start for start, _ in named], [size for _, size in named])[1]
+            self.named_rows = on_device(rows, self.device)
+            """The batch rows of the positions that ``plan.adds`` names."""
             if self.chooses:
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
@@ -116,12 +110,6 @@ class RetentionPass(PagedPass):
                 shape = slots.shape[0], batch.cu_seqlens[-1], slots.shape[2]
                 self.row_slots = slots.new_full(shape, -1).index_copy_(1, self.named_rows, slots)
                 self.retained = [self.named_rows] * slots.shape[0]
-
-    def _group(self, members: list[int]) -> UpdateGroup:
-        plan = self.batch.plans[members[0]]
-        firsts = np.array([self.batch.rows(i).start for i in members])
-        positions = positions_of([span for retention in plan.adds for span in retention.spans])
-        return UpdateGroup(members, plan, on_device(firsts[:, None] + positions - plan.span.start, self.device))
 
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:
@@ -142,8 +130,3 @@ def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:
     """Keep the positions that the plan adds; if a refresh renews only near positions, keep every position in place."""
     refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
     return (OverwritePass if refreshes_near else RetentionPass)(batch, pages)
-
-
-def positions_of(spans: Sequence[Span]) -> np.ndarray:
-    """The positions of spans, one behind the other."""
-    return np.concatenate([np.arange(0), *(np.arange(*span) for span in spans)])
