@@ -37,17 +37,13 @@ class BatchTables:
         self.tables = torch.stack(same, dim=1)
         """``[num_layers, num_requests, most pages]``"""
 
-    def places(self, requests: torch.Tensor, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Physical places, as ``slots`` has them, of tokens in every layer: int64 ``[num_layers, n]``."""
-        return self.tables[:, requests, tokens // page_size].long() * page_size + tokens % page_size
-
-    def slots(self, layer: int, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
+    def slots(self, layer: int | slice, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
         """Physical places, ``page · per_page + offset``, of items numbered in each request's table.
 
-        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``.
+        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``, or for a slice of
+        the layers ``[num_layers, n]``.
         """
-        pages = self.tables[layer][requests, items // per_page]
-        return pages.long() * per_page + items % per_page
+        return self.tables[layer, requests, items // per_page].long() * per_page + items % per_page
 
 
 class FeatureTables(BatchTables):

@@ -1,7 +1,7 @@
 """The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -86,10 +86,6 @@ class BatchCandidates:
         columns = np.stack((requests, offsets, positions, positions + canvas_start, rows, flags))
         return cls(batch, members, columns[:, keys[rows] == wanted])
 
-    def take(self, which: np.ndarray) -> "BatchCandidates":
-        """Select some, by a bool mask ``[num_candidates]``."""
-        return BatchCandidates(self.batch, self.members, self.columns[:, which])
-
     def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
         ``num_finished``.
@@ -106,7 +102,7 @@ class BatchCandidates:
         unfinished = ~finished[self.rows]
         # In each request the finished ones first, in their order.
         which = (2 * self.requests + unfinished).sort(stable=True).indices[places]
-        selected = self.take(taken)
+        selected = replace(self, columns=self.columns[:, taken])
         is_copy = unfinished[which]
         which = torch.where(is_copy, which[firsts], which)
         selected._take_table(self.table[:, which])
@@ -119,7 +115,7 @@ class BatchCandidates:
         """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
-        return BatchCandidates(self.batch, members, self.columns[:, np.isin(self.columns[0], members)])
+        return replace(self, members=members, columns=self.columns[:, np.isin(self.columns[0], members)])
 
     @property
     def width(self) -> int:

@@ -3,18 +3,18 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dllm_engine.families import model_end_tokens
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.graphs.step import StepGraphs
-from dllm_engine.model_executor.guide.model import Draft, Guide
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.guide.model import Draft
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.filling import (
@@ -30,21 +30,18 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+
 
 class Denoiser:
     """Runs steps on the canvases of a store. Knows no request but those of the batch it is given."""
 
-    def __init__(
-        self,
-        model: DiffusionDecoder,
-        predictor: TokenPredictor,
-        guide: Guide | None,
-        store: CanvasStore,
-        end_tokens: Sequence[int],
-    ) -> None:
-        self.model, self.predictor, self.guide, self.store = model, predictor, guide, store
-        self.device = store.tokens.device
-        self.end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
+    def __init__(self, runner: "DiffusionModelRunner") -> None:
+        self.model, self.predictor, self.guide = runner.model, runner.predictor, runner.guide
+        self.store, self.device = runner.store, runner.device
+        end_tokens = model_end_tokens(runner.model_config.hf_config)
+        self.end_tokens: torch.Tensor = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
         self.graphs: StepGraphs | None = None
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the last run failed."""

@@ -15,7 +15,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from dllm_engine.families import family_of, model_end_tokens
+from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
@@ -92,8 +92,7 @@ class DiffusionModelRunner:
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
         )
-        end_tokens = model_end_tokens(self.model_config.hf_config)
-        self.denoiser = Denoiser(self.model, self.predictor, self.guide, self.store, end_tokens)
+        self.denoiser = Denoiser(self)
 
     def get_model(self) -> DiffusionDecoder:
         return self.model

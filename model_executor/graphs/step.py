@@ -100,11 +100,11 @@ class StepGraphs:
     def __init__(self, runner: "DiffusionModelRunner", record: Record) -> None:
         self.record, self.model, self.predictor, self.pages = record, runner.model, runner.predictor, runner.pages
         self.store, self.end_tokens = runner.store, runner.denoiser.end_tokens
-        self.dtype = runner.model_config.dtype
+        self.dtype: torch.dtype = runner.model_config.dtype
         """Of hidden states."""
-        self.max_pages = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
+        self.max_pages: int = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
         """The most pages of a request in a layer."""
-        self.max_requests = runner.vllm_config.scheduler_config.max_num_seqs
+        self.max_requests: int = runner.vllm_config.scheduler_config.max_num_seqs
         """The most requests of a batch."""
         self.launches_before = 0
         """Times that work of a kind is launched before it is recorded."""

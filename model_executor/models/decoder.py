@@ -218,10 +218,6 @@ class DiffusionDecoder(nn.Module):
         frequencies = inverse_frequencies(self.config, self.max_positions, head_dim_of(self.config), device)
         return rotary_table(self.max_positions, *frequencies)
 
-    def rotary(self, positions: torch.Tensor) -> RotaryPhases:
-        """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
-        return RotaryPhases(positions, self.rotary_table)
-
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
     ) -> torch.Tensor:
@@ -230,7 +226,7 @@ class DiffusionDecoder(nn.Module):
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
         """
         with self.forward_context(positions):
-            return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
+            return layer_pass(self.layers, self.embed_input_ids(input_ids), RotaryPhases(positions, self.rotary_table))
 
     @contextmanager
     def forward_context(self, positions: torch.Tensor) -> Iterator[None]:

@@ -14,6 +14,8 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule
 
+ALL_LAYERS = slice(None)
+
 
 class PagedPass(LayerPass):
     """Attends to retained tokens in pages and to the fresh rows. All tensors stay on the device; the host reads none of
@@ -56,7 +58,7 @@ class OverwritePass(PagedPass):
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
-        places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
+        places = tokens.slots(ALL_LAYERS, tokens.requests, tokens.positions, pages.page_size)
         super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
         self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
 
@@ -93,7 +95,7 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = pages.slots(tokens.places(requests, tokens_added, pages.page_size))
+            slots = pages.slots(tokens.slots(ALL_LAYERS, requests, tokens_added, pages.page_size))
             named = [
                 (batch.rows(i).start - plan.span.start + span.start, span.size)
                 for i, plan in zip(self.updating, plans, strict=True)
