@@ -31,7 +31,7 @@ class BatchTables:
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
         widest = padded_width(max((table.shape[1] for table in held), default=0))
-        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.positions.device)
+        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.device)
         same = [none if table is None else table for table in tables]
         same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
         self.tables = torch.stack(same, dim=1)
@@ -56,7 +56,7 @@ class FeatureTables(BatchTables):
         self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
         starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
         items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
-        self.items = on_device(items, batch.positions.device)
+        self.items = on_device(items, batch.device)
         """Number of each batch row's position in its span; negative: it is outside."""
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -114,7 +114,7 @@ class TokenTables(BatchTables, KVTables):
     ) -> None:
         """``head_len``: tokens in pages that each request attends to."""
         BatchTables.__init__(self, batch, kind)
-        device = batch.positions.device
+        device = batch.device
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
         self.requests, self.positions = batch.request_of_row(), batch.positions
 

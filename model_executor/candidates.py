@@ -47,7 +47,7 @@ class BatchCandidates:
     """All columns, as ``columns``, on the device."""
 
     def __post_init__(self) -> None:
-        self._take_table(on_device(self.columns, self.batch.positions.device))
+        self._take_table(on_device(self.columns, self.batch.device))
 
     def _take_table(self, table: torch.Tensor) -> None:
         self.table = table
@@ -79,7 +79,7 @@ class BatchCandidates:
         positions = start + offsets
         predicting = np.maximum(positions - int(canvases[0].spec.shifts_logits), first_fed)
         # Rows ascend by request and position, and so do these keys.
-        keys = np.repeat(np.arange(len(canvases)), np.diff(batch.cu_seqlens)) * longest + batch.host_positions
+        keys = np.repeat(np.arange(len(canvases)), batch.sizes) * longest + batch.host_positions
         wanted = requests * longest + predicting
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ALONE

@@ -287,7 +287,7 @@ class DiffusionModelRunner:
                 and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
             ):
                 return self.last_layout
-        batch = StepBatch.of(plans, self.canvases, self.device)
+        batch = StepBatch.of(plans, self.canvases)
         # There are no pages where the method keeps nothing; its pass does not look at them.
         layer_pass = self.make_layer_pass(batch, cast(PageMemory, self.pages))
         self.last_layout = batch, layer_pass

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -210,77 +210,62 @@ class RowChoice:
         return [self.fixed, self.fixed_places, *(tensor for group in self.groups for tensor in group)]
 
 
-@dataclass
-class StepBatch:
-    """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
+class StepBatch(RowBounds):
+    """Requests in batch order, and the rows that they compute."""
 
-    request_ids: list[str]
-    plans: list[StepPlan]
-    """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
-    canvases: list[Canvas]
-    cu_seqlens: list[int]
-    positions: torch.Tensor
-    """``[num_rows]``, positions in each request's canvas; ascending within a request."""
-    host_positions: np.ndarray
-    """``positions`` on the host."""
-    places: torch.Tensor
-    """``[num_rows]``: index of each row's token in the ``CanvasStore``; empty for rows of another text (a guide's)."""
+    def __init__(
+        self,
+        canvases: list[Canvas],
+        positions: Sequence[np.ndarray],
+        plans: Sequence[StepPlan] = (),
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            positions: of each request's rows in its canvas, ascending.
+            plans, request_ids: those of a step; of rows of another text (a guide's) there are none.
+        """
+        super().__init__([request_positions.size for request_positions in positions], canvases[0].tokens.device)
+        self.canvases, self.request_ids = canvases, request_ids
+        self.plans = plans
+        """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
+        self.host_positions = np.concatenate(positions)
+        """``positions`` on the host."""
+        places = self.host_positions + np.repeat([canvas.start for canvas in canvases], self.sizes)
+        self.positions, self.places = on_device(np.stack((self.host_positions, places)), self.device).unbind()
+        """``[num_rows]`` each: position in the canvas, and index of the row's token in the ``CanvasStore``."""
+        self.limits = self._limits()
+        """The canvas position before which each row's block ends; None where all rows of a request attend to each
+        other. Keys that lie by position are limited by it."""
 
     @classmethod
-    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas], device: torch.device) -> "StepBatch":
+    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas]) -> "StepBatch":
         """The rows of all plans, request by request. Plans that name rows by a rule are resolved here."""
         rows = {request_id: _row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
         # Sequences of equal length side by side share one attention call. Those that need no pages come last.
         ordered = sorted(plans, key=lambda i: (plans[i].scope is Scope.ALL, rows[i].size, plans[i].read))
-        sizes = [rows[request_id].size for request_id in ordered]
-        positions = np.concatenate([rows[request_id] for request_id in ordered])
-        places = positions + np.repeat([canvases[request_id].start for request_id in ordered], sizes)
-        row_numbers = on_device(np.stack((positions, places)), device)
-        return cls(
-            request_ids=ordered,
-            plans=[plans[request_id] for request_id in ordered],
-            canvases=[canvases[request_id] for request_id in ordered],
-            cu_seqlens=list(accumulate(sizes, initial=0)),
-            positions=row_numbers[0],
-            host_positions=positions,
-            places=row_numbers[1],
-        )
+        return cls([canvases[i] for i in ordered], [rows[i] for i in ordered], [plans[i] for i in ordered], ordered)
 
-    def rows(self, index: int) -> slice:
-        """Rows of a request."""
-        return slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
-
-    @cached_property
-    def limits(self) -> torch.Tensor | None:
-        """The canvas position before which each row's block ends, int32 ``[num_rows]``; None where all rows of a
-        request attend to each other. Keys that lie by position are limited by it."""
+    def _limits(self) -> torch.Tensor | None:
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.attention == "full" for spec in specs):
             return None
         lengths = np.array([spec.block_length for spec in specs])
-        bounds = np.array(self.cu_seqlens)
+        bounds = np.array(self.bounds)
         firsts, lasts = self.host_positions[bounds[:-1]], self.host_positions[bounds[1:] - 1]
         if np.array_equal(firsts // lengths, lasts // lengths):
             return None  # of one block each, which sees all that lies before it
-        lengths = np.repeat(lengths, np.diff(bounds))
+        lengths = np.repeat(lengths, self.sizes)
         ends = (self.host_positions // lengths + 1) * lengths
-        return on_device(ends, self.positions.device, torch.int32)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Rows of each request."""
-        return [stop - start for start, stop in pairwise(self.cu_seqlens)]
-
-    def row_bounds(self) -> RowBounds:
-        return RowBounds(self.sizes, self.positions.device, self.limits)
+        return on_device(ends, self.device, torch.int32)
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         """``alone``: which requests need no pages."""
-        return SplitRows(self.sizes, alone, self.positions.device, self.limits)
+        return SplitRows(self.sizes, alone, self.device, self.limits)
 
     def request_of_row(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.positions.device)
+        return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
 
 
 def _row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:

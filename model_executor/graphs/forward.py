@@ -42,7 +42,7 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        sizes, num_rows = batch.sizes, batch.cu_seqlens[-1]
+        sizes, num_rows = batch.sizes, batch.bounds[-1]
         rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
         if rows is None or longest is None or not worth_padding(num_rows, rows):
             return None
@@ -101,7 +101,7 @@ class ForwardGraph:
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: torch.Tensor = self.replay()
-        return hidden[: batch.cu_seqlens[-1]]
+        return hidden[: batch.bounds[-1]]
 
     def fill_up(self, page: int) -> int:
         """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
@@ -124,10 +124,10 @@ class ForwardGraph:
         return int(bounds[-1])
 
     def _take(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> None:
-        num_rows, num_requests = batch.cu_seqlens[-1], len(batch.plans)
+        num_rows, num_requests = batch.bounds[-1], len(batch.plans)
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
-        bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
+        bounds = batch.bounds + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.bounds))
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
         if self.limits is not None:
             self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits

@@ -6,7 +6,6 @@ many bytes as one of the diffusion model's and holds as many of the guide's toke
 
 import copy
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -71,7 +70,7 @@ class CausalPass(LayerPass):
         self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
         # Token t of a table is the guide's token t.
         limits = (batch.positions + 1).int()
-        self.row_bounds = RowBounds(np.diff(batch.cu_seqlens).tolist(), limits.device, limits)
+        self.row_bounds = RowBounds(batch.sizes, limits.device, limits)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
@@ -172,22 +171,14 @@ class Guide:
             kept = next((i for i, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]), len(known))
             spans.append(Span(min(kept, draft.judged[0] - 1), draft.judged[-1]))
             draft.canvas.guide_text = text[: draft.judged[-1]]
-        bounds = list(accumulate((span.size for span in spans), initial=0))
         fed = [token for draft, span in zip(drafts, spans, strict=True) for token in draft.reading.tokens[slice(*span)]]
-        positions = np.concatenate([np.arange(*span) for span in spans])
-        batch = StepBatch(
-            request_ids=[],
-            plans=[],
-            canvases=[draft.canvas for draft in drafts],
-            cu_seqlens=bounds,
-            positions=on_device(positions, device),
-            host_positions=positions,
-            places=on_device([], device),
-        )
+        batch = StepBatch([draft.canvas for draft in drafts], [np.arange(*span) for span in spans])
         layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
         hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
         rows = [
-            t - 1 - span.start + b for draft, span, b in zip(drafts, spans, bounds, strict=False) for t in draft.judged
+            t - 1 - span.start + b
+            for draft, span, b in zip(drafts, spans, batch.bounds, strict=False)
+            for t in draft.judged
         ]
         tokens = [draft.reading.tokens[t] for draft in drafts for t in draft.judged]
         hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)

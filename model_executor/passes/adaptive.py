@@ -10,7 +10,7 @@ As in the authors' code the first layer recomputes every row of the response in 
 costs one layer and lets changed tokens enter all others.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -49,7 +49,7 @@ class ComputedRows(RowBounds):
     """Rows that a layer recomputes. Their number is the same in every layer of a kind, so it is known before the
     pass."""
 
-    def __init__(self, sizes: list[int], alone: list[bool], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], alone: list[bool], device: torch.device) -> None:
         """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
         super().__init__(sizes, device)
         alone_sizes = [size if a else 0 for size, a in zip(sizes, alone, strict=True)]
@@ -77,12 +77,12 @@ class AdaptivePass(LayerPass):
         self.batch, self.pages, self.tables = batch, pages, self.make_tables(batch, pages)
         self.first_adaptive_layer = int(self.options.refresh_first_layer)
         """Layers before it recompute every row in every step, and keep no features."""
-        device = batch.positions.device
+        device = batch.device
         kept = [Span(live_start(canvas.spec), canvas.spec.canvas_length) for canvas in batch.canvases]
         self.features = FeatureTables(batch, pages, kept)
         self.num_layers = self.features.tables.shape[0]
 
-        def attend_alone(sizes: list[int]) -> list[bool]:
+        def attend_alone(sizes: Sequence[int]) -> list[bool]:
             return [
                 size == canvas.spec.canvas_length and (self.whole_attends_alone or plan.forward == 0)
                 for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
@@ -95,7 +95,7 @@ class AdaptivePass(LayerPass):
         """Per layer of the last pass that chose, the rows that it recomputed."""
         refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
-            first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
+            first, stop = batch.bounds[i], batch.bounds[i + 1]
             response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
             scopes = {
                 Scope.ALL: Span(first, stop),

@@ -119,7 +119,7 @@ class DensePass(LayerPass):
     @classmethod
     def of_batch(cls, batch: StepBatch, pages: object) -> "DensePass":
         """The pass of a method that keeps nothing."""
-        return cls(batch.row_bounds())
+        return cls(batch)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend_alone(q, k, v, self.row_bounds)

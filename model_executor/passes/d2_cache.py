@@ -54,10 +54,9 @@ class RolloutPass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
-        device = batch.positions.device
+        device = batch.device
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages, lengths)
-        self.bounds = batch.row_bounds()
         self.requests, self.tokens = on_device(np.stack(ranges([0] * len(lengths), lengths)), device).unbind()
         """Request and token of every position of every canvas, canvas by canvas."""
         self.lengths = lengths
@@ -71,13 +70,13 @@ class RolloutPass(LayerPass):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
         tokens = self.tables.paged_tokens(layer)
-        bounds, longest = self.bounds.cu_seqlens, self.bounds.max_seqlen
+        bounds, longest = self.batch.cu_seqlens, self.batch.max_seqlen
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=longest, lse=lse)
         slots = self.tables.token_slots(layer, self.requests, self.tokens)
         per_page = self.pages.keys.shape[1]
         keys = self.pages.keys[slots // per_page, slots % per_page].split(self.lengths)
-        rows = [self.bounds.rows(i) for i in range(len(self.lengths))]
+        rows = [self.batch.rows(i) for i in range(len(self.lengths))]
         sums = [
             summed_probabilities(q[r], request_values, lse[r]) for r, request_values in zip(rows, keys, strict=True)
         ]

@@ -48,7 +48,7 @@ class EarlySkipPass(LayerPass):
         """Requests in steps that skip and in steps that do not share the pass."""
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
-        device = batch.positions.device
+        device = batch.device
         plans = batch.plans
         for canvas in batch.canvases:
             if canvas.cache_state is None:
@@ -101,7 +101,7 @@ class EarlySkipPass(LayerPass):
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
-        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.positions.device
+        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.device
         start = plan.window.start - spec.shifts_logits
         canvas = np.arange(spec.canvas_length)
         outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
@@ -121,7 +121,7 @@ class EarlySkipPass(LayerPass):
 
     def _importance_of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``[num_rows]`` each: the confidence that a row last had, 0 where its token is not masked, and its bonus."""
-        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.positions.device)
+        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.device)
         bonuses = np.zeros(len(confidences), dtype=np.float32)
         for i, skip in enumerate(self.skips):
             if not skip:

@@ -57,7 +57,7 @@ class HeadTables(BatchTables):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, PageKind.KV)
         self.batch, self.pages = batch, pages
-        device = batch.positions.device
+        device = batch.device
         num_layers, heads = BatchTables(batch, PageKind.FEATURES).tables.shape[0], pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.cache_state is None:
@@ -81,7 +81,7 @@ class HeadTables(BatchTables):
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
-            (i, batch.cu_seqlens[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
+            (i, batch.bounds[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
         ]
         """Requests whose prompt is recomputed, and the row it begins at."""
 
@@ -135,7 +135,7 @@ class MaskKVPass(AdaptivePass):
         super().__init__(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
         num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
-        self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.positions.device)
+        self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
         self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
@@ -165,7 +165,7 @@ class MaskKVPass(AdaptivePass):
         if not self.measuring or name is None:
             return {}
         batch, device = self.batch, hidden.device
-        rows = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2], device=device) for i in self.measuring])
+        rows = torch.cat([torch.arange(*batch.bounds[i : i + 2], device=device) for i in self.measuring])
         bounds = RowBounds([batch.sizes[i] for i in self.measuring], device)
         importance = layer_importance(name, layers, hidden[rows], phases[rows], bounds)
         # Sums over ranks may differ in their last bits, and budgets must not.

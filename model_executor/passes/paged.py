@@ -73,7 +73,7 @@ class RetentionPass(PagedPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
-        self.device = batch.positions.device
+        self.device = batch.device
         read = [plan.read for plan in batch.plans]
         tokens = TokenTables(batch, pages, read)
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
@@ -109,7 +109,7 @@ class RetentionPass(PagedPass):
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
             else:
-                shape = slots.shape[0], batch.cu_seqlens[-1], slots.shape[2]
+                shape = slots.shape[0], batch.bounds[-1], slots.shape[2]
                 self.row_slots = slots.new_full(shape, -1).index_copy_(1, self.named_rows, slots)
                 self.retained = [self.named_rows] * slots.shape[0]
 
