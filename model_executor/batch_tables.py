@@ -52,7 +52,7 @@ class FeatureTables(BatchTables):
     def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int | None = None) -> None:
         """``width``: numbers of a row; None: as many as a hidden state has."""
         super().__init__(batch, PageKind.FEATURES)
-        self.requests = batch.request_of_row()
+        self.requests = batch.requests
         self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
         starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
         items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
@@ -116,7 +116,7 @@ class TokenTables(BatchTables, KVTables):
         BatchTables.__init__(self, batch, kind)
         device = batch.device
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
-        self.requests, self.positions = batch.request_of_row(), batch.positions
+        self.requests, self.positions = batch.requests, batch.positions
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of batch rows (None: all)."""

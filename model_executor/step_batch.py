@@ -263,7 +263,8 @@ class StepBatch(RowBounds):
         """``alone``: which requests need no pages."""
         return SplitRows(self.sizes, alone, self.device, self.limits)
 
-    def request_of_row(self) -> torch.Tensor:
+    @cached_property
+    def requests(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
 

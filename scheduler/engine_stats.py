@@ -113,11 +113,7 @@ class EngineStats:
 
 
 STATS_KEY = "diffusion"
-
-
-def attach_stats(scheduler_stats: SchedulerStats, stats: EngineStats) -> None:
-    """Put ours into vLLM's message, whose only free dictionaries are those of key-value connectors."""
-    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
+"""Key of ``SchedulerStats.kv_connector_stats``."""
 
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:

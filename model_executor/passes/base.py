@@ -14,7 +14,7 @@ from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
-from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
@@ -112,14 +112,9 @@ class DensePass(LayerPass):
     repeats = True
     writes = False
 
-    def __init__(self, row_bounds: RowBounds) -> None:
+    def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
         """``row_bounds``: of the sequences."""
         self.row_bounds = row_bounds
-
-    @classmethod
-    def of_batch(cls, batch: StepBatch, pages: object) -> "DensePass":
-        """The pass of a method that keeps nothing."""
-        return cls(batch)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return attend_alone(q, k, v, self.row_bounds)

@@ -71,7 +71,7 @@ class HeadTables(BatchTables):
         ends = in_order.flatten(1).cumsum(dim=1).view_as(in_order)
         self.starts = (ends - in_order).transpose(0, 1).contiguous()
         """First slot of each head's range. In a first pass, of the layers that have voted."""
-        self.requests = batch.request_of_row()
+        self.requests = batch.requests
         starts = np.repeat([canvas.spec.prompt_length for canvas in batch.canvases], batch.sizes)
         self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""

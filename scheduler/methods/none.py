@@ -17,7 +17,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 NONE = CacheMethod(
     plan,
     attention=("full", "block_causal"),
-    layer_pass="passes.base:DensePass.of_batch",
+    layer_pass="passes.base:DensePass",
     trims_suffix=True,
     uniform_sampler="with_delay_eos",
 )
