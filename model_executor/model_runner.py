@@ -25,7 +25,7 @@ from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
-from dllm_engine.model_executor.loading.checkpoint import check_safetensors
+from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import LayerPass

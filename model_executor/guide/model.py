@@ -21,7 +21,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
-from dllm_engine.model_executor.loading.checkpoint import check_safetensors
+from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder, VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages

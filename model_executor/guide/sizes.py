@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from dllm_engine.model_executor.loading.file_kinds import check_files
+from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape, head_dim_of

@@ -104,18 +104,21 @@ class DecoderLayer(nn.Module):
         """Neighbours among queries, keys and values, as of ``qkv``: ``"v"``, ``"k"`` or ``"qk"`` for methods that need
         some before the rest."""
         counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        sizes = [counts[part] for part in parts]
-        num_turned = sum(counts[part] for part in parts if part != "v")
-        heads = turned = self._projected(normed, sum(counts[part] for part in "qkv".partition(parts)[0]), sum(sizes))
-        if num_turned:
-            if self.head_norm is not None:
-                turned = self.head_norm(heads.contiguous())
-                for part, part_heads in zip(parts, turned.split(sizes, dim=1), strict=True):
-                    if part != "v":
-                        part_heads.mul_(getattr(self, f"{part}_norm").weight)
-            phases.rotate_(turned.narrow(1, 0, num_turned))
-        both = zip(parts, heads.split(sizes, dim=1), turned.split(sizes, dim=1), strict=True)
-        return [plain if part == "v" else rotated for part, plain, rotated in both]
+        first = sum(counts[part] for part in "qkv".partition(parts)[0])
+        heads = self._projected(normed, first, sum(counts[part] for part in parts))
+        values = [heads.narrow(1, heads.shape[1] - counts["v"], counts["v"])] if "v" in parts else []
+        turned = {part: counts[part] for part in parts if part != "v"}
+        if not turned:
+            return values
+        if self.head_norm is not None:
+            heads = self.head_norm(heads.contiguous())
+        heads = heads.narrow(1, 0, sum(turned.values()))
+        split = heads.split([*turned.values()], dim=1)
+        if self.head_norm is not None:
+            for part, part_heads in zip(turned, split, strict=True):
+                part_heads.mul_(getattr(self, f"{part}_norm").weight)
+        phases.rotate_(heads)
+        return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
