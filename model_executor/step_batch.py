@@ -160,11 +160,8 @@ class SplitRows(RowBounds):
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
         self.num_paged_rows = self.bounds[num_paged]
-        paged_limits, alone_limits = (
-            (None, None)
-            if limits is None
-            else limits.split_with_sizes([self.num_paged_rows, limits.shape[0] - self.num_paged_rows])
-        )
+        n = self.num_paged_rows
+        paged_limits, alone_limits = (None, None) if limits is None else (limits[:n], limits[n:])
         self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, paged_limits)
         """Rows of all requests, without the rows of those that attend alone."""
         self.alone = RowBounds(sizes[num_paged:], device, alone_limits)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -26,11 +27,10 @@ from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, Shard, TensorName
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import ExpertShape
+from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
 from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP
 from dllm_engine.model_executor.models.names import PrefixOf, expert_shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
-from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -257,6 +257,24 @@ class DiffusionDecoder(nn.Module):
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         return fill_parameters(self, weights)
+
+
+def inverse_frequencies(
+    config: Any, num_positions: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
+    the number.
+
+    Args:
+        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
+    """
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        return frequencies, scale
+    turned = rotary_dim(config, head_dim)
+    exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
