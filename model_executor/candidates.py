@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
@@ -135,6 +135,18 @@ class BatchCandidates:
             start = canvas.spec.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
         return on_device(weights, self.table.device, torch.float32)
+
+    @cached_property
+    def responses(self) -> torch.Tensor | None:
+        """Request and place of every position of the responses that delay end tokens, int64 ``[2, n]``; None: none
+        does."""
+        canvases = self.batch.canvases
+        delaying = [i for i in self.members if canvases[i].spec.delay_eos]
+        if not delaying:
+            return None
+        starts = [canvases[i].start + canvases[i].spec.prompt_length for i in delaying]
+        owners, places = ranges(starts, [canvases[i].spec.gen_length for i in delaying])
+        return on_device(np.stack((np.array(delaying)[owners], places)), self.table.device)
 
     @cached_property
     def biased(self) -> list[BiasedRows]:

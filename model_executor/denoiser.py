@@ -20,9 +20,9 @@ from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, cl
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
     Filled,
+    FillInputs,
     StepOutcome,
     fill,
-    fill_inputs,
     fill_work,
     outcomes_of,
 )
@@ -112,7 +112,8 @@ class Denoiser:
             recorded = self.graphs.fill(hidden, group, work, numbers)
             if recorded is not None:
                 return recorded
-        inputs, own = fill_inputs(group, work, numbers), hidden[group.rows]
+        numbers_here, own = on_device(numbers, self.device), hidden[group.rows]
+        inputs = FillInputs(group.table, numbers_here, group.certainty, group.responses, group.width)
         return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
 
     def _fill_guided(self, batch: StepBatch, drafts: list[Draft]) -> list[Filled]:

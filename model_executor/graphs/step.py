@@ -15,7 +15,7 @@ from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill, response_places
+from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class FillingGraph:
             if own.certainty is not None:
                 own.certainty[:num_candidates] = required(group.certainty)
             if own.responses is not None:
-                places = response_places(group)
+                places = required(group.responses)
                 own.responses[:, : places.shape[1]], own.responses[:, places.shape[1] :] = places, self.no_position
             self.holds = group
         if self.numbers is None or not np.array_equal(self.numbers, numbers):
