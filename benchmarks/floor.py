@@ -71,7 +71,7 @@ class Floor:
 
     def __init__(self, model: DiffusionDecoder, shape: PassShape) -> None:
         self.model = model
-        size, weight = model.shape, model.final_norm.weight
+        size, weight = model.config, model.final_norm.weight
         layer = model.layers[0]
         assert isinstance(layer, DecoderLayer)
 
@@ -80,19 +80,21 @@ class Floor:
 
         self._x = numbers(shape.num_rows, size.hidden_size)
         self._attended = numbers(shape.num_rows, layer.num_heads * layer.head_dim)
-        self._gated = numbers(shape.num_rows, size.intermediate_size * layer.num_heads // size.num_heads)
+        self._gated = numbers(shape.num_rows, size.intermediate_size * layer.num_heads // size.num_attention_heads)
         self._masked = self._x[: shape.head_rows]
         # Query heads that share a KV head are further rows of it, so that its keys are read once.
         kv_heads, sharing = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         groups = Counter(shape.requests).items()
         num_keys = sum(keys * count for (_, keys), count in groups)
         kv_bytes = 2 * num_keys * kv_heads * layer.head_dim * weight.element_size()
-        different = min(size.num_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
+        different = min(size.num_hidden_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
         queries = [numbers(count, kv_heads, sharing * rows, layer.head_dim) for (rows, _), count in groups]
         keys_and_values = [
             [numbers(2, count, kv_heads, keys, layer.head_dim) for (_, keys), count in groups] for _ in range(different)
         ]
-        self._heads = [list(zip(queries, keys_and_values[i % different], strict=True)) for i in range(size.num_layers)]
+        self._heads = [
+            list(zip(queries, keys_and_values[i % different], strict=True)) for i in range(size.num_hidden_layers)
+        ]
 
     @torch.inference_mode()
     def _run(self) -> None:

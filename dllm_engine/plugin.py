@@ -30,8 +30,7 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
-    from dllm_engine.model_executor.models.configs import registered_classes
+    from dllm_engine.model_executor.models.configs import register_tokenizers, registered_classes
     from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
     from dllm_engine.model_executor.page_memory import register_pool_spec
     from dllm_engine.quiet import keep_our_warnings

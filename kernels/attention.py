@@ -1,12 +1,50 @@
-r"""Bidirectional attention over sequences of different lengths laid end to end.
+r"""Bidirectional attention over sequences of different lengths laid end to end, and the libraries that compute it.
 
 For sequence s with rows R_s:  out_i = Σ_{j ∈ R_s} softmax_j(q_i · k_j / √d) v_j,  for every i ∈ R_s; no mask inside a
 sequence, nothing across sequences. With fewer KV heads than query heads each serves a group of consecutive ones.
+
+The libraries are PyTorch's own attention, and FlashAttention as vLLM brings it.
 """
 
-import torch
+import itertools
+from collections.abc import Callable
 
-from dllm_engine.kernels.dense_backends import DenseAttention, attend_with_sdpa
+import torch
+import torch.nn.functional as F
+from vllm.logger import init_logger
+
+from dllm_engine.kernels.paged_attention import PagedFlash, PagedTokens
+
+logger = init_logger(f"vllm.{__name__}")
+
+DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor], torch.Tensor]
+"""Computes what ``bidirectional_attention`` promises; arguments and result as there, with at least one row."""
+
+
+def attend_with_sdpa(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """One call per run of neighbouring sequences of equal length."""
+    out = torch.empty_like(q)
+    for start, length, count in _equal_runs(bounds):
+        rows = slice(start, start + length * count)
+        queries, keys, values = (x[rows].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+        attended = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def _equal_runs(bounds: list[int]) -> list[tuple[int, int, int]]:
+    """(first row, length, number of sequences) of each run of neighbouring sequences of equal length."""
+    runs = []
+    start = 0
+    for length, group in itertools.groupby(stop - start for start, stop in itertools.pairwise(bounds)):
+        count = len(list(group))
+        if length:
+            runs.append((start, length, count))
+        start += length * count
+    return runs
+
 
 _attend: DenseAttention = attend_with_sdpa
 
@@ -40,3 +78,90 @@ def bidirectional_attention(
     if not q.shape[0]:
         return torch.empty_like(q)
     return _attend(q, k, v, bounds, cu_seqlens)
+
+
+def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> DenseAttention:
+    """The attention of the library ``name``; of ``"auto"``, FlashAttention's where it can be had, else PyTorch's.
+
+    Raises ``ValueError`` where the library that was named cannot be had.
+    """
+    if name == "sdpa":
+        logger.info("Dense attention: sdpa")
+        return attend_with_sdpa
+    try:
+        version = flash_version(device, dtype, head_dim)
+    except ValueError as error:
+        if name != "auto":
+            raise ValueError(f"dense_attention={name!r} {error}; leave it at 'auto'") from error
+        logger.info("Dense attention: sdpa, because flash %s", error)
+        return attend_with_sdpa
+    logger.info("Dense attention: flash")
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
+    ) -> torch.Tensor:
+        longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+        out: torch.Tensor = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            max_seqlen_q=longest,
+            cu_seqlens_q=cu_seqlens,
+            max_seqlen_k=longest,
+            cu_seqlens_k=cu_seqlens,
+            causal=False,
+            fa_version=version,
+        )
+        return out
+
+    return attend
+
+
+def flash_version(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
+    """The version of FlashAttention that vLLM takes for this GPU. Raises ``ValueError`` if there is none."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
+    if head_dim % 8 or head_dim > 256:
+        raise ValueError(f"needs heads of a multiple of 8 and at most 256 numbers, here {head_dim}")
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=head_dim)
+    if version is None:
+        raise ValueError("needs a GPU that vLLM's FlashAttention is built for (compute capability 8.0 or later)")
+    return version
+
+
+def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> PagedFlash | None:
+    """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
+    try:
+        version = flash_version(device, dtype, head_dim)
+        if version not in (2, 3):
+            raise ValueError(f"needs FlashAttention 2 or 3, and vLLM takes {version} for this GPU")
+        if page_size % 16:
+            raise ValueError(f"needs a page_size of a multiple of 16, here {page_size}")
+    except ValueError as error:
+        logger.info("Attention to pages: own kernel, because flash %s", error)
+        return None
+    logger.info("Attention to pages: flash %d where it applies, else own kernel", version)
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    def attend(q: torch.Tensor, cu_seqlens: torch.Tensor, tokens: PagedTokens, max_seqlen: int) -> torch.Tensor:
+        num_kv_heads = tokens.head_len.shape[1]
+        k_cache, v_cache = (x.unflatten(1, (-1, num_kv_heads)) for x in (tokens.k_pages, tokens.v_pages))
+        out: torch.Tensor = flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            max_seqlen_q=max_seqlen,
+            cu_seqlens_q=cu_seqlens,
+            # The most that fit the tables: a captured launch stays correct for all that they may hold.
+            max_seqlen_k=tokens.page_tables.shape[1] * k_cache.shape[1],
+            seqused_k=tokens.token_lens,
+            block_table=tokens.page_tables,
+            causal=False,
+            fa_version=version,
+        )
+        return out
+
+    return attend

@@ -8,7 +8,8 @@ rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per
     read_features:   result_i = rows_σ(i)
 
 for every i with σ(i) ≥ 0; −1 stands for no row. Rows that no slot names are never used in arithmetic: they may hold
-NaN.
+NaN. Arguments of all three: ``rows`` ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them; ``slots``
+int64 ``[num_rows]``; ``hidden`` and ``values`` ``[num_rows, width]``.
 """
 
 import torch
@@ -26,41 +27,22 @@ def feature_rows(memory: torch.Tensor, width: int) -> torch.Tensor:
 
 @operator("features:add_features")
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Add to each row of ``hidden`` the row of features in its slot, without converting to float32.
-
-    Args:
-        hidden: ``[num_rows, width]``, each row contiguous.
-        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
-        slots: int64 ``[num_rows]``; −1 leaves the row as it is.
-    """
+    """Add to each row of ``hidden``, which is contiguous, the row of features in its slot, without converting to
+    float32."""
     kept = (slots >= 0).nonzero().flatten()
     hidden.index_add_(0, kept, rows[_places(rows, slots[kept])])
 
 
 @operator("features:write_features")
 def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write ``values[i]`` to row slot ``slots[i]``.
-
-    Args:
-        values: ``[num_rows, width]``.
-        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
-        slots: int64 ``[num_rows]``; −1 writes nothing. No slot may be named twice.
-    """
+    """Write ``values[i]`` to row slot ``slots[i]``. No slot may be named twice."""
     kept = slots >= 0
     rows[_places(rows, slots[kept])] = values[kept]
 
 
 @operator("features:read_features")
 def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows of features in ``slots``.
-
-    Args:
-        rows: ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them.
-        slots: int64 ``[num_rows]``; −1 reads as zeros.
-
-    Returns:
-        ``[num_rows, width]``, in the type of ``rows``.
-    """
+    """The rows of features in ``slots``, ``[num_rows, width]`` in the type of ``rows``; −1 reads as zeros."""
     kept = slots >= 0
     out = rows.new_zeros(slots.shape[0], rows.shape[2])
     out[kept] = rows[_places(rows, slots[kept])]

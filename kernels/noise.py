@@ -55,15 +55,9 @@ def uniform(
     return (_shift_right(key, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def gumbel(
-    seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
-    """Standard Gumbel noise, float64: at lower precision its tail is cut off and sampling is biased to the mode."""
-    return gumbel_of(uniform(seeds, forwards, positions, token_ids))
-
-
 def gumbel_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise from uniform numbers."""
+    """Standard Gumbel noise from uniform numbers, float64: at lower precision its tail is cut off and sampling is
+    biased to the mode."""
     return -torch.log(-torch.log(numbers))
 
 
@@ -80,8 +74,8 @@ def noisy_logits(
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
     for start in range(0, logits.shape[0], num_rows):
         rows = slice(start, start + num_rows)
-        noise = gumbel(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
-        yield rows, noise.add_(logits[rows].float() / temperature)
+        numbers = uniform(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
+        yield rows, gumbel_of(numbers).add_(logits[rows].float() / temperature)
 
 
 @operator("noise:gumbel_max")

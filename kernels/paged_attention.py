@@ -11,11 +11,45 @@ Query heads share KV heads in consecutive groups. A row with nothing to attend t
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.paged_tokens import PagedTokens
+
+
+class PagedTokens(NamedTuple):
+    """Keys and values that requests have in pages, in one layer.
+
+    Request r has ``head_len[r, h]`` tokens for KV head h. Token t of head h lies in virtual slot
+    ``head_start[r, h] + t · token_stride[r]``, and virtual slot σ in page ``page_tables[r, σ // slots_per_page]`` at
+    offset ``σ % slots_per_page``. There are two layouts:
+
+        token-major:  head_start[r, h] = h,  token_stride[r] = num_kv_heads;  grows by appending pages
+        packed:       head_start[r, h] = Σ_{g<h} head_len[r, g],  token_stride[r] = 1;  a range of slots per head
+
+    Slots without a token are never used in arithmetic: they may hold NaN.
+    """
+
+    k_pages: torch.Tensor
+    """``[num_pages, slots_per_page, head_dim]``. A page is contiguous; pages may lie apart by whole slots."""
+    v_pages: torch.Tensor
+    """As ``k_pages``."""
+    page_tables: torch.Tensor
+    """int32 ``[num_requests, max_pages]``; entries beyond a request's pages are not read."""
+    head_start: torch.Tensor
+    """int32 ``[num_requests, num_kv_heads]``"""
+    token_stride: torch.Tensor
+    """int32 ``[num_requests]``"""
+    head_len: torch.Tensor
+    """int32 ``[num_requests, num_kv_heads]``"""
+    max_head_len: int | None = None
+    """An upper bound of ``head_len`` that is known on the host. A CUDA launch needs it, and without it waits for the
+    device to tell. It only decides how finely the work is split: a captured launch stays correct for longer heads."""
+    token_lens: torch.Tensor | None = None
+    """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is token-major: then all its heads
+    have so many. None: either layout."""
+
 
 PagedFlash = Callable[[torch.Tensor, torch.Tensor, PagedTokens, int], torch.Tensor]
 """Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``, and ``max_seqlen``: to pages
@@ -34,7 +68,7 @@ def paged_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor | Sequence[int],
-    tokens: PagedTokens,
+    tokens: PagedTokens | None,
     *,
     attend_fresh: bool,
     limits: torch.Tensor | None = None,
@@ -48,6 +82,7 @@ def paged_attention(
         k, v: the rows' own keys and values, ``[num_rows, num_kv_heads, head_dim]``.
         cu_seqlens: first row of each request and, last, where rows end; int32 ``[num_requests + 1]``. The results of
             rows behind these are undefined.
+        tokens: what requests have in pages; None: nothing.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages alone.
         limits: how many of its request's keys each row sees, int32 ``[num_rows]``: of the tokens in pages, and with
             ``attend_fresh`` of the request's rows behind them. It may be more than there are. None: all of them.
@@ -62,6 +97,7 @@ def paged_attention(
         if max_seqlen is None:
             max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
         cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+    tokens = _nothing(k, cu_seqlens.shape[0] - 1) if tokens is None else tokens
     if (
         _flash is not None
         and not attend_fresh
@@ -71,10 +107,7 @@ def paged_attention(
         and tokens.token_lens is not None
     ):
         return _flash(q, cu_seqlens, tokens, max_seqlen)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tensors = list(tokens[:6])
-    _paged_attention(out, lse, q, k, v, cu_seqlens, limits, tensors, tokens.max_head_len, attend_fresh, max_seqlen)
-    return out
+    return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
 
 
 def attention_with_lse(
@@ -86,23 +119,7 @@ def attention_with_lse(
     ``[num_rows, num_heads]``.
     """
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return paged_attention(q, k, v, cu_seqlens, _nothing(k, len(cu_seqlens) - 1), attend_fresh=True, lse=lse), lse
-
-
-def attention_with_limits(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    limits: torch.Tensor | None,
-    max_seqlen: int,
-) -> torch.Tensor:
-    """Attention within each sequence, where a row sees as many of its sequence's rows as ``limits`` says; None: all.
-
-    Arguments and result as of ``paged_attention``.
-    """
-    nothing = _nothing(k, cu_seqlens.shape[0] - 1)
-    return paged_attention(q, k, v, cu_seqlens, nothing, attend_fresh=True, limits=limits, max_seqlen=max_seqlen)
+    return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, lse=lse), lse
 
 
 def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
@@ -116,32 +133,29 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
 
 @operator("paged_attention:paged_attention")
 def _paged_attention(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    tokens: PagedTokens,
     limits: torch.Tensor | None,
-    paged: list[torch.Tensor],
-    max_head_len: int | None,
+    lse: torch.Tensor | None,
     attend_fresh: bool,
     max_seqlen: int | None,
-) -> None:
-    """``out`` is contiguous. ``paged``: the tensors of ``PagedTokens`` that say where its tokens lie."""
-    bounds, num_kv_heads = cu_seqlens.tolist(), paged[-1].shape[1]
-    for request, (first, last) in enumerate(itertools.pairwise(bounds)):
+) -> torch.Tensor:
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for request, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         if first == last:
             continue
-        keys, values, numbers = _retained(request, *paged)
+        keys, values, numbers = _retained(request, tokens)
         if attend_fresh:
-            own = paged[-1][request, :, None] + torch.arange(last - first)  # behind the tokens in pages
+            own = tokens.head_len[request, :, None] + torch.arange(last - first)  # behind the tokens in pages
             keys, values = (torch.cat((x, y[first:last].transpose(0, 1)), 1) for x, y in ((keys, k), (values, v)))
             numbers = torch.cat((numbers, own), 1)
         bounds_of_rows = torch.full((last - first,), _NO_KEY) if limits is None else limits[first:last]
         visible = numbers[:, None, None] < bounds_of_rows[:, None]
         # Query heads that share a KV head are further rows of it.
-        queries = q[first:last].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3).float()
+        queries = q[first:last].unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3).float()
         scores = queries @ keys[:, None].float().transpose(2, 3) * q.shape[2] ** -0.5
         scores.masked_fill_(~visible, -torch.inf)
         denominators = scores.logsumexp(dim=-1, keepdim=True)
@@ -149,28 +163,21 @@ def _paged_attention(
         out[first:last] = (weights @ values[:, None].float()).permute(2, 0, 1, 3).flatten(1, 2)
         if lse is not None:
             lse[first:last] = denominators[..., 0].permute(2, 0, 1).flatten(1)
+    return out
 
 
 _NO_KEY = torch.iinfo(torch.int32).max
 
 
-def _retained(
-    request: int,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    page_tables: torch.Tensor,
-    head_start: torch.Tensor,
-    token_stride: torch.Tensor,
-    head_len: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _retained(request: int, tokens: PagedTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head, head_dim]``, and their numbers in
     the request, ``[num_kv_heads, longest head]``. Where a head is shorter, they are zeros, and the number is that of no
     key."""
-    slots_per_page, table, lengths = k_pages.shape[1], page_tables[request], head_len[request, :, None]
+    slots_per_page, lengths = tokens.k_pages.shape[1], tokens.head_len[request, :, None]
     numbers = torch.arange(int(lengths.max())).expand(len(lengths), -1)
     exists = numbers < lengths
-    slots = torch.where(exists, head_start[request, :, None] + numbers * token_stride[request], 0)
-    pages = torch.where(exists, table[slots // slots_per_page], 0)
+    slots = torch.where(exists, tokens.head_start[request, :, None] + numbers * tokens.token_stride[request], 0)
+    pages = torch.where(exists, tokens.page_tables[request, slots // slots_per_page], 0)
     # Slots without a token may hold NaN.
-    keys, values = (x[pages, slots % slots_per_page].masked_fill_(~exists[..., None], 0) for x in (k_pages, v_pages))
+    keys, values = (x[pages, slots % slots_per_page].masked_fill_(~exists[..., None], 0) for x in tokens[:2])
     return keys, values, numbers.masked_fill(~exists, _NO_KEY)

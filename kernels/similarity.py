@@ -44,26 +44,17 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of each row.
+    """Cosine similarity of each row, float32 ``[num_rows]``; 0 where either vector is 0.
 
-    Args:
-        sums: as ``similarity_sums`` returns them, of all heads of the model: float32 ``[3, num_rows]``.
-
-    Returns:
-        float32 ``[num_rows]``; 0 where either vector is 0.
+    ``sums``: as ``similarity_sums`` returns them, of all heads of the model.
     """
     norms = sums[1:].sqrt().clamp_(min=_EPS)
     return sums[0] / (norms[0] * norms[1])
 
 
 def negative_distance(sums: torch.Tensor) -> torch.Tensor:
-    """Minus the squared L2 distance of each row's two vectors, so that less is less similar, as of ``cosine``.
-
-    ``sums`` as of ``cosine``.
-
-    Returns:
-        float32 ``[num_rows]``; 0 where the vectors differ by the rounding of the sums alone.
-    """
+    """Minus the squared L2 distance of each row's two vectors, so that less is less similar; arguments and result as of
+    ``cosine``. 0 where the vectors differ by the rounding of the sums alone."""
     squares = sums[1] + sums[2]
     distance = squares - 2 * sums[0]
     return -distance.masked_fill(distance <= _ROUNDING * squares, 0)

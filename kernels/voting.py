@@ -35,13 +35,8 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
 
 @operator("voting:summed_probabilities")
 def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}).
-
-    Arguments are those of ``voting_scores``.
-
-    Returns:
-        float32 ``[num_rows, num_keys]``.
-    """
+    """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}), float32
+    ``[num_rows, num_keys]``. Arguments are those of ``voting_scores``."""
     total = q.new_zeros(q.shape[0], k.shape[0], dtype=torch.float32)
     for probabilities in _probabilities(q, k, lse):
         total += probabilities.sum(dim=1)

@@ -2,14 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.kernels.paged_tokens import PagedTokens
-from dllm_engine.model_executor.page_memory import PageView
+from dllm_engine.kernels.features import feature_rows
+from dllm_engine.kernels.paged_attention import PagedTokens
+from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request import Span
 
 WIDTH_UNIT = 8
 
@@ -28,23 +31,38 @@ class BatchTables:
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
         widest = padded_width(max((table.shape[1] for table in held), default=0))
-        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.positions.device)
+        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.device)
         same = [none if table is None else table for table in tables]
         same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
         self.tables = torch.stack(same, dim=1)
         """``[num_layers, num_requests, most pages]``"""
 
-    def places(self, requests: torch.Tensor, tokens: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Physical places, as ``slots`` has them, of tokens in every layer: int64 ``[num_layers, n]``."""
-        return self.tables[:, requests, tokens // page_size].long() * page_size + tokens % page_size
-
-    def slots(self, layer: int, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
+    def slots(self, layer: int | slice, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
         """Physical places, ``page · per_page + offset``, of items numbered in each request's table.
 
-        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``.
+        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``, or for a slice of
+        the layers ``[num_layers, n]``.
         """
-        pages = self.tables[layer][requests, items // per_page]
-        return pages.long() * per_page + items % per_page
+        return self.tables[layer, requests, items // per_page].long() * per_page + items % per_page
+
+
+class FeatureTables(BatchTables):
+    """Rows of features in pages, one for each position of a span of each canvas."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int | None = None) -> None:
+        """``width``: numbers of a row; None: as many as a hidden state has."""
+        super().__init__(batch, PageKind.FEATURES)
+        self.requests = batch.requests
+        self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
+        starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
+        items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
+        self.items = on_device(items, batch.device)
+        """Number of each batch row's position in its span; negative: it is outside."""
+
+    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Row slots ``[n]`` of batch rows (None: all), as ``write_features`` takes them; −1 outside the spans."""
+        requests, items = (self.requests, self.items) if rows is None else (self.requests[rows], self.items[rows])
+        return self.slots(layer, requests, items.clamp(min=0), self.rows.shape[1]).masked_fill(items < 0, -1)
 
 
 class KVTables:
@@ -96,9 +114,9 @@ class TokenTables(BatchTables, KVTables):
     ) -> None:
         """``head_len``: tokens in pages that each request attends to."""
         BatchTables.__init__(self, batch, kind)
-        device = batch.positions.device
+        device = batch.device
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
-        self.requests, self.positions = batch.request_of_row(), batch.positions
+        self.requests, self.positions = batch.requests, batch.positions
 
     def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Physical slots ``[n, num_kv_heads]`` of batch rows (None: all)."""

@@ -1,16 +1,16 @@
 """The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
+from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, may_fill
@@ -47,7 +47,7 @@ class BatchCandidates:
     """All columns, as ``columns``, on the device."""
 
     def __post_init__(self) -> None:
-        self._take_table(on_device(self.columns, self.batch.positions.device))
+        self._take_table(on_device(self.columns, self.batch.device))
 
     def _take_table(self, table: torch.Tensor) -> None:
         self.table = table
@@ -79,16 +79,12 @@ class BatchCandidates:
         positions = start + offsets
         predicting = np.maximum(positions - int(canvases[0].spec.shifts_logits), first_fed)
         # Rows ascend by request and position, and so do these keys.
-        keys = np.repeat(np.arange(len(canvases)), np.diff(batch.cu_seqlens)) * longest + batch.host_positions
+        keys = np.repeat(np.arange(len(canvases)), batch.sizes) * longest + batch.host_positions
         wanted = requests * longest + predicting
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ALONE
         columns = np.stack((requests, offsets, positions, positions + canvas_start, rows, flags))
         return cls(batch, members, columns[:, keys[rows] == wanted])
-
-    def take(self, which: np.ndarray) -> "BatchCandidates":
-        """Select some, by a bool mask ``[num_candidates]``."""
-        return BatchCandidates(self.batch, self.members, self.columns[:, which])
 
     def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
@@ -106,7 +102,7 @@ class BatchCandidates:
         unfinished = ~finished[self.rows]
         # In each request the finished ones first, in their order.
         which = (2 * self.requests + unfinished).sort(stable=True).indices[places]
-        selected = self.take(taken)
+        selected = replace(self, columns=self.columns[:, taken])
         is_copy = unfinished[which]
         which = torch.where(is_copy, which[firsts], which)
         selected._take_table(self.table[:, which])
@@ -119,7 +115,7 @@ class BatchCandidates:
         """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
-        return BatchCandidates(self.batch, members, self.columns[:, np.isin(self.columns[0], members)])
+        return replace(self, members=members, columns=self.columns[:, np.isin(self.columns[0], members)])
 
     @property
     def width(self) -> int:
@@ -141,10 +137,22 @@ class BatchCandidates:
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
+    def responses(self) -> torch.Tensor | None:
+        """Request and place of every position of the responses that delay end tokens, int64 ``[2, n]``; None: none
+        does."""
+        canvases = self.batch.canvases
+        delaying = [i for i in self.members if canvases[i].spec.delay_eos]
+        if not delaying:
+            return None
+        starts = [canvases[i].start + canvases[i].spec.prompt_length for i in delaying]
+        owners, places = ranges(starts, [canvases[i].spec.gen_length for i in delaying])
+        return on_device(np.stack((np.array(delaying)[owners], places)), self.table.device)
+
+    @cached_property
     def biased(self) -> list[BiasedRows]:
         """Numbers that requests add to the logits of their candidates."""
         return [
-            BiasedRows((self.requests == i) & (self.positions < bias.stop), *bias.columns)
+            BiasedRows((self.requests == i) & (self.positions < bias.stop), bias)
             for i in self.members
             for bias in self.batch.canvases[i].spec.token_biases
         ]

@@ -3,50 +3,46 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from dllm_engine.families import model_end_tokens
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.graphs.step import StepGraphs
-from dllm_engine.model_executor.guide.model import Draft, Guide
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.guide.model import Draft
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
-from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.decisions import decide
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
     Filled,
+    FillInputs,
     StepOutcome,
     fill,
-    fill_inputs,
     fill_work,
     outcomes_of,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.messages import RequestFailure
-from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.step_plan import StepPlan
+
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
 
 class Denoiser:
     """Runs steps on the canvases of a store. Knows no request but those of the batch it is given."""
 
-    def __init__(
-        self,
-        model: DiffusionDecoder,
-        predictor: TokenPredictor,
-        guide: Guide | None,
-        store: CanvasStore,
-        end_tokens: Sequence[int],
-    ) -> None:
-        self.model, self.predictor, self.guide, self.store = model, predictor, guide, store
-        self.device = store.tokens.device
-        self.end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
+    def __init__(self, runner: "DiffusionModelRunner") -> None:
+        self.model, self.predictor, self.guide = runner.model, runner.predictor, runner.guide
+        self.store, self.device = runner.store, runner.device
+        end_tokens = model_end_tokens(runner.model_config.hf_config)
+        self.end_tokens: torch.Tensor = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
         self.graphs: StepGraphs | None = None
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the last run failed."""
@@ -90,7 +86,7 @@ class Denoiser:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if layer_pass.finished is not None:
             groups = [group.of_finished(layer_pass.finished, layer_pass.num_finished) for group in groups]
-        drafted: list[tuple[int, Draft, list[float]]] = []
+        drafts: list[Draft] = []
         filled = []
         for group in groups:
             if not group.positions.numel():
@@ -106,11 +102,11 @@ class Denoiser:
                     layer_pass.observe(index, positions, request_statistics)
                     _record(canvas, positions, request_statistics)
                     if (guidance := canvas.spec.guidance) is not None:
-                        window = slice(guidance.speculation_length)
-                        tokens, probabilities = request_statistics.token[window], request_statistics.probability[window]
-                        draft = Draft(batch.request_ids[index], canvas, positions[window], tokens)
-                        drafted.append((index, draft, probabilities.tolist()))
-        return filled + self._fill_guided(batch, drafted)
+                        columns = positions, request_statistics.token, request_statistics.probability
+                        drafted, tokens, probabilities = (x[: guidance.speculation_length].tolist() for x in columns)
+                        request_id = batch.request_ids[index]
+                        drafts.append(Draft(index, request_id, canvas, drafted, tokens, probabilities))
+        return filled + self._fill_guided(batch, drafts)
 
     def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask the plans' quotas of them."""
@@ -120,74 +116,51 @@ class Denoiser:
             recorded = self.graphs.fill(hidden, group, work, numbers)
             if recorded is not None:
                 return recorded
-        inputs, own = fill_inputs(group, work, numbers), hidden[group.rows]
+        numbers_here, own = on_device(numbers, self.device), hidden[group.rows]
+        inputs = FillInputs(group.table, numbers_here, group.certainty, group.responses, group.width)
         return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
 
-    def _fill_guided(self, batch: StepBatch, drafted: list[tuple[int, Draft, list[float]]]) -> list[Filled]:
-        """Unmask what the guide lets pass of each request's draft. ``drafted``: number in the batch, draft, and the
-        probabilities of its tokens."""
-        if not drafted:
+    def _fill_guided(self, batch: StepBatch, drafts: list[Draft]) -> list[Filled]:
+        """Unmask what the guide lets pass of each request's draft."""
+        if not drafts:
             return []
         assert self.guide is not None
-        verdicts = self.guide.check([draft for _, draft, _ in drafted])
-        found = []
-        for (index, draft, probabilities), verdict in zip(drafted, verdicts, strict=True):
-            if isinstance(verdict, RequestFailure):
-                self.failures[draft.request_id] = verdict
+        self.guide.check(drafts)
+        filled = []
+        for draft in drafts:
+            if draft.failure is not None:
+                self.failures[draft.request_id] = draft.failure
                 continue
-            canvas, spec = draft.canvas, draft.canvas.spec
-            assert spec.guidance is not None
-            # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
-            own = [
-                drafted
-                if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given)
-                else token
-                for token, drafted, position in zip(
-                    verdict.tokens, verdict.drafted, draft.positions.tolist(), strict=True
-                )
-            ]
-            chosen = select_guided(
-                spec.guidance,
-                verdict.drafted,
-                probabilities,
-                verdict.ranks,
-                own,
-                first_needed=batch.plans[index].quota.first_needed,
-            )
-            in_order = sorted(chosen)
-            positions = draft.positions[on_device(in_order, self.device)]
-            tokens = on_device([chosen[number] for number in in_order], self.device)
+            canvas = draft.canvas
+            chosen = select_guided(draft, first_needed=batch.plans[draft.index].quota.first_needed)
+            positions = on_device([draft.positions[number] for number in sorted(chosen)], self.device)
+            tokens = on_device([chosen[number] for number in sorted(chosen)], self.device)
             canvas.tokens[positions] = tokens
             canvas.masked[positions] = False
-            requests = torch.full_like(positions, index)
-            found.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
-        return found
+            requests = torch.full_like(positions, draft.index)
+            filled.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
+        return filled
 
 
-def select_guided(
-    guidance: Guidance,
-    drafts: Sequence[int],
-    probabilities: Sequence[float],
-    ranks: Sequence[int],
-    guided: Sequence[int],
-    *,
-    first_needed: bool = False,
-) -> dict[int, int]:
-    """The tokens that a guided step unmasks, by their index in the window of drafted positions; at least one
-    (arXiv 2505.21467, §3.2.2).
+def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
+    """The tokens that a guided step unmasks, by their index in a checked draft; at least one.
 
-    Args:
-        drafts, probabilities: tokens of the diffusion model from the leftmost masked position on, by its confidence.
-        ranks: how many tokens the guide prefers to each draft.
-        guided: the guide's own tokens there.
-        first_needed: the first position must be filled now, whatever else is.
+    arXiv 2505.21467, section 3.2.2. ``first_needed``: the first position must be filled now, whatever else is.
     """
+    spec, drafted, ranks = draft.canvas.spec, draft.tokens, draft.ranks
+    guidance = spec.guidance
+    assert guidance is not None
+    # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
+    guided = [
+        own if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given) else token
+        for token, own, position in zip(draft.guided, drafted, draft.positions, strict=True)
+    ]
     prefix = next((count for count, rank in enumerate(ranks) if rank >= guidance.top_k), len(ranks))
-    chosen = {i: drafts[i] for i in range(prefix)}
+    chosen = {i: drafted[i] for i in range(prefix)}
     if guidance.threshold is not None:
-        chosen |= {i: drafts[i] for i, p in enumerate(probabilities) if p > guidance.threshold}
+        chosen |= {i: drafted[i] for i, p in enumerate(draft.probabilities) if p > guidance.threshold}
     if not chosen or (first_needed and 0 not in chosen):
-        chosen[0] = guided[0] if guidance.fallback == "guide" else drafts[0]
+        chosen[0] = guided[0] if guidance.fallback == "guide" else drafted[0]
     # Selected first, corrected after: what the guide would have said after the uncorrected drafts is final.
     return {i: guided[i] for i in chosen} if guidance.correction else chosen
 

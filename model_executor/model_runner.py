@@ -15,26 +15,20 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from dllm_engine.families import family_of, model_end_tokens
-from dllm_engine.kernels.attention import use_dense_backend
-from dllm_engine.kernels.dense_backends import choose_backend, choose_paged_flash
+from dllm_engine.families import family_of
+from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
-from dllm_engine.model_executor.batch_builder import build_batch, page_table
-from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
-from dllm_engine.model_executor.guide.sizes import guide_config
-from dllm_engine.model_executor.guide.text import GuideReader, Retokenizer, SameTokens
-from dllm_engine.model_executor.loading.checkpoint import check_safetensors
+from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.dense import dense_pass
+from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -67,6 +61,9 @@ class DiffusionModelRunner:
         use_dense_backend(choose_backend(self.options.dense_attention, *heads))
         use_paged_flash(choose_paged_flash(*heads, self.options.page_size))
         self.family = family_of(self.model_config.hf_config)
+        self.geometry = self.options.geometry(
+            self.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+        )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
         self.plan = self.options.method.next_step
@@ -91,22 +88,11 @@ class DiffusionModelRunner:
         self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         if self.device.type == "cuda":
             self.model_memory_usage = torch.cuda.memory_allocated() - before
-        self.guide: Guide | None = None
-        if self.options.guide_model is not None:
-            config = guide_config(self.options.guide_model)
-            self.guide = Guide(config, self._guide_reader(), self.vllm_config, self.device)
+        self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device)
         self.predictor = TokenPredictor(
-            self.model.compute_logits, self.model.shape.vocab_size, self.mask_token_id, get_tp_group()
+            self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
         )
-        end_tokens = model_end_tokens(self.model_config.hf_config)
-        self.denoiser = Denoiser(self.model, self.predictor, self.guide, self.store, end_tokens)
-
-    def _guide_reader(self) -> GuideReader:
-        assert self.options.guide_model is not None
-        assert self.options.guide_shape is not None
-        if self.options.guide_shape.same_tokens:
-            return SameTokens(self.mask_token_id)
-        return Retokenizer.between(self.model_config, self.options.guide_model)
+        self.denoiser = Denoiser(self)
 
     def get_model(self) -> DiffusionDecoder:
         return self.model
@@ -141,16 +127,13 @@ class DiffusionModelRunner:
         """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
         if not self.options.uses_pages:
             return {}
-        geometry = self.options.geometry(
-            self.model_config.hf_config, self.vllm_config.parallel_config.tensor_parallel_size
-        )
-        longest = self.options.method.longest_demand(self.options.cache, geometry, self.model_config.max_model_len)
+        geometry, longest = self.geometry, self.model_config.max_model_len
         spec = PagePoolSpec(
-            block_size=self.options.page_size,
-            num_kv_heads=self.model.num_kv_heads,
-            head_size=self.model.shape.head_dim,
+            block_size=geometry.page_size,
+            num_kv_heads=geometry.num_kv_heads,
+            head_size=geometry.head_dim,
             dtype=self.model_config.dtype,
-            pages_per_request=max(1, longest),
+            pages_per_request=max(1, self.options.method.longest_demand(self.options.cache, geometry, longest)),
         )
         return {POOL_LAYER: spec}
 
@@ -158,52 +141,20 @@ class DiffusionModelRunner:
         if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
-            self.pages = PageMemory(
-                kv_cache_config.num_blocks,
-                self.options.page_size,
-                self.model.num_kv_heads,
-                self.model.shape.head_dim,
-                self.model.shape.num_kv_heads,
-                self.model.shape.hidden_size,
-                self.model_config.dtype,
-                self.device,
-            )
+            self.pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
         if self.guide is not None:
             self.guide.attach(self.pages)
 
     def use_graphs(self, record: Record) -> StepGraphs:
         """Run what can be recorded from graphs that ``record`` makes, from now on."""
-        denoiser = self.denoiser
-        denoiser.graphs = StepGraphs(
-            self.model,
-            self.predictor,
-            self.store,
-            denoiser.end_tokens,
-            self.pages,
-            self.model_config.dtype,
-            max_pages=padded_width(-(-self.model_config.max_model_len // self.options.page_size)),
-            max_requests=self.vllm_config.scheduler_config.max_num_seqs,
-            record=record,
-        )
-        return denoiser.graphs
+        self.denoiser.graphs = StepGraphs(self, record)
+        return self.denoiser.graphs
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""
 
-    @torch.inference_mode()
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        """The largest batch that may be asked for, for vLLM to measure its memory."""
-        num_rows, longest = self.vllm_config.scheduler_config.max_num_batched_tokens, self.model_config.max_model_len
-        held = torch.empty(self.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=self.device)
-        block_length = self.family.attention_block
-        probes.run_largest_batch(self.model, self.predictor, self.guide, num_rows, longest, block_length, self.device)
-        del held
-
-    @torch.inference_mode()
-    def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
-        """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all."""
-        shift, block_length = int(self.family.shifts_logits), self.family.attention_block
-        return probes.masked_logprobs(self.model, self.predictor, sequences, masked, shift, block_length, self.device)
+        probes.run_largest_batch(self)
 
     def reset_mm_cache(self) -> None:
         """There are no multimodal inputs."""
@@ -341,9 +292,9 @@ class DiffusionModelRunner:
                 and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
             ):
                 return self.last_layout
-        batch = build_batch(plans, self.store)
+        batch = StepBatch.of(plans, self.canvases)
         keeps = all(self.options.method.keeps(canvas.spec) for canvas in batch.canvases)
         # There are no pages where the method keeps nothing; its pass does not look at them.
-        layer_pass = (self.make_layer_pass if keeps else dense_pass)(batch, cast(PageMemory, self.pages))
+        layer_pass = (self.make_layer_pass if keeps else DensePass)(batch, cast(PageMemory, self.pages))
         self.last_layout = batch, layer_pass
         return self.last_layout

@@ -5,11 +5,14 @@ from functools import cached_property
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from dllm_engine.kernels.slots import write_kv
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.scheduler.page_layout import PoolGeometry
 
 POOL_LAYER = "dllm.pool"
 """Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours."""
@@ -82,22 +85,18 @@ class PageMemory(PageView):
     ``hidden_size`` numbers each. Page 0 is vLLM's null block, and nothing in it is read.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        total_kv_heads: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.total_kv_heads = total_kv_heads
-        self.hidden_size = hidden_size
+    def __init__(self, num_pages: int, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
+        self.geometry, heads = geometry, geometry.num_kv_heads
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
-        self.memory = torch.empty(num_pages, 2, page_size * num_kv_heads, head_dim, dtype=dtype, device=device)
-        super().__init__(self.memory[:, 0], self.memory[:, 1], page_size, num_kv_heads)
+        shape = num_pages, 2, geometry.page_size * heads, geometry.head_dim
+        self.memory = torch.empty(shape, dtype=dtype, device=device)
+        super().__init__(self.memory[:, 0], self.memory[:, 1], geometry.page_size, heads)
+
+    @property
+    def first_kv_head(self) -> int:
+        """Number of this rank's first KV head in the model. With more ranks than KV heads, neighbours hold the same."""
+        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        return rank * self.geometry.total_kv_heads // ranks
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
         """The same pages for a model of other heads: as many whole tokens as a page's bytes hold."""
@@ -107,3 +106,11 @@ class PageMemory(PageView):
         shape, strides = (num_pages, slots, head_dim), (elements, head_dim, 1)
         values = self.memory.as_strided(shape, strides, self.memory.storage_offset() + slots * head_dim)
         return PageView(self.memory.as_strided(shape, strides), values, page_size, num_kv_heads)
+
+
+def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:
+    """Page ids of each layer as one table, ``[num_layers, most pages of a layer]`` int32."""
+    widest = max(map(len, page_ids))
+    # Page 0 is never handed out; what pads a layer is never read.
+    padded = [pages + [0] * (widest - len(pages)) for pages in page_ids]
+    return on_device(padded, device, torch.int32)

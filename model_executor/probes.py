@@ -1,33 +1,32 @@
-"""Forward passes that measure a model instead of decoding: memory, importance of layers, likelihood of tokens."""
+"""Forward passes that measure a model instead of decoding: its memory, and the likelihood of tokens."""
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.guide.model import Guide
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor, head_chunks
+from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
-def run_largest_batch(
-    model: DiffusionDecoder,
-    predictor: TokenPredictor,
-    guide: Guide | None,
-    num_rows: int,
-    max_model_len: int,
-    block_length: int | None,
-    device: torch.device,
-) -> None:
-    """One forward pass of ``num_rows`` masks in canvases of ``max_model_len``, and the largest chunks of logits that
-    predictions take, for vLLM to measure its memory."""
+
+@torch.inference_mode()
+def run_largest_batch(runner: "DiffusionModelRunner") -> None:
+    """The largest batch that may be asked for, and the largest chunks of logits that predictions take, for vLLM to
+    measure their memory."""
+    num_rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
+    device, predictor = runner.device, runner.predictor
+    held = torch.empty(runner.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)
-    positions = torch.arange(num_rows, device=device) % max_model_len
-    sizes = [min(max_model_len, num_rows - start) for start in range(0, num_rows, max_model_len)]
-    hidden = model(ids, positions, DensePass(RowBounds(sizes, device, _limits(positions, block_length))))
+    positions = torch.arange(num_rows, device=device) % longest
+    sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
+    limits = _limits(positions, runner.family.attention_block)
+    hidden = runner.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
     chunk = head_chunks(num_rows, predictor.vocab_size, device)[0]
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
@@ -35,40 +34,36 @@ def run_largest_batch(
     for settings in (SamplingSettings(0.0, 1.0, 0, False), SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
             predictor.predict(hidden[chunk], settings, counters, True, True, num_logprobs=1, constrained=rows)
-    if guide is not None:
-        guide.profile_run(num_rows)
+    if runner.guide is not None:
+        runner.guide.profile_run(num_rows)
+    del held
 
 
+@torch.inference_mode()
 def masked_logprobs(
-    model: DiffusionDecoder,
-    predictor: TokenPredictor,
-    sequences: list[list[int]],
-    masked: list[list[int]],
-    shift: int,
-    block_length: int | None,
-    device: torch.device,
+    runner: "DiffusionModelRunner", sequences: list[list[int]], masked: list[list[int]]
 ) -> list[list[float]]:
     """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all.
 
     Args:
         sequences: token ids.
         masked: per sequence the positions that are masked.
-        shift: 1 where position p is predicted by row p - 1, else 0.
-        block_length: of the blocks that attention goes by; None: all rows of a sequence attend to each other.
     """
+    device, family = runner.device, runner.family
     positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
-    row_bounds = RowBounds([len(sequence) for sequence in sequences], device, _limits(positions, block_length))
+    sizes = [len(sequence) for sequence in sequences]
+    row_bounds = RowBounds(sizes, device, _limits(positions, family.attention_block))
     starts = torch.tensor(row_bounds.bounds[:-1], device=device)
-    sizes = torch.tensor([len(positions) for positions in masked], device=device)
+    counts = torch.tensor([len(positions) for positions in masked], device=device)
     tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
     places = torch.tensor(list(itertools.chain.from_iterable(masked)), dtype=torch.int64, device=device)
-    rows = starts.repeat_interleave(sizes) + places
-    ids = tokens.index_fill(0, rows, predictor.mask_token_id)
-    hidden = model(ids, positions, DensePass(row_bounds))
+    rows = starts.repeat_interleave(counts) + places
+    ids = tokens.index_fill(0, rows, runner.mask_token_id)
+    hidden = runner.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
-    predicting = rows - (places > 0).long() * shift
-    logprobs = predictor.logprobs_of(hidden[predicting], tokens[rows])
-    return [part.tolist() for part in logprobs.split(sizes.tolist())]
+    predicting = rows - (places > 0).long() * family.shifts_logits
+    logprobs = runner.predictor.logprobs_of(hidden[predicting], tokens[rows])
+    return [part.tolist() for part in logprobs.split(counts.tolist())]
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:

@@ -1,9 +1,10 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, takewhile
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse
 from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
 from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 
@@ -162,68 +163,129 @@ class SplitRows(RowBounds):
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
         self.num_paged_rows = self.bounds[num_paged]
-        paged_limits, alone_limits = (
-            (None, None)
-            if limits is None
-            else limits.split_with_sizes([self.num_paged_rows, limits.shape[0] - self.num_paged_rows])
-        )
+        n = self.num_paged_rows
+        paged_limits, alone_limits = (None, None) if limits is None else (limits[:n], limits[n:])
         self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, paged_limits)
         """Rows of all requests, without the rows of those that attend alone."""
         self.alone = RowBounds(sizes[num_paged:], device, alone_limits)
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
 
-@dataclass
-class StepBatch:
-    """Requests in batch order; request i computes rows ``cu_seqlens[i]`` … ``cu_seqlens[i + 1] - 1``."""
+class RowChoice:
+    """Rows that are computed of each request: fixed ones, and behind them some that are chosen from others."""
 
-    request_ids: list[str]
-    plans: list[StepPlan]
-    """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
-    canvases: list[Canvas]
-    cu_seqlens: list[int]
-    positions: torch.Tensor
-    """``[num_rows]``, positions in each request's canvas; ascending within a request."""
-    host_positions: np.ndarray
-    """``positions`` on the host."""
-    places: torch.Tensor
-    """``[num_rows]``: index of each row's token in the ``CanvasStore``; empty for rows of another text (a guide's)."""
+    def __init__(
+        self, fixed: Sequence[Span], others: Sequence[Span], counts: Sequence[int | None], device: torch.device
+    ) -> None:
+        """``counts``: how many of ``others`` are chosen; None: it is not asked which. All by request."""
+        fixed_sizes = [span.size for span in fixed]
+        self.sizes = [size + (count or 0) for size, count in zip(fixed_sizes, counts, strict=True)]
+        firsts = [0, *accumulate(self.sizes)]
+        places = ranges([span.start for span in fixed], fixed_sizes)[1], ranges(firsts[:-1], fixed_sizes)[1]
+        self.fixed, self.fixed_places = on_device(np.stack(places), device).unbind()
+        """The fixed rows, and their places among the computed rows."""
+        alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for span, first, size, count in zip(others, firsts, fixed_sizes, counts, strict=False):
+            if count is not None:
+                alike[span.size, count].append((span.start, first + size))
+        self.groups = []
+        """Per group of equal shape, the rows to choose from ``[group, rows]``, and the places of those chosen
+        ``[group, chosen]``."""
+        for (size, count), members in alike.items():
+            starts, first_places = on_device(members, device)[:, None].unbind(dim=2)
+            numbers = torch.arange(max(size, count), device=device)
+            self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
 
-    def rows(self, index: int) -> slice:
-        """Rows of a request."""
-        return slice(self.cu_seqlens[index], self.cu_seqlens[index + 1])
+    def rows(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The computed rows, from the indices of those chosen in each group, ``[group, chosen]``."""
+        rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
+        if self.fixed.numel():
+            rows[self.fixed_places] = self.fixed
+        for (others, places), which in zip(self.groups, chosen, strict=True):
+            rows[places] = others.gather(1, which)
+        return rows
 
-    @cached_property
-    def limits(self) -> torch.Tensor | None:
-        """The canvas position before which each row's block ends, int32 ``[num_rows]``; None where all rows of a
-        request attend to each other. Keys that lie by position are limited by it."""
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """As ``LayerPass.graph_inputs``."""
+        return [self.fixed, self.fixed_places, *(tensor for group in self.groups for tensor in group)]
+
+
+class StepBatch(RowBounds):
+    """Requests in batch order, and the rows that they compute."""
+
+    def __init__(
+        self,
+        canvases: list[Canvas],
+        positions: Sequence[np.ndarray],
+        plans: Sequence[StepPlan] = (),
+        request_ids: Sequence[str] = (),
+    ) -> None:
+        """
+        Args:
+            positions: of each request's rows in its canvas, ascending.
+            plans, request_ids: those of a step; of rows of another text (a guide's) there are none.
+        """
+        super().__init__([request_positions.size for request_positions in positions], canvases[0].tokens.device)
+        self.canvases, self.request_ids = canvases, request_ids
+        self.plans = plans
+        """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
+        self.host_positions = np.concatenate(positions)
+        """``positions`` on the host."""
+        places = self.host_positions + np.repeat([canvas.start for canvas in canvases], self.sizes)
+        self.positions, self.places = on_device(np.stack((self.host_positions, places)), self.device).unbind()
+        """``[num_rows]`` each: position in the canvas, and index of the row's token in the ``CanvasStore``."""
+        self.limits = self._limits()
+        """The canvas position before which each row's block ends; None where all rows of a request attend to each
+        other. Keys that lie by position are limited by it."""
+
+    @classmethod
+    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas]) -> "StepBatch":
+        """The rows of all plans, request by request. Plans that name rows by a rule are resolved here."""
+        rows = {request_id: _row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
+        # Sequences of equal length side by side share one attention call. Those that need no pages come last.
+        ordered = sorted(plans, key=lambda i: (plans[i].scope is Scope.ALL, rows[i].size, plans[i].read))
+        return cls([canvases[i] for i in ordered], [rows[i] for i in ordered], [plans[i] for i in ordered], ordered)
+
+    def _limits(self) -> torch.Tensor | None:
         specs = [canvas.spec for canvas in self.canvases]
         if any(spec.attention == "full" for spec in specs):
             return None
         lengths = np.array([spec.block_length for spec in specs])
-        bounds = np.array(self.cu_seqlens)
+        bounds = np.array(self.bounds)
         firsts, lasts = self.host_positions[bounds[:-1]], self.host_positions[bounds[1:] - 1]
         if np.array_equal(firsts // lengths, lasts // lengths):
             return None  # of one block each, which sees all that lies before it
-        lengths = np.repeat(lengths, np.diff(bounds))
+        lengths = np.repeat(lengths, self.sizes)
         ends = (self.host_positions // lengths + 1) * lengths
-        return on_device(ends, self.positions.device, torch.int32)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Rows of each request."""
-        return [stop - start for start, stop in pairwise(self.cu_seqlens)]
-
-    def row_bounds(self) -> RowBounds:
-        return RowBounds(self.sizes, self.positions.device, self.limits)
+        return on_device(ends, self.device, torch.int32)
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         """``alone``: which requests need no pages."""
-        return SplitRows(self.sizes, alone, self.positions.device, self.limits)
+        return SplitRows(self.sizes, alone, self.device, self.limits)
 
-    def request_of_row(self) -> torch.Tensor:
+    @cached_property
+    def requests(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
-        return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.positions.device)
+        return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
+
+
+def _row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+    """The canvas positions of a plan's rows, ascending."""
+    if plan.rows is RowRule.CHOSEN:
+        assert canvas.next_rows is not None
+        return canvas.next_rows
+    span, shift = plan.span, int(canvas.spec.shifts_logits)
+    if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
+        return np.arange(min(span.start, max(canvas.last_unmasked[0] - shift, 0)), span.stop)
+    positions = np.arange(*span)
+    if plan.rows not in (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST):
+        return positions
+    was_masked = canvas.known < 0
+    was_masked[canvas.last_unmasked] = True
+    # The last row of a canvas predicts nothing with shifted logits.
+    chosen = np.append(was_masked[span.start + shift : span.stop], np.zeros(shift, dtype=bool))
+    chosen[-1] |= plan.rows is RowRule.MASKED_BEFORE_AND_LAST
+    return positions[chosen]
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

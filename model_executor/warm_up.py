@@ -50,9 +50,6 @@ class WarmUp:
         config = runner.vllm_config
         self.runner = runner
         self.family = family_of(runner.model_config.hf_config)
-        self.geometry = runner.options.geometry(
-            runner.model_config.hf_config, config.parallel_config.tensor_parallel_size
-        )
         self.longest = runner.model_config.max_model_len
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_rows = config.scheduler_config.max_num_batched_tokens
@@ -129,7 +126,7 @@ class WarmUp:
         """The most pages of each table, over the life of a request."""
         method, counts = self.runner.options.method, PageCounts()
         for running in spec.extreme_windows:
-            for kind, per_layer in method.held(spec, running, self.geometry).items():
+            for kind, per_layer in method.held(spec, running, self.runner.geometry).items():
                 counts[kind] = [max(pair) for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)]
         return counts
 

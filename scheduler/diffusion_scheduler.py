@@ -56,7 +56,7 @@ class DiffusionScheduler(RequestQueue):
         due = sum(plan.max_rows for _, plan in planned)
         for request, plan in planned:
             due -= plan.max_rows
-            try:
+            with self._failing_alone(request, output):
                 spec = self.states[request.request_id].spec
                 # A part of a long prompt takes what the others leave, and one that was left out a block at least.
                 is_short = plan.max_rows <= 2 * spec.block_length
@@ -64,8 +64,6 @@ class DiffusionScheduler(RequestQueue):
                 if plan.max_rows <= budget and self.refreshes.allows(request.request_id, plan):
                     self._schedule_one(request, plan, output)
                     budget -= plan.max_rows
-            except Exception as error:
-                self._fail(request, failure_of(request.request_id, error), output)
         if not throttle_prefills and not output.preempted_req_ids:
             self._admit(output, budget)
         canvases = self._canvases()
@@ -77,7 +75,7 @@ class DiffusionScheduler(RequestQueue):
 
     def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:
         while len(self.running) < self.max_num_running and (request := self._next_waiting()):
-            try:
+            with self._failing_alone(request, output):
                 state = self.states[request.request_id]
                 keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, request.num_tokens)
                 found = self.pages.find(keys, self.geometry.num_layers)
@@ -92,8 +90,6 @@ class DiffusionScheduler(RequestQueue):
                     break
                 self._admit_one(request, demand, found, plan, output)
                 budget -= plan.max_rows
-            except Exception as error:
-                self._fail(request, failure_of(request.request_id, error), output)
 
     def _admit_one(
         self, request: Request, demand: int, found: Tables, plan: StepPlan, output: DiffusionSchedulerOutput
@@ -148,12 +144,10 @@ class DiffusionScheduler(RequestQueue):
         output.num_steps = self.options.steps_per_dispatch
         for request_id in list(output.plans):
             state = self.states[request_id]
-            try:
+            with self._failing_alone(state.request, output):
                 # Whichever of its steps writes them.
                 self._hold_pages(state, output, needs_pages=True)
                 output.progress[request_id] = replace(state.progress, trace={})
-            except Exception as error:
-                self._fail(state.request, failure_of(request_id, error), output)
 
     def _canvases(self) -> dict[str, int]:
         """Canvas lengths of the running requests."""
@@ -172,10 +166,8 @@ class DiffusionScheduler(RequestQueue):
         """The next step of each running request, in the order in which they get rows of the budget."""
         found = []
         for request in list(self.running):
-            try:
+            with self._failing_alone(request, output):
                 found.append((request, self._next_plan(request)))
-            except Exception as error:
-                self._fail(request, failure_of(request.request_id, error), output)
         # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         by_rows = self.method.shortened is not None
         return sorted(found, key=lambda of: (self.states[of[0].request_id].last_scheduled, by_rows * of[1].max_rows))
@@ -234,11 +226,11 @@ class DiffusionScheduler(RequestQueue):
             state = self.states.get(request_id)
             if state is None:  # aborted while the step ran, or ended in a step before this one
                 continue
-            output, failure = self._take_in(state, result)
-            if failure is not None:
-                self._fail(state.request, failure)
-            elif output is not None:
-                outputs[state.request.client_index].append(output)
+            taken = self._take_in(state, result)
+            if isinstance(taken, RequestFailure):
+                self._fail(state.request, taken)
+            elif taken is not None:
+                outputs[state.request.client_index].append(taken)
             if state.request.is_finished() and request_id in self.states:
                 self.running = remove_all(self.running, {state.request})
                 self._free(state.request)
@@ -247,12 +239,10 @@ class DiffusionScheduler(RequestQueue):
         self._errors.clear()
         return self._outputs_per_client(outputs)
 
-    def _take_in(
-        self, state: RequestState, result: StepResult
-    ) -> tuple[EngineCoreOutput | None, RequestFailure | None]:
-        """Apply the result of a step to a request: the output for its client, and its error if it fails."""
+    def _take_in(self, state: RequestState, result: StepResult) -> EngineCoreOutput | RequestFailure | None:
+        """Apply the result of a step to a request: the output for its client, or its error if it fails."""
         if isinstance(result, RequestFailure):
-            return None, result
+            return result
         try:
             if result.kv_slots is not None:
                 self._settle_pages(state, result.kv_slots)
@@ -260,6 +250,6 @@ class DiffusionScheduler(RequestQueue):
             output = state.advance(result)
             if keys := self._new_keys(state, state.progress.retained):
                 self.pages.add_keys(state.request.request_id, keys)
-            return output, state.no_progress()
+            return state.no_progress() or output
         except Exception as error:
-            return None, failure_of(state.request.request_id, error)
+            return failure_of(state.request.request_id, error)

@@ -10,7 +10,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from dllm_engine.scheduler.messages import FAILURE_CAUSES, StepReport
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,9 @@ class EngineStats:
         self.num_committed_tokens += report.num_unmasked
         self.tokens_computed += report.rows_computed
         if plan.state is RefreshState.UPDATE:
-            self.eviction_candidates += eviction_candidates(plan, spec)
+            visible = spec.visible(plan.window).size
+            outside = visible - plan.window.size
+            self.eviction_candidates += outside if plan.retained <= outside else visible
             self.eviction_retained += plan.retained
 
     def add_ended(self, progress: Progress) -> None:
@@ -110,19 +112,8 @@ class EngineStats:
         return asdict(self) | by_label
 
 
-def eviction_candidates(plan: StepPlan, spec: DecodingSpec) -> int:
-    """Tokens per layer that an UPDATE step could retain: all outside the window, or all, where the method keeps it."""
-    visible = spec.visible(plan.window).size
-    outside = visible - plan.window.size
-    return outside if plan.retained <= outside else visible
-
-
 STATS_KEY = "diffusion"
-
-
-def attach_stats(scheduler_stats: SchedulerStats, stats: EngineStats) -> None:
-    """Put ours into vLLM's message, whose only free dictionaries are those of key-value connectors."""
-    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
+"""Key of ``SchedulerStats.kv_connector_stats``."""
 
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:

@@ -43,10 +43,6 @@ class GuideShape(BaseModel):
         """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
         return math.ceil(num_tokens * self.tokens_per_token)
 
-    def of_rank(self, tensor_parallel_size: int) -> "GuideShape":
-        """The part of one tensor-parallel rank; with more ranks than KV heads each head is on several of them."""
-        return self.model_copy(update={"num_kv_heads": max(1, self.num_kv_heads // tensor_parallel_size)})
-
 
 @dataclass(frozen=True)
 class PoolGeometry:
@@ -70,6 +66,8 @@ class PoolGeometry:
     def of_model(
         cls, hf_config: Any, page_size: int, tensor_parallel_size: int, guide: GuideShape | None = None
     ) -> "PoolGeometry":
+        if guide is not None:
+            guide = guide.model_copy(update={"num_kv_heads": max(1, guide.num_kv_heads // tensor_parallel_size)})
         return cls(
             page_size=page_size,
             num_layers=hf_config.num_hidden_layers,
@@ -78,7 +76,7 @@ class PoolGeometry:
             head_dim=head_dim_of(hf_config),
             hidden_size=hf_config.hidden_size,
             total_kv_heads=hf_config.num_key_value_heads,
-            guide=guide and guide.of_rank(tensor_parallel_size),
+            guide=guide,
         )
 
     def kv_pages(self, num_tokens: int) -> int:

@@ -82,12 +82,7 @@ class Progress:
     @property
     def leftmost(self) -> int:
         """The first running block with masks left."""
-        return self.running.first + self._num_complete
-
-    @property
-    def _num_complete(self) -> int:
-        """Complete blocks at the beginning of the window."""
-        return next((number for number, left in enumerate(self.masked) if left), len(self.masked))
+        return self.running.first + next((n for n, left in enumerate(self.masked) if left), len(self.masked))
 
     def advance(
         self,

@@ -2,7 +2,8 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from pydantic import ByteSize
@@ -23,7 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats
+from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
 from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import with_tokens
@@ -189,6 +190,14 @@ class RequestQueue(SchedulerInterface):
         self._free(request)
         self._send_error(request, failure, state.progress)
 
+    @contextmanager
+    def _failing_alone(self, request: Request, output: DiffusionSchedulerOutput) -> Iterator[None]:
+        """End a request whose work raises an error; the others go on."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(request, failure_of(request.request_id, error), output)
+
     def _send_error(self, request: Request, failure: RequestFailure, progress: Progress) -> None:
         self._stats.requests_failed[failure.cause] += 1
         self._errors.append((request.client_index, failed_output(request, failure, progress)))
@@ -261,7 +270,8 @@ class RequestQueue(SchedulerInterface):
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
         stats.tokens_retained = sum(self.states[request.request_id].progress.retained for request in self.running)
-        attach_stats(scheduler_stats, stats)
+        # The only free dictionaries of vLLM's message are those of key-value connectors.
+        scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
         return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

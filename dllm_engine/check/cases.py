@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_engine.kernels import features, noise, rotary, similarity, slots, token_statistics, voting
-from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 
 ROWS = 300
 PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),

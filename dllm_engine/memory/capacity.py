@@ -231,7 +231,7 @@ def _with_guide(options: EngineOptions, model: str, config: Any) -> tuple[Engine
     from transformers import AutoTokenizer
 
     from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape  # imports vLLM
-    from dllm_engine.model_executor.loading.tokenizers import register_tokenizers
+    from dllm_engine.model_executor.models.configs import register_tokenizers
 
     register_tokenizers()
     try:

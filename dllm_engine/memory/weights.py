@@ -74,7 +74,7 @@ def weight_bytes(
         mlps = [(num_dense, config.intermediate_size), (num_layers - num_dense, experts.shared_intermediate_size)]
         mlps.append((num_experts, experts.intermediate_size))
         float32_numbers = num_experts * experts.has_bias
-        if experts.groups:
+        if experts.num_groups:
             float32_numbers += num_experts * hidden  # the router
         else:
             numbers += num_experts * hidden

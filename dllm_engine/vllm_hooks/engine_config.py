@@ -10,7 +10,8 @@ from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import barred_tokens, family_of
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.checkpoint import check_adapter, check_safetensors
+from dllm_engine.model_executor.loading.files import check_safetensors
+from dllm_engine.model_executor.loading.lora import check_adapter
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings

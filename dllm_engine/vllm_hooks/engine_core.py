@@ -9,7 +9,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.model_executor.loading.checkpoint import check_safetensors
+from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 

@@ -5,9 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 @triton.jit
 def _features_kernel(

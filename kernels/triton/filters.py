@@ -7,9 +7,6 @@ import torch
 import triton
 import triton.language as tl
 
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 _WAYS = 8
 """Thresholds that a pass over a row tries."""
 

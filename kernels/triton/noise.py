@@ -6,9 +6,6 @@ import triton
 import triton.language as tl
 from dllm_engine.kernels.triton.token_statistics import splits_of
 
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 @triton.jit
 def _with_counter(key, counter):

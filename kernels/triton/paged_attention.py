@@ -2,17 +2,14 @@
 
 import functools
 import math
+from typing import Any
 
 import torch
 
 import triton
 import triton.language as tl
-from dllm_engine.kernels.triton._launch import Launch
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.triton.tiles import LEAST_KEYS, MOST_SHARED, Tiles, choose_splits, choose_tiles
-
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -180,21 +177,20 @@ def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, wei
 
 
 def paged_attention(
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    tokens: PagedTokens,
     limits: torch.Tensor | None,
-    paged: list[torch.Tensor],
-    max_head_len: int | None,
+    lse: torch.Tensor | None,
     attend_fresh: bool,
     max_seqlen: int | None,
     num_splits: int | None = None,
-) -> None:
+) -> torch.Tensor:
     """``num_splits``: the most programs that share the keys of a row (None: as many as fill the device)."""
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len = paged
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len, _ = tokens
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
     assert k_pages.stride()[1:] == v_pages.stride()[1:] == (head_dim, 1)
@@ -202,7 +198,7 @@ def paged_attention(
         assert numbers.dtype == torch.int32
         assert numbers.is_contiguous()
     if not num_requests or not num_rows:
-        return
+        return out
     if max_seqlen is None:
         max_seqlen = int(cu_seqlens.diff().max())
     if max_head_len is None:
@@ -232,6 +228,7 @@ def paged_attention(
         q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
         num_blocks,
     )  # fmt: skip
+    return out
 
 
 @functools.cache
@@ -251,6 +248,29 @@ def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
     return x, row // head_dim
 
 
+class _Launch:
+    """Launches of one kernel that differ in their grid, addresses and numbers alone.
+
+    ``kernel[grid](...)`` finds out in each call which compiled kernel fits the types, alignments and values of its
+    arguments. This takes the host 50 µs for a kernel of 30 arguments, longer than a small kernel runs. Here the first
+    launch finds it for all later ones, so the caller has a ``Launch`` for each: pointers of other types or alignments,
+    other constants or another device need another one, and the kernel may not specialise on its integers.
+    """
+
+    def __init__(self, constants: dict[str, Any], **options: int) -> None:
+        """``constants``: the kernel's last arguments, in its order. ``options``: of the compiler."""
+        self.constants, self.options = constants, options
+        self.compiled: Any = None
+
+    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Launch ``kernel``, the same in every call, with the arguments before its constants."""
+        if self.compiled is None:
+            # Stays None in Triton's interpreter, which compiles nothing.
+            self.compiled = kernel[grid](*arguments, **self.constants, **self.options)
+        else:
+            self.compiled[grid](*arguments, *self.constants.values())
+
+
 @functools.cache
 def _launch(
     num_heads: int,
@@ -262,7 +282,7 @@ def _launch(
     with_lse: bool,
     tiles: Tiles,
     *of_pointers: object,
-) -> Launch:
+) -> _Launch:
     """``of_pointers``: type, device and alignments."""
     constants = {
         "SCALE": head_dim**-0.5 * math.log2(math.e),
@@ -278,4 +298,4 @@ def _launch(
         "BLOCK_K": tiles.block_k,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # the least that a matrix product takes
     }
-    return Launch(constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    return _Launch(constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)

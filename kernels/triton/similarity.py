@@ -5,9 +5,6 @@ import torch
 import triton
 import triton.language as tl
 
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs
-
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _similarity_kernel(

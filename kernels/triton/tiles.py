@@ -46,14 +46,11 @@ def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @functools.cache
 def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """For ``num_programs`` without splits, on a GPU."""
-    return splits_by_rule(num_programs, num_keys, torch.cuda.get_device_properties(device).multi_processor_count)
+    """The most programs that share the keys of a row, for ``num_programs`` without splits: two per multiprocessor in
+    all, which is how many fit.
 
-
-def splits_by_rule(num_programs: int, num_keys: int, num_multiprocessors: int) -> int:
-    """The most programs that share the keys of a row: two per multiprocessor in all, which is how many fit.
-
-    ``num_keys`` is an upper bound. Those that would have fewer than ``LEAST_KEYS`` of the keys that there are do
+    ``num_keys`` is an upper bound. Programs that would have fewer than ``LEAST_KEYS`` of the keys that there are do
     nothing.
     """
+    num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * num_multiprocessors // num_programs, num_keys // LEAST_KEYS))

@@ -8,9 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-# The arguments of Triton kernels have no Python types.
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-any-explicit
-
 
 @triton.jit(do_not_specialize=["num_pairs", "num_keys"])
 def _voting_kernel(

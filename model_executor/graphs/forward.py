@@ -1,6 +1,6 @@
 """Recorded forward passes."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -8,16 +8,17 @@ from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.recording import (
     HOST_BOUND_ROWS,
-    Recordable,
     padded,
     padded_requests,
     worth_padding,
 )
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
+
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.graphs.step import StepGraphs
 
 NO_LIMIT = torch.iinfo(torch.int32).max
 
@@ -41,7 +42,7 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        sizes, num_rows = batch.sizes, batch.cu_seqlens[-1]
+        sizes, num_rows = batch.sizes, batch.bounds[-1]
         rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
         if rows is None or longest is None or not worth_padding(num_rows, rows):
             return None
@@ -64,7 +65,7 @@ class ForwardGraph:
     Rows lie at the front. Those behind them, which fill the graph up, are no request's: no attention reaches them.
     """
 
-    def __init__(self, engine: Recordable, size: ForwardSize) -> None:
+    def __init__(self, engine: "StepGraphs", size: ForwardSize) -> None:
         model, store, pages = engine.model, engine.store, engine.pages
         num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
         self.places = torch.full((num_rows,), SPARE, device=device)
@@ -81,12 +82,12 @@ class ForwardGraph:
         own_pass: LayerPass = DensePass(rows.alone)
         if pages is not None and (size.reads or size.adds):
             self.max_head_len = engine.max_pages * pages.page_size
-            table = model.shape.num_layers, num_requests, engine.max_pages
+            table = model.config.num_hidden_layers, num_requests, engine.max_pages
             head_len = torch.zeros(num_requests, dtype=torch.int32, device=device)
             tables = torch.zeros(table, dtype=torch.int32, device=device)
             self.tokens = KVTables(pages, tables, head_len, self.max_head_len)
             if size.overwrites or size.adds:
-                shape = model.shape.num_layers, num_rows, pages.num_kv_heads
+                shape = model.config.num_hidden_layers, num_rows, pages.num_kv_heads
                 self.row_slots = torch.full(shape, -1, device=device)
             own_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites)
         self.holds: LayerPass | None = None
@@ -100,7 +101,7 @@ class ForwardGraph:
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: torch.Tensor = self.replay()
-        return hidden[: batch.cu_seqlens[-1]]
+        return hidden[: batch.bounds[-1]]
 
     def fill_up(self, page: int) -> int:
         """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
@@ -123,10 +124,10 @@ class ForwardGraph:
         return int(bounds[-1])
 
     def _take(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> None:
-        num_rows, num_requests = batch.cu_seqlens[-1], len(batch.plans)
+        num_rows, num_requests = batch.bounds[-1], len(batch.plans)
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
-        bounds = batch.cu_seqlens + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.cu_seqlens))
+        bounds = batch.bounds + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.bounds))
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
         if self.limits is not None:
             self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits
@@ -142,7 +143,7 @@ class ForwardGraph:
 class LayoutGraph:
     """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
 
-    def __init__(self, engine: Recordable, batch: StepBatch, layer_pass: LayerPass) -> None:
+    def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
         model, store = engine.model, engine.store
         self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
         places, positions = self.inputs

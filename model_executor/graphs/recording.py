@@ -1,18 +1,12 @@
-"""Recording of work on a GPU, the sizes that it is recorded for, and what it reads of an engine."""
+"""Recording of work on a GPU, and the sizes that it is recorded for."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.parallel_state import GraphCaptureContext
-
-from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.page_memory import PageView
-from dllm_engine.model_executor.token_prediction import TokenPredictor
 
 MAX_GRAPHS = 128
 """Graphs kept of each kind; the least recently replayed one goes first."""
@@ -107,21 +101,3 @@ def padded_requests(num_requests: int) -> int:
 def worth_padding(num_rows: int, padded_rows: int) -> bool:
     """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner than launches do."""
     return padded_rows <= max(HOST_BOUND_ROWS, num_rows + num_rows // 16)
-
-
-@dataclass
-class Recordable:
-    """Parts of an engine that recorded work reads and writes."""
-
-    model: DiffusionDecoder
-    predictor: TokenPredictor
-    store: CanvasStore
-    end_tokens: torch.Tensor
-    pages: PageView | None
-    dtype: torch.dtype
-    """Of hidden states."""
-    max_pages: int
-    """The most pages of a request in a layer."""
-    max_requests: int
-    """The most requests of a batch."""
-    record: Record

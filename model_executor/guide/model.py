@@ -5,10 +5,7 @@ many bytes as one of the diffusion model's and holds as many of the guide's toke
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -22,8 +19,9 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.model_executor.batch_tables import TokenTables
-from dllm_engine.model_executor.guide.text import GuideReader, Reading
-from dllm_engine.model_executor.loading.checkpoint import check_safetensors
+from dllm_engine.model_executor.guide.sizes import guide_config
+from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
+from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder, VocabularyShard
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
@@ -32,46 +30,36 @@ from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.model_executor.transfer import gather_from_ranks, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
-from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.page_layout import PageKind, head_dim_of
 from dllm_engine.scheduler.request import Span
 
 logger = init_logger(f"vllm.{__name__}")
-_Result = TypeVar("_Result")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Draft:
-    """Proposal of the diffusion model for the leftmost masked positions of a block."""
+    """Proposal of the diffusion model for the leftmost masked positions of a block, and what the guide says of it."""
 
+    index: int
+    """Number of the request in the batch."""
     request_id: str
     canvas: Canvas
-    positions: torch.Tensor
-    """``[num_drafted]``, ascending; no masked position lies left of or between them."""
-    tokens: torch.Tensor
-    """``[num_drafted]``"""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Judgement of a draft by the guide; lists of ``num_drafted``, in the diffusion model's tokens."""
-
-    drafted: list[int]
-    ranks: list[int]
-    """Tokens that the guide prefers to the drafted one (among equals, those with lower ids). If the guide reads the
-    drafted token as several tokens, the largest of their numbers."""
+    positions: list[int]
+    """Ascending; no masked position lies left of or between them."""
     tokens: list[int]
-    """The guide's own tokens."""
-
-
-@dataclass(frozen=True)
-class _Question:
-    """A draft as the guide reads it."""
-
-    canvas: Canvas
-    drafted: list[int]
-    reading: Reading
-    judged: list[int]
+    probabilities: list[float]
+    """Probabilities of ``tokens``, by the diffusion model."""
+    reading: Reading = field(init=False)
+    judged: list[int] = field(init=False)
     """Guide tokens to judge, ascending."""
+    answers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Rank of each judged token, and the guide's own token there; a rank of −1 if the guide's logits are not finite."""
+    ranks: list[int] = field(default_factory=list)
+    """Tokens that the guide prefers to each drafted one (among equals, those with lower ids). If the guide reads the
+    drafted token as several tokens, the largest of their numbers."""
+    guided: list[int] = field(default_factory=list)
+    """The guide's own tokens, in the diffusion model's tokens."""
+    failure: RequestFailure | None = None
 
 
 class CausalPass(LayerPass):
@@ -82,7 +70,7 @@ class CausalPass(LayerPass):
         self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
         # Token t of a table is the guide's token t.
         limits = (batch.positions + 1).int()
-        self.row_bounds = RowBounds(np.diff(batch.cu_seqlens).tolist(), limits.device, limits)
+        self.row_bounds = RowBounds(batch.sizes, limits.device, limits)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
@@ -92,28 +80,32 @@ class CausalPass(LayerPass):
 class Guide:
     """A loaded guide."""
 
-    def __init__(self, hf_config: Any, reader: GuideReader, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Load the engine's ``guide_model``, of configuration ``hf_config``."""
-        options = EngineOptions.from_vllm_config(vllm_config)
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        """Load the engine's ``guide_model``."""
+        options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config
         assert options.guide_model is not None
         assert options.guide_shape is not None
-        dtype = vllm_config.model_config.dtype
-        with set_current_vllm_config(vllm_config), set_default_torch_dtype(dtype), device:
-            longest = options.guide_shape.num_tokens(vllm_config.model_config.max_model_len)
+        hf_config = guide_config(options.guide_model)
+        self.reader: GuideReader = (
+            SameTokens(model_config.hf_config.mask_token_id)
+            if options.guide_shape.same_tokens
+            else Retokenizer.between(model_config, options.guide_model)
+        )
+        with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype), device:
+            longest = options.guide_shape.num_tokens(model_config.max_model_len)
             model = DiffusionDecoder(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
             record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
-        source = copy.copy(vllm_config.model_config)
+        source = copy.copy(model_config)
         source.model, source.revision, source.hf_config = options.guide_model, None, hf_config
         if vllm_config.load_config.load_format != "dummy":
             check_safetensors(options.guide_model)
         self._source = copy.copy(vllm_config)
         self._source.model_config = source
         get_model_loader(vllm_config.load_config).load_weights(model, source)
-        process_weights_after_loading(model, vllm_config.model_config, device)
+        process_weights_after_loading(model, model_config, device)
         self.model = model.eval()
         self.device = device
-        self.reader = reader
         self.shape = options.guide_shape
         self.pages: PageView | None = None
 
@@ -123,98 +115,93 @@ class Guide:
 
     def attach(self, memory: PageMemory) -> None:
         """Take pages from ``memory`` from now on."""
-        self.pages = memory.view_for(self.model.num_kv_heads, self.model.shape.head_dim)
+        self.pages = memory.view_for(self.model.num_kv_heads, head_dim_of(self.model.config))
 
-    def check(self, drafts: list[Draft]) -> list[Verdict | RequestFailure]:
+    def check(self, drafts: list[Draft]) -> None:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
 
         Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
         guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
-        asked = [_or_failure(draft.request_id, self._read, draft) for draft in drafts]
-        asking = [question for question in asked if isinstance(question, _Question) and question.judged]
-        judged = iter(self._ask(asking) if asking else ())
-        return [
-            question
-            if isinstance(question, RequestFailure)
-            else _or_failure(draft.request_id, self._verdict, question, next(judged) if question.judged else {})
-            for draft, question in zip(drafts, asked, strict=True)
-        ]
+        for draft in drafts:
+            try:
+                self._read(draft)
+            except Exception as error:
+                draft.failure = failure_of(draft.request_id, error)
+        if asking := [draft for draft in drafts if draft.failure is None and draft.judged]:
+            self._ask(asking)
+        for draft in drafts:
+            try:
+                if draft.failure is None:
+                    self._take_answers(draft)
+            except Exception as error:
+                draft.failure = failure_of(draft.request_id, error)
 
     def profile_run(self, num_rows: int) -> None:
         """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
         chunk = self._chunks(num_rows)[0]
         drafted = torch.zeros(num_rows, dtype=torch.int64, device=self.device)[chunk]
         dtype = self._source.model_config.dtype
-        self._judge(torch.zeros(len(drafted), self.model.shape.hidden_size, dtype=dtype, device=self.device), drafted)
+        self._judge(torch.zeros(len(drafted), self.model.config.hidden_size, dtype=dtype, device=self.device), drafted)
 
     def _chunks(self, num_rows: int) -> list[slice]:
-        return head_chunks(num_rows, self.model.shape.vocab_size, self.device)
+        return head_chunks(num_rows, self.model.config.vocab_size, self.device)
 
-    def _read(self, draft: Draft) -> _Question:
-        positions, tokens = draft.positions.tolist(), draft.tokens.tolist()
-        text = draft.canvas.tokens[: positions[-1] + 1].tolist()
-        for position, token in zip(positions, tokens, strict=True):
-            text[position] = token
-        reading = self.reader.read(text, positions)
+    def _read(self, draft: Draft) -> None:
+        text = draft.canvas.known[: draft.positions[-1] + 1].copy()
+        text[draft.positions] = draft.tokens
+        draft.reading = self.reader.read(text.tolist(), draft.positions)
         room = self.shape.num_tokens(draft.canvas.spec.canvas_length - 1)
         # Token t is judged by row t - 1, so that t of them are kept in pages.
-        judged = sorted({t for span in reading.spelling for t in range(*span) if t > 0})
+        judged = sorted({t for span in draft.reading.spelling for t in range(*span) if t > 0})
         if judged and judged[-1] > room:
             logger.warning_once(
                 "guide_tokens_per_token=%s: a text takes more tokens of the guide than that reserves pages for; drafts "
                 "beyond are unmasked unchecked, one a step. Start the engine with a larger one.",
                 self.shape.tokens_per_token,
             )
-        return _Question(draft.canvas, tokens, reading, [t for t in judged if t <= room])
+        draft.judged = [t for t in judged if t <= room]
 
-    def _ask(self, questions: list[_Question]) -> list[dict[int, tuple[int, int]]]:
-        """Per question the rank and the guide's own token of each token to be judged, by the token's index; a rank of
-        −1 where the guide's logits are not finite."""
+    def _ask(self, drafts: list[Draft]) -> None:
         assert self.pages is not None
         device = self.pages.keys.device
         spans = []
-        for question in questions:
-            known, text = question.canvas.guide_text, question.reading.tokens
+        for draft in drafts:
+            known, text = draft.canvas.guide_text, draft.reading.tokens
             kept = next((i for i, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]), len(known))
-            spans.append(Span(min(kept, question.judged[0] - 1), question.judged[-1]))
-            question.canvas.guide_text = text[: question.judged[-1]]
-        bounds = list(accumulate((span.size for span in spans), initial=0))
-        fed = [token for q, span in zip(questions, spans, strict=True) for token in q.reading.tokens[slice(*span)]]
-        positions = np.concatenate([np.arange(*span) for span in spans])
-        batch = StepBatch(
-            request_ids=[],
-            plans=[],
-            canvases=[question.canvas for question in questions],
-            cu_seqlens=bounds,
-            positions=on_device(positions, device),
-            host_positions=positions,
-            places=on_device([], device),
-        )
+            spans.append(Span(min(kept, draft.judged[0] - 1), draft.judged[-1]))
+            draft.canvas.guide_text = text[: draft.judged[-1]]
+        fed = [token for draft, span in zip(drafts, spans, strict=True) for token in draft.reading.tokens[slice(*span)]]
+        batch = StepBatch([draft.canvas for draft in drafts], [np.arange(*span) for span in spans])
         layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
         hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
-        rows = [t - 1 - span.start + b for q, span, b in zip(questions, spans, bounds, strict=False) for t in q.judged]
-        tokens = [q.reading.tokens[t] for q in questions for t in q.judged]
+        rows = [
+            t - 1 - span.start + b
+            for draft, span, b in zip(drafts, spans, batch.bounds, strict=False)
+            for t in draft.judged
+        ]
+        tokens = [draft.reading.tokens[t] for draft in drafts for t in draft.judged]
         hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)
         chunks = [self._judge(hidden[chunk], drafted[chunk]) for chunk in self._chunks(len(rows))]
         ranks, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
-        return [{t: next(answers) for t in question.judged} for question in questions]
+        for draft in drafts:
+            draft.answers = {t: next(answers) for t in draft.judged}
 
-    def _verdict(self, question: _Question, answers: dict[int, tuple[int, int]]) -> Verdict | RequestFailure:
-        """``answers``: as of ``_ask``."""
-        if any(rank < 0 for rank, _ in answers.values()):
-            return RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
-        ranks, tokens = [], []
-        for index, (draft, span) in enumerate(zip(question.drafted, question.reading.spelling, strict=True)):
+    def _take_answers(self, draft: Draft) -> None:
+        """Ranks and the guide's own tokens of each drafted one, from those of the guide's tokens that spell it."""
+        if any(rank < 0 for rank, _ in draft.answers.values()):
+            draft.failure = RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
+            return
+        for index, (token, span) in enumerate(zip(draft.tokens, draft.reading.spelling, strict=True)):
             read = range(*span)
-            if read and answers.keys() >= set(read):
-                ranks.append(max(answers[t][0] for t in read))
-                tokens.append(self.reader.answer(question.reading, index, draft, [answers[t][1] for t in read]))
+            if read and draft.answers.keys() >= set(read):
+                draft.ranks.append(max(draft.answers[t][0] for t in read))
+                own = [draft.answers[t][1] for t in read]
+                draft.guided.append(self.reader.answer(draft.reading, index, token, own))
             else:
-                ranks.append(self.model.shape.vocab_size)
-                tokens.append(draft)
-        return Verdict(question.drafted, ranks, tokens)
+                draft.ranks.append(self.model.config.vocab_size)
+                draft.guided.append(token)
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
@@ -231,7 +218,7 @@ class Guide:
         here = (local >= 0) & (local < size)
         scores = logits.gather(1, local.clamp(0, size - 1)[:, None])[:, 0].masked_fill(~here, 0)
         ids = torch.arange(first, first + size, device=logits.device)
-        known = drafted < self.model.shape.vocab_size
+        known = drafted < self.model.config.vocab_size
         sharded = get_tensor_model_parallel_world_size() > 1
         if sharded:
             scores = tensor_model_parallel_all_reduce(scores)
@@ -243,12 +230,4 @@ class Guide:
         if sharded:
             ranks = gather_from_ranks(ranks, get_tp_group()).sum(dim=0)
         # A token that the guide does not have comes after all that it has.
-        return ranks.masked_fill(~known, self.model.shape.vocab_size).masked_fill(~finite, -1), tokens
-
-
-def _or_failure(request_id: str, work: Callable[..., _Result], *arguments: Any) -> _Result | RequestFailure:
-    """Result of ``work``, or the failure of the request for which it raises an error."""
-    try:
-        return work(*arguments)
-    except Exception as error:
-        return failure_of(request_id, error)
+        return ranks.masked_fill(~known, self.model.config.vocab_size).masked_fill(~finite, -1), tokens

@@ -1,4 +1,8 @@
-"""Sizes and vocabulary of a guide model, read before it is loaded."""
+"""Config and vocabulary of a guide model, read before it is loaded.
+
+Guides are Qwen2 and Llama models, in the diffusion models' own layers: Qwen2 is Dream's block, Llama is the same
+without biases, and their checkpoints name tensors as Dream's do. ``CausalPass`` makes attention causal.
+"""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -6,11 +10,39 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
-from dllm_engine.model_executor.loading.file_kinds import check_files
-from dllm_engine.model_executor.models.causal import check_guide
-from dllm_engine.model_executor.models.decoder import DecoderShape
+from dllm_engine.model_executor.loading.files import check_files
+from dllm_engine.model_executor.models.configs import Config
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.page_layout import GuideShape
+from dllm_engine.scheduler.page_layout import GuideShape, head_dim_of
+
+# Keys of config.json that would change the computation, with the values this model implements.
+_REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_sliding_window": (False, None),
+}
+GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+
+
+def _check_guide(config: Any) -> None:
+    """Raise ``ValueError`` for a config that is none of a guide's, or a variant that is not implemented."""
+    if config.model_type not in GUIDE_MODEL_TYPES or isinstance(config, Config):
+        raise ValueError(
+            f"architectures={config.architectures}, model_type={config.model_type!r} cannot guide; guides are "
+            f"{', '.join(GUIDE_MODEL_TYPES.values())}"
+        )
+    for key, allowed in _REQUIRED_VALUES.items():
+        if (value := getattr(config, key, allowed[0])) not in allowed:
+            raise ValueError(f"guide's config.json: {key}={value!r} is not supported, only {allowed[0]!r}")
+    if (rope_type := config.rope_parameters["rope_type"]) != "default":
+        raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
+    head_dim = head_dim_of(config)
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        raise ValueError(
+            f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
+            f"hidden_size={config.hidden_size}; the heads must fill it"
+        )
 
 
 @lru_cache
@@ -21,7 +53,7 @@ def guide_config(guide: str) -> Any:
         config = AutoConfig.from_pretrained(guide)
     except (OSError, ValueError) as error:
         raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
-    check_guide(config)
+    _check_guide(config)
     config.include_qkv_bias = config.model_type == "qwen2"  # the key under which a diffusion model's config says so
     return config
 
@@ -37,11 +69,11 @@ def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
 def with_shape(options: EngineOptions, *, same_tokens: bool) -> EngineOptions:
     """Engine options with the sizes of their guide; raises ``ValueError`` as ``guide_config``."""
     assert options.guide_model is not None
-    shape = DecoderShape.of(guide_config(options.guide_model))
+    config = guide_config(options.guide_model)
     guide_shape = GuideShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
+        num_layers=config.num_hidden_layers,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim_of(config),
         same_tokens=same_tokens,
         tokens_per_token=1.0 if same_tokens else options.guide_tokens_per_token,
     )

@@ -209,10 +209,8 @@ class Retokenizer:
         first, stop = reading.spelling[index]
         read = reading.tokens[first:stop]
         agreed = next((i for i, (a, b) in enumerate(zip(read, guided, strict=True)) if a != b), None)
-        if agreed is None:
-            return draft
         lead = reading.lead[index]
-        if lead is None:
+        if agreed is None or lead is None:
             return draft
         own_word = guided[agreed]
         if own_word in self.theirs.special:

@@ -16,7 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
-from dllm_engine.model_executor.loading.file_kinds import check_files
+from dllm_engine.families import family_of
+from dllm_engine.model_executor.loading.files import check_files, check_safetensors
 from dllm_engine.options import EngineOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -28,6 +29,8 @@ _REFUSED = (
 """Keys of PEFT's config that mean more than W + scale · B A."""
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they are."""
+_LOAD_FORMATS = ("auto", "hf", "safetensors")
+"""Formats that an adapter can be merged into."""
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
 
 
@@ -89,6 +92,23 @@ class LoraAdapter:
                 f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained()"
             ) from error
         return scales
+
+
+def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
+    """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of an engine's weights."""
+    adapter, where = LoraAdapter(folder), f"lora_path={folder!r}"
+    load_format, model_config = vllm_config.load_config.load_format, vllm_config.model_config
+    if load_format not in _LOAD_FORMATS:
+        raise ValueError(f"{where}: load_format={load_format!r} adds no adapter; use {', '.join(_LOAD_FORMATS)}")
+    config = model_config.hf_config
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
+    head = f"{family_of(config).names.head}.weight"
+    if config.tie_word_embeddings and head in adapter.scales:
+        raise ValueError(f"{where}: the model's head is its embedding, so {head!r} cannot change; {MERGE}")
+    # Those of a model that has to be downloaded are checked when they are loaded.
+    if names := check_safetensors(model_config.model):
+        adapter.check(names)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,35 +1,20 @@
 """Parameters of a model, filled from a checkpoint's tensors."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.families import NamedModules, Shard
-from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.names import shards_of
+from dllm_engine.families import Shard
+from dllm_engine.model_executor.models.names import expert_shards
+
+if TYPE_CHECKING:
+    from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 
 
-def fill_parameters(
-    model: nn.Module,
-    weights: Iterable[tuple[str, torch.Tensor]],
-    locate: Callable[[str], tuple[str, Shard]],
-    *,
-    modules: NamedModules,
-    experts: ExpertShape | None,
-    hidden_size: int,
-    ignored: Collection[str],
-    whole: bool,
-) -> set[str]:
-    """Fill the parameters of a model.
-
-    Args:
-        weights: the tensors by their names in the checkpoint.
-        locate: finds the parameter of a tensor, and the shard of it that it fills.
-        modules: of a layer.
-        ignored: parameters that the model takes from elsewhere.
-        whole: whether these are all of the checkpoint's tensors.
+def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Fill the parameters of a model with tensors by their names in the checkpoint: all of them, unless it takes parts.
 
     Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
     missing or of a wrong shape; vLLM looks for missing norms alone.
@@ -37,20 +22,25 @@ def fill_parameters(
     parameters, model_name = dict(model.named_parameters()), type(model).__name__
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:
-        name, shard = locate(tensor_name)
-        if name in ignored:
-            continue
+        name, shard = model.locate(tensor_name)
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue  # it is the embedding
         if (name, shard) in filled:
             raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
         if name not in parameters and _is_group_index(name):
-            _check_group_index(tensor_name, tensor)
+            if (tensor.diff() < 0).any():
+                raise ValueError(
+                    f"checkpoint tensor {tensor_name!r}: vLLM does not support groups that are out of order "
+                    f"(desc_act=true); quantize again with desc_act=false"
+                )
             continue
         if name not in parameters:
             raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {model_name}")
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
-        if experts is not None and isinstance(shard, tuple):
-            _check_expert(tensor_name, tensor, str(shard[0]), experts.intermediate_size, hidden_size)
+        if model.experts is not None and isinstance(shard, tuple):
+            sizes = model.experts.intermediate_size, model.config.hidden_size
+            _check_expert(tensor_name, tensor, str(shard[0]), *sizes)
         part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
         try:
             loader(parameter, tensor, *part)
@@ -59,16 +49,25 @@ def fill_parameters(
                 f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
-    wanted = {(name, shard) for name in parameters for shard in shards_of(name, modules, experts)}
+    wanted = {(name, shard) for name in parameters for shard in _shards_of(name, model)}
     missing = sorted(
         name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not _may_be_missing(name)
     )
-    if missing and whole:
+    if missing and not model.takes_parts:
         raise ValueError(
             f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first for {missing[0]}; is a "
             f"safetensors shard missing?"
         )
     return {name for name, _ in filled}
+
+
+def _shards_of(parameter_name: str, model: "DiffusionDecoder") -> Sequence[Shard]:
+    """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
+    if model.experts and (of_experts := expert_shards(parameter_name, model.experts.num_experts)):
+        return of_experts
+    # layers.NUMBER.MODULE.weight
+    module = parameter_name.rpartition(".")[0].partition(".")[2].partition(".")[2]
+    return [shard for ours, shard in model.names.in_layer.values() if ours == module and shard is not None] or (None,)
 
 
 def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int) -> None:
@@ -88,12 +87,3 @@ def _may_be_missing(parameter_name: str) -> bool:
     """Return True if a checkpoint may lack a parameter: GPTQ's consecutive groups, and the zero biases that vLLM gives
     experts in GPTQ's format."""
     return _is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
-
-
-def _check_group_index(tensor_name: str, tensor: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless groups follow each other, as vLLM's kernels have them."""
-    if (tensor.diff() < 0).any():
-        raise ValueError(
-            f"checkpoint tensor {tensor_name!r}: vLLM does not support groups that are out of order (desc_act=true); "
-            f"quantize again with desc_act=false"
-        )

@@ -64,21 +64,14 @@ class ExpertShape:
     """True if a bias is added to the router's probabilities."""
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP instead."""
-    groups: "ExpertGroups | None" = None
-    """None: the experts are one group, chosen by the softmax of the router's logits."""
     renormalize: bool = False
-    """True if the weights of a row from that softmax are divided by their sum."""
-
-
-@dataclass(frozen=True)
-class ExpertGroups:
-    """Choice of experts by group (LLaDA2)."""
-
-    num_groups: int
-    num_kept: int
+    """True if the weights of a row from the softmax of the router's logits are divided by their sum."""
+    num_groups: int = 0
+    """Groups that experts are chosen by, from the sigmoid of the router's logits (LLaDA2); 0: all are one group."""
+    num_kept: int = 0
     """Groups that a row's experts come from."""
-    scale: float
-    """Factor of a row's weights, which sum to 1 before."""
+    scale: float = 1.0
+    """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
     capacity: int = 0
     """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
 
@@ -134,7 +127,7 @@ class CheckpointKeys(BaseModel):
         return [cls.family.key_names.get(name, name) for name in names]
 
     @staticmethod
-    def experts_of(config: Any) -> "ExpertShape | None":
+    def experts_of(config: Any) -> ExpertShape | None:
         """The experts that keys state; None: all layers have a plain MLP."""
         return None
 

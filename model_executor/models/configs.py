@@ -1,16 +1,16 @@
-"""Configurations of the supported checkpoints: the classes that hold what a ``config.json`` states.
+"""Configurations and tokenizers of the supported checkpoints.
 
-The classes are registered with ``transformers.AutoConfig`` so that the checkpoints' own remote code is never needed,
-also where ``auto_map`` names some.
+They are registered with transformers so that the checkpoints' own remote code is never needed, also where ``auto_map``
+names some.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import GenerationConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Tokenizer
 
-from dllm_engine.families import FAMILIES, ModelFamily, find_family
+from dllm_engine.families import DREAM, FAMILIES, ModelFamily, find_family
 from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
 from dllm_engine.model_executor.models.family_keys import SCHEMAS
 from dllm_engine.options import OPTIONS_KEY
@@ -125,6 +125,18 @@ def registered_classes() -> dict[str, type[PretrainedConfig]]:
     """A class for each ``model_type``, from which ``from_dict`` finds the others of the type."""
     first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
     return first | {"llama": LlamaOrStableDiffcoderConfig}
+
+
+class DreamTokenizer(Qwen2Tokenizer):
+    """Dream's tokenizer is Qwen2's with other special tokens, which its files list.
+
+    transformers looks the class up by the name in tokenizer_config.json, so the name is not free.
+    """
+
+
+def register_tokenizers() -> None:
+    """Make ``AutoTokenizer`` use the class above. Idempotent."""
+    AutoTokenizer.register(CONFIG_CLASSES[DREAM.architecture], tokenizer_class=DreamTokenizer, exist_ok=True)
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:

@@ -1,7 +1,7 @@
 """The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
 
 LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
-in what ``DecoderShape`` and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
+in what their configs and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
 over the layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and
 inside layers.
 """
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -26,54 +27,11 @@ from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, Shard, TensorName
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP, expert_shard
-from dllm_engine.model_executor.models.names import PrefixOf, packed_modules, prefixes
+from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
+from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP
+from dllm_engine.model_executor.models.names import PrefixOf, expert_shard, packed_modules, prefixes
 from dllm_engine.model_executor.models.norm import Norm
-from dllm_engine.model_executor.models.rope import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    """Sizes of a decoder, read from a checkpoint's config."""
-
-    hidden_size: int
-    intermediate_size: int
-    """Width of layers without experts."""
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    qkv_bias: bool
-    tied_embeddings: bool
-    qk_norm: bool
-    """True if each head of queries and keys goes through a norm before RoPE."""
-    experts: ExpertShape | None
-
-    @classmethod
-    def of(cls, config: Any) -> "DecoderShape":
-        """Read the sizes by the names that transformers' configs have for them."""
-        return cls(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size or 0,
-            num_layers=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=head_dim_of(config),
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.rms_norm_eps,
-            qkv_bias=config.include_qkv_bias,
-            tied_embeddings=config.tie_word_embeddings,
-            qk_norm=bool(getattr(config, "qk_layernorm", False)),
-            experts=getattr(config, "experts", None),
-        )
-
-    def experts_of(self, layer: int) -> ExpertShape | None:
-        """None: the layer has a plain MLP."""
-        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
 
 @dataclass(frozen=True)
@@ -97,38 +55,39 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(
-        self, shape: DecoderShape, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf
-    ) -> None:
+    def __init__(self, config: Any, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf) -> None:
+        """``config``: has transformers' names for sizes."""
         super().__init__()
-        self.head_dim = shape.head_dim
-        self.attn_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.mlp_norm = Norm(shape.hidden_size, eps=shape.rms_norm_eps)
-        self.q_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps) if shape.qk_norm else None
-        self.head_norm = Norm(shape.head_dim, eps=shape.rms_norm_eps, has_weight=False) if shape.qk_norm else None
+        hidden_size, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, head_dim_of(config)
+        num_heads = config.num_attention_heads
+        self.attn_norm = Norm(hidden_size, eps=eps)
+        self.mlp_norm = Norm(hidden_size, eps=eps)
+        has_head_norms = bool(getattr(config, "qk_layernorm", False))
+        self.q_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
+        self.k_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
+        self.head_norm = Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
         """Of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
-            shape.hidden_size,
-            shape.head_dim,
-            shape.num_heads,
-            shape.num_kv_heads,
-            bias=shape.qkv_bias,
+            hidden_size,
+            self.head_dim,
+            num_heads,
+            config.num_key_value_heads,
+            bias=config.include_qkv_bias,
             quant_config=quant_config,
             prefix=prefix_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
-            shape.num_heads * shape.head_dim,
-            shape.hidden_size,
+            num_heads * self.head_dim,
+            hidden_size,
             bias=False,
             quant_config=quant_config,
             prefix=prefix_of("out_proj"),
         )
-        experts = shape.experts_of(number)
+        experts: ExpertShape | None = getattr(config, "experts", None)
         self.mlp = (
-            GatedMLP(shape.hidden_size, shape.intermediate_size, quant_config, prefix_of)
-            if experts is None
-            else ExpertMLP(shape.hidden_size, experts, quant_config, prefix_of)
+            GatedMLP(hidden_size, config.intermediate_size, quant_config, prefix_of)
+            if experts is None or number in experts.dense_layers
+            else ExpertMLP(hidden_size, experts, quant_config, prefix_of)
         )
         """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
@@ -138,63 +97,46 @@ class DecoderLayer(nn.Module):
     def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
         and keys rotated to their positions."""
-        heads = self._heads(self.qkv_proj(normed)[0])
-        sizes = self.num_heads, self.num_kv_heads, self.num_kv_heads
-        values = heads.narrow(1, self.num_heads + self.num_kv_heads, self.num_kv_heads)
-        q, k, _ = self._norm_and_rotate(heads, phases, sizes)
-        return q, k, values
+        q, k, v = self.project(normed, phases, "qkv")
+        return q, k, v
 
-    def v(self, normed: torch.Tensor) -> torch.Tensor:
-        """Values ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify values before the rest."""
-        kv_size = self.num_kv_heads * self.head_dim
-        start = (self.num_heads + self.num_kv_heads) * self.head_dim
-        return self._heads(self._projection_rows(normed, start, start + kv_size))
-
-    def k(self, normed: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        """Keys ``[num_rows, num_kv_heads, head_dim]`` alone, for methods that verify keys before the rest."""
-        start, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        keys = self._heads(self._projection_rows(normed, start, start + kv_size))
-        return self._norm_and_rotate(keys, phases, (0, self.num_kv_heads))[1]
-
-    def qk(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys alone, for rows whose values are already there; shapes as in ``qkv``."""
-        num_heads = self.num_heads + self.num_kv_heads
-        heads = self._heads(self._projection_rows(normed, 0, num_heads * self.head_dim))
-        q, k = self._norm_and_rotate(heads, phases, (self.num_heads, self.num_kv_heads))
-        return q, k
+    def project(self, normed: torch.Tensor, phases: RotaryPhases, parts: str) -> list[torch.Tensor]:
+        """Neighbours among queries, keys and values, as of ``qkv``: ``"v"``, ``"k"`` or ``"qk"`` for methods that need
+        some before the rest."""
+        counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        first = sum(counts[part] for part in "qkv".partition(parts)[0])
+        heads = self._projected(normed, first, sum(counts[part] for part in parts))
+        values = [heads.narrow(1, heads.shape[1] - counts["v"], counts["v"])] if "v" in parts else []
+        turned = {part: counts[part] for part in parts if part != "v"}
+        if not turned:
+            return values
+        if self.head_norm is not None:
+            heads = self.head_norm(heads.contiguous())
+        heads = heads.narrow(1, 0, sum(turned.values()))
+        split = heads.split([*turned.values()], dim=1)
+        if self.head_norm is not None:
+            for part, part_heads in zip(turned, split, strict=True):
+                part_heads.mul_(getattr(self, f"{part}_norm").weight)
+        phases.rotate_(heads)
+        return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
         """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
         return self.out_proj(attended.flatten(1))[0]
 
-    def _norm_and_rotate(
-        self, heads: torch.Tensor, phases: RotaryPhases, sizes: tuple[int, ...]
-    ) -> tuple[torch.Tensor, ...]:
-        """Split ``heads`` ``[num_rows, num_heads, head_dim]`` of rows into queries, keys and what else ``sizes`` names.
-
-        Queries and keys are rotated, and go through the model's norms if it has them. The rest is of no use then.
-        """
-        if self.head_norm is not None and self.q_norm is not None and self.k_norm is not None:
-            heads = self.head_norm(heads.contiguous())
-            heads.narrow(1, 0, sizes[0]).mul_(self.q_norm.weight)
-            heads.narrow(1, sizes[0], sizes[1]).mul_(self.k_norm.weight)
-        phases.rotate_(heads.narrow(1, 0, sizes[0] + sizes[1]))
-        return heads.split_with_sizes(sizes, 1)
-
-    def _heads(self, projected: torch.Tensor) -> torch.Tensor:
-        return projected.view(projected.shape[0], projected.shape[1] // self.head_dim, self.head_dim)
-
-    def _projection_rows(self, normed: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Output features ``start:stop`` of the fused projection.
+    def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        """``count`` heads of the fused projection from the head ``first`` on, ``[num_rows, count, head_dim]``.
 
         A quantized or prepacked weight cannot be sliced by rows; then the whole projection is computed.
         """
-        weight = getattr(self.qkv_proj, "weight", None)
-        features = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        if weight is None or weight.shape != (features, normed.shape[-1]) or weight.dtype != normed.dtype:
-            return self.qkv_proj(normed)[0][..., start:stop]
-        bias = self.qkv_proj.bias
-        return F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+        start, stop = first * self.head_dim, (first + count) * self.head_dim
+        weight, bias = getattr(self.qkv_proj, "weight", None), self.qkv_proj.bias
+        shape = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, normed.shape[-1]
+        if stop - start == shape[0] or weight is None or weight.shape != shape or weight.dtype != normed.dtype:
+            projected = self.qkv_proj(normed)[0][..., start:stop]
+        else:
+            projected = F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+        return projected.view(projected.shape[0], count, self.head_dim)
 
 
 class VocabularyShard(NamedTuple):
@@ -233,18 +175,18 @@ class DiffusionDecoder(nn.Module):
         )
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.config = hf_config or model_config.hf_config
-        self.shape = DecoderShape.of(self.config)
-        self.embedding = VocabParallelEmbedding(self.shape.vocab_size, self.shape.hidden_size)
+        self.experts: ExpertShape | None = getattr(self.config, "experts", None)
+        sizes = self.config.vocab_size, self.config.hidden_size
+        self.embedding = VocabParallelEmbedding(*sizes)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                self.shape, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
+                self.config, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
             )
-            for number in range(self.shape.num_layers)
+            for number in range(self.config.num_hidden_layers)
         )
-        self.final_norm = Norm(self.shape.hidden_size, eps=self.shape.rms_norm_eps)
-        sizes = self.shape.vocab_size, self.shape.hidden_size
+        self.final_norm = Norm(self.config.hidden_size, eps=self.config.rms_norm_eps)
         self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=self.names.head)
-        if self.shape.tied_embeddings:
+        if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
     @property
@@ -276,12 +218,8 @@ class DiffusionDecoder(nn.Module):
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
         device = self.final_norm.weight.device
-        frequencies = inverse_frequencies(self.config, self.max_positions, self.shape.head_dim, device)
+        frequencies = inverse_frequencies(self.config, self.max_positions, head_dim_of(self.config), device)
         return rotary_table(self.max_positions, *frequencies)
-
-    def rotary(self, positions: torch.Tensor) -> RotaryPhases:
-        """RoPE phases shared by all layers, for rows at ``positions`` ``[num_rows]``."""
-        return RotaryPhases(positions, self.rotary_table)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
@@ -291,17 +229,17 @@ class DiffusionDecoder(nn.Module):
         ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
         """
         with self.forward_context(positions):
-            return layer_pass(self.layers, self.embed_input_ids(input_ids), self.rotary(positions))
+            return layer_pass(self.layers, self.embed_input_ids(input_ids), RotaryPhases(positions, self.rotary_table))
 
     @contextmanager
     def forward_context(self, positions: torch.Tensor) -> Iterator[None]:
         """Context in which vLLM's experts find themselves, and the rows' blocks where those share experts; needed
         around every call of a layer's ``mlp``."""
-        if self.shape.experts is None:
+        if self.experts is None:
             yield
             return
         with set_forward_context(None, self.vllm_config):
-            if self.shape.experts.groups is not None and self.shape.experts.groups.capacity:
+            if self.experts.capacity:
                 # Rows are whole blocks: the first of each begins it.
                 begins = positions % self.config.block_size == 0
                 get_forward_context().additional_kwargs[ROW_BLOCKS] = begins.cumsum(0).clamp(min=1) - 1
@@ -315,22 +253,28 @@ class DiffusionDecoder(nn.Module):
         return VocabularyShard(logits[:, : shard.num_org_elements], shard.org_vocab_start_index)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from a checkpoint's tensors.
-
-        Raises ``ValueError`` naming the tensor where one is unknown, missing or of a wrong shape.
-        """
+        """Fill the parameters from a checkpoint's tensors, as ``fill_parameters`` does."""
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
-        return fill_parameters(
-            self,
-            weights,
-            self.locate,
-            modules=self.names.in_layer,
-            experts=self.shape.experts,
-            hidden_size=self.shape.hidden_size,
-            ignored={"lm_head.weight"} if self.shape.tied_embeddings else (),
-            whole=not self.takes_parts,
-        )
+        return fill_parameters(self, weights)
+
+
+def inverse_frequencies(
+    config: Any, num_positions: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, float]:
+    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
+    the number.
+
+    Args:
+        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
+    """
+    rope = config.rope_parameters
+    if rope["rope_type"] != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        return frequencies, scale
+    turned = rotary_dim(config, head_dim)
+    exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
+    return 1.0 / rope["rope_theta"] ** exponents, 1.0
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {

@@ -9,7 +9,6 @@ from dllm_engine.model_executor.models.config_keys import (
     CheckpointKeys,
     Count,
     Epsilon,
-    ExpertGroups,
     ExpertShape,
     Off,
     One,
@@ -156,9 +155,10 @@ class LLaDA2Keys(DenseKeys):
             shared_intermediate_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
             has_bias=config.moe_router_enable_expert_bias,
             dense_layers=tuple(range(config.first_k_dense_replace)),
-            groups=ExpertGroups(
-                config.n_group, config.topk_group, config.routed_scaling_factor, config.expert_capacity
-            ),
+            num_groups=config.n_group,
+            num_kept=config.topk_group,
+            scale=config.routed_scaling_factor,
+            capacity=config.expert_capacity,
         )
 
     @model_validator(mode="after")

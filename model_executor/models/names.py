@@ -5,11 +5,10 @@ beside those of the modules that fill it, which ``packed_modules_mapping`` lists
 config (what to ignore, regular expressions, settings by module) apply as they were written for the released names.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 
-from dllm_engine.families import NamedModules, Shard
-from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.mlp import expert_shards
+from dllm_engine.families import NamedModules
 
 PrefixOf = Callable[[str], str]
 """The name that quantization methods know a module of a layer by, from ours (``mlp.down_proj``)."""
@@ -38,10 +37,24 @@ def packed_modules(modules: NamedModules) -> dict[str, list[str]]:
     return {fused: parts for fused, parts in packed.items() if parts}
 
 
-def shards_of(parameter_name: str, modules: NamedModules, experts: ExpertShape | None) -> Sequence[Shard]:
-    """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-    if experts and (of_experts := expert_shards(parameter_name, experts.num_experts)):
-        return of_experts
-    # layers.NUMBER.MODULE.weight
-    module = parameter_name.rpartition(".")[0].partition(".")[2].partition(".")[2]
-    return [shard for ours, shard in modules.values() if ours == module and shard is not None] or (None,)
+_ROUTED_EXPERTS = "routed_experts"
+"""vLLM's module that holds the weights of all experts."""
+_SHARDS = {"gate_proj": ("w13", "w1"), "up_proj": ("w13", "w3"), "down_proj": ("w2", "w2")}
+"""Projections of an expert: vLLM's parameter for those of all experts, and the part of it."""
+
+
+def expert_shard(module: str, kind: str) -> tuple[str, tuple[str, int]] | None:
+    """The parameter of a layer, and the shard of it, that a tensor ``kind`` of an expert fills; None for what is not an
+    expert's. ``module`` is the checkpoint's name within the layer: ``mlp.experts.N.gate_proj``."""
+    found = re.fullmatch(r"mlp\.experts\.(\d+)\.(\w+)", module)
+    if found is None or found[2] not in _SHARDS:
+        return None
+    fused, part = _SHARDS[found[2]]
+    return f"mlp.experts.{_ROUTED_EXPERTS}.{fused}_{kind}", (part, int(found[1]))
+
+
+def expert_shards(parameter_name: str, num_experts: int) -> list[tuple[str, int]]:
+    """The shards that a parameter of vLLM's module is filled by; none for other parameters."""
+    module, kind = parameter_name.split(".")[-2:]
+    parts = [part for fused, part in _SHARDS.values() if module == _ROUTED_EXPERTS and kind.startswith(f"{fused}_")]
+    return [(part, number) for part in parts for number in range(num_experts)]

@@ -1,30 +1,34 @@
-"""A layer pass that recomputes parts of a canvas, and of a response only the rows whose values have changed most.
+"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between them the
+response rows whose values have changed most. MaskKV (arXiv 2510.09309) does the same on what it retains.
 
-What dLLM-Cache (arXiv 2506.06295) and MaskKV (arXiv 2510.09309) share. Between refreshes the residual stream of the
-response stays live: a row that a layer does not recompute gets that layer's kept *features* instead, the sum of its
-attention output and its feed-forward output when it was last recomputed. (The papers keep the two apart; they are only
-ever added one after the other, so their sum is all there is to keep.)
+Between refreshes the residual stream of the response stays live: a row that a layer does not recompute gets that
+layer's kept *features* instead, the sum of its attention output and its feed-forward output when it was last
+recomputed. (The papers keep the two apart; they are only ever added one after the other, so their sum is all there is
+to keep.)
+
+As in the authors' code the first layer recomputes every row of the response in every step (``refresh_first_layer``): it
+costs one layer and lets changed tokens enter all others.
 """
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.features import add_features, feature_rows, write_features
+from dllm_engine.kernels.features import add_features, write_features
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
-from dllm_engine.model_executor.batch_tables import BatchTables
+from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, RowChoice, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope
 
 
@@ -45,16 +49,13 @@ class ComputedRows(RowBounds):
     """Rows that a layer recomputes. Their number is the same in every layer of a kind, so it is known before the
     pass."""
 
-    def __init__(self, sizes: list[int], alone: list[bool], device: torch.device) -> None:
+    def __init__(self, sizes: Sequence[int], alone: list[bool], device: torch.device) -> None:
         """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
         super().__init__(sizes, device)
         alone_sizes = [size if a else 0 for size, a in zip(sizes, alone, strict=True)]
         paged_sizes = [0 if a else size for size, a in zip(sizes, alone, strict=True)]
         self.alone_rows, self.paged_rows = (
-            torch.cat(
-                [torch.arange(at, at + size, device=device) for at, size in zip(self.bounds, kind_sizes, strict=False)]
-            )
-            for kind_sizes in (alone_sizes, paged_sizes)
+            on_device(ranges(self.bounds[:-1], kind_sizes)[1], device) for kind_sizes in (alone_sizes, paged_sizes)
         )
         self.alone, self.paged = RowBounds(alone_sizes, device), RowBounds(paged_sizes, device)
 
@@ -62,96 +63,67 @@ class ComputedRows(RowBounds):
 class AdaptivePass(LayerPass):
     """Refreshes the scope of each request's plan, and ``plan.num_updated`` response rows of those it does not cover.
 
-    Requests refreshing different scopes, and those between refreshes, share the pass.
+    Requests refreshing different scopes, and those between refreshes, share the pass. Pages hold K/V, and features of
+    the rows from the last that the response needs.
     """
 
     chooses = True
+    whole_attends_alone: ClassVar[bool] = True
+    """True if a canvas recomputed as a whole attends to what was just computed rather than to what pages keep of it;
+    otherwise only in a request's first pass."""
 
-    def __init__(
-        self,
-        batch: StepBatch,
-        pages: PageMemory,
-        tables: CanvasTables,
-        live_starts: list[int],
-        *,
-        whole_attends_alone: bool,
-        similarity: str,
-        metric: str,
-        first_adaptive_layer: int,
-    ) -> None:
-        """Layers before ``first_adaptive_layer`` recompute every row in every step, and keep no features.
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.options = DLLMCacheOptions.of(batch.canvases[0].spec)
+        self.batch, self.pages, self.tables = batch, pages, self.make_tables(batch, pages)
+        self.first_adaptive_layer = int(self.options.refresh_first_layer)
+        """Layers before it recompute every row in every step, and keep no features."""
+        device = batch.device
+        kept = [Span(live_start(canvas.spec), canvas.spec.canvas_length) for canvas in batch.canvases]
+        self.features = FeatureTables(batch, pages, kept)
+        self.num_layers = self.features.tables.shape[0]
 
-        ``live_starts``: per request, the first position whose hidden state is kept up to date between refreshes.
-        ``whole_attends_alone``: a canvas recomputed as a whole attends to what was just computed rather than to what
-        pages keep of it; otherwise only in a request's first pass. ``similarity``, ``metric``: options of dLLM-Cache.
-        """
-        self.batch, self.pages, self.tables = batch, pages, tables
-        self.similarity, self.metric, self.first_adaptive_layer = similarity, metric, first_adaptive_layer
-        device = batch.positions.device
-        self.requests = batch.request_of_row()
-        starts = on_device(live_starts, device)
-        self.feature_items = batch.positions - starts[self.requests]
-        self.feature_tables = BatchTables(batch, PageKind.FEATURES)
-        self.num_layers = self.feature_tables.tables.shape[0]
-        self.features = feature_rows(pages.memory, pages.hidden_size)
-
-        def attend_alone(sizes: list[int]) -> list[bool]:
+        def attend_alone(sizes: Sequence[int]) -> list[bool]:
             return [
-                size == canvas.spec.canvas_length and (whole_attends_alone or plan.forward == 0)
+                size == canvas.spec.canvas_length and (self.whole_attends_alone or plan.forward == 0)
                 for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
             ]
 
         fed = batch.sizes
         self.all_rows = ComputedRows(fed, attend_alone(fed), device)
 
-        # Rows of the batch that are refreshed, and where they and the chosen ones lie among the recomputed rows.
-        refreshed: list[torch.Tensor] = []
-        refreshed_places: list[torch.Tensor] = []
-        adaptive: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        sizes: list[int] = []
         self.chosen: list[torch.Tensor] = []
         """Per layer of the last pass that chose, the rows that it recomputed."""
+        refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
-            first, stop = batch.cu_seqlens[i], batch.cu_seqlens[i + 1]
+            first, stop = batch.bounds[i], batch.bounds[i + 1]
             response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
-            start_at, stop_at = {
-                Scope.ALL: (first, stop),
-                Scope.PROMPT: (first, response),
-                Scope.RESPONSE: (response, stop),
-                Scope.ACTIVE: (first, first),
-            }[plan.scope]
-            place = sum(sizes)
-            refreshed.append(torch.arange(start_at, stop_at, device=device))
-            refreshed_places.append(torch.arange(place, place + stop_at - start_at, device=device))
-            num_updated = plan.num_updated or 0
-            if plan.num_updated is not None:
-                adaptive[stop - response, num_updated].append((response, place + stop_at - start_at))
-            sizes.append(stop_at - start_at + num_updated)
-        self.refreshed, self.refreshed_places = torch.cat(refreshed), torch.cat(refreshed_places)
-        self.adaptive = [
-            (
-                on_device([row for row, _ in members], device)[:, None] + torch.arange(length, device=device),
-                on_device([at for _, at in members], device)[:, None] + torch.arange(count, device=device),
-            )
-            for (length, count), members in adaptive.items()
-        ]
-        """Per group of equal shape: the response rows ``[group, rows]``, and the places of those chosen among the
-        recomputed ones ``[group, chosen]``."""
-        self.verified = torch.cat([rows.flatten() for rows, _ in self.adaptive]) if self.adaptive else None
+            scopes = {
+                Scope.ALL: Span(first, stop),
+                Scope.PROMPT: Span(first, response),
+                Scope.RESPONSE: Span(response, stop),
+                Scope.ACTIVE: Span(first, first),
+            }
+            refreshed.append(scopes[plan.scope])
+            responses.append(Span(response, stop))
+        self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
+        """Recomputed rows: those refreshed, and of the response those that have changed most."""
+        adaptive = [rows.flatten() for rows, _ in self.choice.groups]
+        self.verified = torch.cat(adaptive) if adaptive else None
         self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        if self.verified is not None and similarity == "random":
+        if self.verified is not None and self.options.similarity == "random":
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
-            seeds, forwards = on_device(request_numbers, device)[:, self.requests[self.verified]]
+            seeds, forwards = on_device(request_numbers, device)[:, self.features.requests[self.verified]]
             self.counters = seeds, forwards, batch.positions[self.verified]
             """Of the random numbers of each verified row: the same at any batch, and on every rank."""
-        self.some_rows = ComputedRows(sizes, attend_alone(sizes), device)
-        self.kept = torch.ones_like(self.requests, dtype=torch.bool)
+        self.repeats = self.counters is None and all(plan.state is RefreshState.REUSE for plan in batch.plans)
+        self.some_rows = ComputedRows(self.choice.sizes, attend_alone(self.choice.sizes), device)
+        self.kept = torch.ones_like(batch.positions, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
-        self.kept[self.refreshed] = False
+        self.kept[self.choice.fixed] = False
 
-    @property
-    def repeats(self) -> bool:
-        return self.counters is None and all(plan.state is RefreshState.REUSE for plan in self.batch.plans)
+    def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
+        """K/V of the whole canvas, by position."""
+        return TokenTables(batch, pages, [plan.read for plan in batch.plans])
 
     def graph_layout(self) -> Hashable | None:
         # A refreshed prompt is as long as its request's, and few requests have equally long ones.
@@ -162,11 +134,10 @@ class AdaptivePass(LayerPass):
         return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), tuple(shapes)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        groups = [tensor for pair in self.adaptive for tensor in pair]
         verified = [] if self.verified is None else [self.verified, *(self.counters or ())]
-        rows = [self.requests, self.feature_items, self.refreshed, self.refreshed_places, self.kept]
+        rows = [self.features.requests, self.features.items, self.kept, *self.choice.graph_inputs()]
         rows += [self.all_rows.cu_seqlens, self.some_rows.cu_seqlens]
-        return [*rows, *groups, *verified, self.feature_tables.tables, *self.tables.graph_inputs()]
+        return [*rows, *verified, self.features.tables, *self.tables.graph_inputs()]
 
     def graph_results(self) -> list[torch.Tensor]:
         return [torch.stack(self.chosen)] if self.chosen else []
@@ -201,9 +172,7 @@ class AdaptivePass(LayerPass):
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
     def _recompute_some(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
-        items = self.feature_items
-        feature_slots = self.feature_tables.slots(index, self.requests, items.clamp(min=0), self.features.shape[1])
-        feature_slots = feature_slots.masked_fill(items < 0, -1)
+        feature_slots = self.features.row_slots(index)
         rows, fresh_values = self._choose(index, layer, hidden, phases)
         if rows.numel():
             x = hidden[rows]
@@ -213,9 +182,9 @@ class AdaptivePass(LayerPass):
             update = layer.mlp(layer.mlp_norm(x))
             x += update
             update += attended
-        add_features(hidden, self.features, feature_slots.masked_fill(~self.kept, -1))
+        add_features(hidden, self.features.rows, feature_slots.masked_fill(~self.kept, -1))
         if rows.numel():
-            write_features(update, self.features, feature_slots[rows])
+            write_features(update, self.features.rows, feature_slots[rows])
             hidden[rows] = x
 
     def _choose(
@@ -226,36 +195,33 @@ class AdaptivePass(LayerPass):
         dLLM-Cache's V-verify: project all response rows to values, choose those least similar to the kept values,
         and replace all kept values by the fresh ones. A choice by chance verifies nothing.
         """
-        rows = torch.empty(self.some_rows.bounds[-1], dtype=torch.int64, device=hidden.device)
-        rows[self.refreshed_places] = self.refreshed
         if self.verified is None:
-            return rows, None
+            return self.choice.rows([]), None
         values = None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
             similarity = uniform(*self.counters, torch.full_like(self.verified, NO_TOKEN - 1 - index))
         else:
             normed = layer.attn_norm(hidden[self.verified])
-            if self.similarity == "value":
-                fresh, kept = layer.v(normed), self.pages.values
-                values = fresh.new_empty(rows.shape[0], *fresh.shape[1:])
+            if self.options.similarity == "value":
+                fresh, kept = layer.project(normed, phases, "v")[0], self.pages.values
+                values = fresh.new_empty(self.some_rows.bounds[-1], *fresh.shape[1:])
             else:
-                fresh, kept = layer.k(normed, phases[self.verified]), self.pages.keys
+                fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
             verified_slots = self.tables.row_slots(index, self.verified)
             sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
             write_slots(fresh, kept, verified_slots)
-            similarity = SIMILARITIES[self.metric](sums)
-        first = 0
-        for members, places in self.adaptive:
+            similarity = SIMILARITIES[self.options.similarity_metric](sums)
+        first, chosen = 0, []
+        for members, places in self.choice.groups:
             group = slice(first, first + members.numel())
             first = group.stop
-            chosen = least_similar(similarity[group].view(members.shape), places.shape[1])
-            rows[places] = members.gather(1, chosen)
+            chosen.append(least_similar(similarity[group].view(members.shape), places.shape[1]))
             if values is not None:
-                which = torch.arange(len(members), device=chosen.device)[:, None]
-                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen]
-        self.chosen.append(rows)
-        return rows, values
+                which = torch.arange(len(members), device=places.device)[:, None]
+                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen[-1]]
+        self.chosen.append(self.choice.rows(chosen))
+        return self.chosen[-1], values
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
@@ -264,9 +230,10 @@ class AdaptivePass(LayerPass):
         if values is None:
             return layer.qkv(normed, phases)
         # The chosen rows have their values; only the refreshed ones lack them.
-        if self.refreshed_places.numel():
-            values[self.refreshed_places] = layer.v(normed[self.refreshed_places])
-        q, k = layer.qk(normed, phases)
+        refreshed = self.choice.fixed_places
+        if refreshed.numel():
+            values[refreshed] = layer.project(normed[refreshed], phases, "v")[0]
+        q, k = layer.project(normed, phases, "qk")
         return q, k, values
 
     def _attend(

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
-from dllm_engine.kernels.paged_attention import attention_with_limits, paged_attention
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
@@ -37,15 +36,11 @@ class LayerPass:
     observes = False
     """True if ``observe`` must be called."""
 
-    @property
-    def repeats(self) -> bool:
-        """True if running the pass once more does the same work on the current tokens."""
-        return False
+    repeats = False
+    """True if running the pass once more does the same work on the current tokens."""
 
-    @property
-    def writes(self) -> bool:
-        """True if the pass changes more than the tokens that its step fills."""
-        return True
+    writes = True
+    """True if the pass changes more than the tokens that its step fills."""
 
     def graph_layout(self) -> Hashable | None:
         """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.
@@ -110,10 +105,25 @@ class LayerPass:
         return {}
 
 
+class DensePass(LayerPass):
+    """A pass that neither reads nor writes pages: each sequence attends to itself, as far as its rows have no limits to
+    all of it."""
+
+    repeats = True
+    writes = False
+
+    def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
+        """``row_bounds``: of the sequences."""
+        self.row_bounds = row_bounds
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attend_alone(q, k, v, self.row_bounds)
+
+
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
-        return attention_with_limits(q, k, v, rows.cu_seqlens, rows.limits, rows.max_seqlen)
+        return attend_pages(None, q, k, v, rows, attend_fresh=True)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
@@ -139,7 +149,7 @@ def attend_split(
 
 
 def attend_pages(
-    tokens: PagedTokens,
+    tokens: PagedTokens | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -147,7 +157,7 @@ def attend_pages(
     *,
     attend_fresh: bool,
 ) -> torch.Tensor:
-    """Attention of each request's rows over its pages, and with ``attend_fresh`` over the rows' own K/V."""
+    """Attention of each request's rows over its ``tokens`` in pages, and with ``attend_fresh`` over the rows' own."""
     return paged_attention(
         q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, limits=rows.limits, max_seqlen=rows.max_seqlen
     )

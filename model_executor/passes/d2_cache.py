@@ -54,10 +54,9 @@ class RolloutPass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
-        device = batch.positions.device
+        device = batch.device
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages, lengths)
-        self.bounds = batch.row_bounds()
         self.requests, self.tokens = on_device(np.stack(ranges([0] * len(lengths), lengths)), device).unbind()
         """Request and token of every position of every canvas, canvas by canvas."""
         self.lengths = lengths
@@ -71,13 +70,13 @@ class RolloutPass(LayerPass):
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.tables.row_slots(layer))
         tokens = self.tables.paged_tokens(layer)
-        bounds, longest = self.bounds.cu_seqlens, self.bounds.max_seqlen
+        bounds, longest = self.batch.cu_seqlens, self.batch.max_seqlen
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=longest, lse=lse)
         slots = self.tables.token_slots(layer, self.requests, self.tokens)
         per_page = self.pages.keys.shape[1]
         keys = self.pages.keys[slots // per_page, slots % per_page].split(self.lengths)
-        rows = [self.bounds.rows(i) for i in range(len(self.lengths))]
+        rows = [self.batch.rows(i) for i in range(len(self.lengths))]
         sums = [
             summed_probabilities(q[r], request_values, lse[r]) for r, request_values in zip(rows, keys, strict=True)
         ]
@@ -122,8 +121,7 @@ def choose_rows(
         confidence, importance: float64 ``[canvas_length]``, by position.
     """
     spec = canvas.spec
-    options, start, shift = spec.cache, spec.prompt_length, int(spec.shifts_logits)
-    assert isinstance(options, D2CacheOptions)
+    options, start, shift = D2CacheOptions.of(spec), spec.prompt_length, int(spec.shifts_logits)
     chosen = start + _masked_to_predict(spec, window, known_before, canvas.known[start:] >= 0, confidence[start:])
     computed = np.zeros(spec.canvas_length, dtype=bool)
     computed[np.maximum(chosen - shift, 0)] = True
@@ -147,8 +145,7 @@ def _masked_to_predict(
     spec: DecodingSpec, window: Span, known_before: np.ndarray, known: np.ndarray, confidence: np.ndarray
 ) -> np.ndarray:
     """The masked positions of the response that the next pass is to predict."""
-    options = spec.cache
-    assert isinstance(options, D2CacheOptions)
+    options = D2CacheOptions.of(spec)
     masked = np.flatnonzero(~known)
     first, unit, preferred = _range(spec, window, known_before, masked[0])
     scores = confidence * certainty_density(known, options.sigma)
@@ -168,12 +165,11 @@ def _range(
     """Range that masked positions are chosen from, in positions of the response: its first; a number of which its end
     is a multiple; and the positions that come before all others. These are in the block that the pass worked on; of
     several at once the leftmost that is not finished, because the next pass has to fill some of it."""
-    assert isinstance(spec.cache, D2CacheOptions)
     start, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
     if spec.block_add_threshold is not None:
         start = first_masked // spec.block_length * spec.block_length
         stop = min(start + spec.block_length, spec.gen_length)
-    if spec.cache.range_unit == "block":
+    if D2CacheOptions.of(spec).range_unit == "block":
         return start, spec.block_length, np.arange(start, stop)
     preferred = start + np.flatnonzero(~known_before[start:stop])
     return int(preferred[0]), len(preferred), preferred

@@ -6,8 +6,8 @@ last went through all layers, and if what it is remembered by (its hidden state,
 changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the window.
 """
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,17 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.features import feature_rows, read_features, write_features
-from dllm_engine.model_executor.batch_tables import BatchTables, TokenTables
+from dllm_engine.kernels.features import read_features, write_features
+from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
-from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import FIRST_BLOCK
+from dllm_engine.scheduler.request import FIRST_BLOCK, Span
 from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy
 
 POOL_KERNEL_SIZE = 3
@@ -39,31 +39,6 @@ UNMASKED_BONUS = 3.0
 SMALLEST_NORM = 1e-6
 
 
-class Cut:
-    """Places of the remaining rows among the rows of the stage before."""
-
-    def __init__(self, before: RowBounds, after: SplitRows, skips: list[bool], device: torch.device) -> None:
-        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        whole: list[int] = []
-        for i, skip in enumerate(skips):
-            if skip:
-                groups[before.sizes[i], after.sizes[i]].append(i)
-            else:
-                whole.append(i)
-
-        def ranges(stage: RowBounds, members: list[int]) -> list[torch.Tensor]:
-            return [torch.arange(stage.bounds[i], stage.bounds[i + 1], device=device) for i in members]
-
-        self.after = after
-        self.whole = torch.cat(ranges(before, whole)) if whole else None
-        """Rows of requests that skip none."""
-        self.whole_places = torch.cat(ranges(after, whole)) if whole else None
-        self.groups = [
-            (torch.stack(ranges(before, members)), torch.stack(ranges(after, members))) for members in groups.values()
-        ]
-        """Per group of equal shape, the rows ``[group, rows]`` and the places of those that stay ``[group, kept]``."""
-
-
 class EarlySkipPass(LayerPass):
     """Writes the K/V of every row a layer computes to its position, attends to the canvas as kept, and drops rows."""
 
@@ -71,10 +46,9 @@ class EarlySkipPass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """Requests in steps that skip and in steps that do not share the pass."""
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, ESDLLMOptions)
+        options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
-        device = batch.positions.device
+        device = batch.device
         plans = batch.plans
         for canvas in batch.canvases:
             if canvas.cache_state is None:
@@ -100,29 +74,25 @@ class EarlySkipPass(LayerPass):
         self.stage = SplitRows(sizes, alone, device)
         self.stages = [self.stage]
         """The rows that the layers between two cuts compute; one more than there are cuts."""
-        self.cuts: dict[int, Cut] = {}
+        self.cuts: dict[int, RowChoice] = {}
+        """Choice of the rows that go on, among those of the layer."""
         for layer, fraction in options.cuts(self.num_layers).items():
-            sizes = [
-                self._num_kept(i, fraction, size) if skip else size
-                for i, (size, skip) in enumerate(zip(sizes, self.skips, strict=True))
-            ]
-            self.stages.append(SplitRows(sizes, alone, device))
-            self.cuts[layer] = Cut(self.stages[-2], self.stages[-1], self.skips, device)
+            rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
+            whole = [Span(0, 0) if skip else span for span, skip in zip(rows, self.skips, strict=True)]
+            kept = [self._num_kept(i, fraction, span.size) if self.skips[i] else None for i, span in enumerate(rows)]
+            self.cuts[layer] = RowChoice(whole, rows, kept, device)
+            self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
         if any(self.skips):
             self.confidences, self.bonuses = self._importance_of_rows()
         if options.keeps_features and self.cuts:
-            self.feature_tables = BatchTables(batch, PageKind.FEATURES)
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            self.features = feature_rows(pages.memory, pages.hidden_size // ranks)
-            requests = self.tables.requests
-            starts = [canvas.spec.predicting_span(FIRST_BLOCK).start for canvas in batch.canvases]
-            items = batch.positions - on_device(starts, device)[requests]
-            lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)[requests]
-            self.feature_items = items.masked_fill(items >= lengths, -1)
-            """Number of each row among those that predict the response; negative: it predicts none of it."""
+            specs = [canvas.spec for canvas in batch.canvases]
+            starts = [spec.predicting_span(FIRST_BLOCK).start for spec in specs]
+            predicting = [Span(start, start + spec.gen_length) for start, spec in zip(starts, specs, strict=True)]
+            self.features = FeatureTables(batch, pages, predicting, pages.geometry.hidden_size // ranks)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
         plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
@@ -131,7 +101,7 @@ class EarlySkipPass(LayerPass):
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
-        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.positions.device
+        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.device
         start = plan.window.start - spec.shifts_logits
         canvas = np.arange(spec.canvas_length)
         outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
@@ -151,7 +121,7 @@ class EarlySkipPass(LayerPass):
 
     def _importance_of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``[num_rows]`` each: the confidence that a row last had, 0 where its token is not masked, and its bonus."""
-        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.positions.device)
+        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.device)
         bonuses = np.zeros(len(confidences), dtype=np.float32)
         for i, skip in enumerate(self.skips):
             if not skip:
@@ -181,10 +151,9 @@ class EarlySkipPass(LayerPass):
         if any(self.skips):
             inputs += [self.confidences, self.bonuses]
         if self.options.keeps_features and self.cuts:
-            inputs += [self.feature_items, self.feature_tables.tables]
+            inputs += [self.features.requests, self.features.items, self.features.tables]
         for cut in self.cuts.values():
-            inputs += [x for x in (cut.whole, cut.whole_places) if x is not None]
-            inputs += [x for group in cut.groups for x in group]
+            inputs += cut.graph_inputs()
         return inputs
 
     def graph_results(self) -> list[torch.Tensor]:
@@ -254,25 +223,25 @@ class EarlySkipPass(LayerPass):
         """Keys or values in slots ``[n, num_kv_heads]``."""
         return pages[slots // pages.shape[1], slots % pages.shape[1]]
 
-    def _cut(self, layer: int, cut: Cut, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
+    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
         """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
         width]`` becomes their remembered values."""
         kept = None
         if cut.groups:
-            kept = torch.empty(cut.after.bounds[-1], dtype=torch.int64, device=rows.device)
-            if cut.whole is not None:
-                kept[cut.whole_places] = cut.whole
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             changes = self._changes(layer, rows[members], fresh[members])
             sizes = [group_rows.numel() for group_rows, _ in cut.groups]
-            for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True):
-                chosen = self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
-                kept[places] = group_rows.gather(1, chosen)
+            kept = cut.rows(
+                [
+                    self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
+                    for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True)
+                ]
+            )
             self.kept_rows.append(rows[kept])
-            self.stage = cut.after
+            self.stage = self.stages[len(self.kept_rows)]
         if self.options.keeps_features:
             remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features, self._feature_slots(layer, remembered_rows))
+            write_features(remembered, self.features.rows, self.features.row_slots(layer, remembered_rows))
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -281,7 +250,7 @@ class EarlySkipPass(LayerPass):
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.options.keeps_features:
-            old = read_features(self.features, self._feature_slots(layer, rows))
+            old = read_features(self.features.rows, self.features.row_slots(layer, rows))
         else:
             slots = self.tables.row_slots(layer, rows)
             old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
@@ -308,11 +277,6 @@ class EarlySkipPass(LayerPass):
             scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
         scores += self.bonuses[rows]
         return top_indices(scores, count, in_order=False)
-
-    def _feature_slots(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        items = self.feature_items[rows]
-        slots = self.feature_tables.slots(layer, self.tables.requests[rows], items.clamp(min=0), self.features.shape[1])
-        return slots.masked_fill(items < 0, -1)
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         confidences = statistics.probability

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.distributed import (
     get_tensor_model_parallel_world_size,
@@ -13,20 +14,19 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled
-from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens, attention_with_lse
 from dllm_engine.model_executor.batch_tables import BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
 from dllm_engine.model_executor.passes.base import attend_alone
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
-from dllm_engine.model_executor.retention.layer_importance import layer_importance
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.methods.dllm_cache import live_start
+from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 from dllm_engine.scheduler.methods.maskkv import (
     MaskKVOptions,
     average_budget,
@@ -57,7 +57,7 @@ class HeadTables(BatchTables):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, PageKind.KV)
         self.batch, self.pages = batch, pages
-        device = batch.positions.device
+        device = batch.device
         num_layers, heads = BatchTables(batch, PageKind.FEATURES).tables.shape[0], pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.cache_state is None:
@@ -71,9 +71,9 @@ class HeadTables(BatchTables):
         ends = in_order.flatten(1).cumsum(dim=1).view_as(in_order)
         self.starts = (ends - in_order).transpose(0, 1).contiguous()
         """First slot of each head's range. In a first pass, of the layers that have voted."""
-        self.requests = batch.request_of_row()
-        prompt_lengths = on_device([canvas.spec.prompt_length for canvas in batch.canvases], device)
-        self.response_index = batch.positions - prompt_lengths[self.requests]
+        self.requests = batch.requests
+        starts = np.repeat([canvas.spec.prompt_length for canvas in batch.canvases], batch.sizes)
+        self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
         unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
         self.unread = on_device(unread, device, torch.int32)
@@ -81,7 +81,7 @@ class HeadTables(BatchTables):
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [
-            (i, batch.cu_seqlens[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
+            (i, batch.bounds[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
         ]
         """Requests whose prompt is recomputed, and the row it begins at."""
 
@@ -125,34 +125,25 @@ class HeadTables(BatchTables):
 
 
 class MaskKVPass(AdaptivePass):
-    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does.
+    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
 
-    Pages hold K/V of the retained prompt and the response, and features of the rows from the last that the response
-    needs.
-    """
+    options: MaskKVOptions
+    tables: HeadTables
+    whole_attends_alone = False
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, MaskKVOptions)
-        self.options = options
-        self.head_tables = HeadTables(batch, pages)
+        super().__init__(batch, pages)
         self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
-        num_ranks = pages.total_kv_heads // pages.num_kv_heads
-        self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.positions.device)
+        num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
+        self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
         self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
         """Per layer, of each of ``voting``."""
-        super().__init__(
-            batch,
-            pages,
-            self.head_tables,
-            [live_start(canvas.spec) for canvas in batch.canvases],
-            whole_attends_alone=False,
-            similarity=options.similarity,
-            metric=options.similarity_metric,
-            first_adaptive_layer=int(options.refresh_first_layer),
-        )
+
+    def make_tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
+        """K/V of the retained prompt and the response."""
+        return HeadTables(batch, pages)
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         layers = list(layers)
@@ -174,7 +165,7 @@ class MaskKVPass(AdaptivePass):
         if not self.measuring or name is None:
             return {}
         batch, device = self.batch, hidden.device
-        rows = torch.cat([torch.arange(*batch.cu_seqlens[i : i + 2], device=device) for i in self.measuring])
+        rows = torch.cat([torch.arange(*batch.bounds[i : i + 2], device=device) for i in self.measuring])
         bounds = RowBounds([batch.sizes[i] for i in self.measuring], device)
         importance = layer_importance(name, layers, hidden[rows], phases[rows], bounds)
         # Sums over ranks may differ in their last bits, and budgets must not.
@@ -210,7 +201,7 @@ class MaskKVPass(AdaptivePass):
         world = get_tensor_model_parallel_world_size()
         if world > 1:
             # With more ranks than heads, neighbouring ranks have the same head.
-            copies = world * own_heads // self.pages.total_kv_heads
+            copies = world * own_heads // self.pages.geometry.total_kv_heads
             retained = tensor_model_parallel_all_gather(retained, dim=1)[:, ::copies]
         return retained.bool()
 
@@ -229,14 +220,11 @@ class MaskKVPass(AdaptivePass):
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         canvas = self.batch.canvases[index]
-        spec, options = canvas.spec, canvas.spec.cache
-        assert isinstance(options, MaskKVOptions)
-        heads = k.shape[1]
-        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.total_kv_heads
-        plan = self.batch.plans[index]
+        spec, options, heads = canvas.spec, MaskKVOptions.of(canvas.spec), k.shape[1]
+        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.geometry.total_kv_heads
         scorer = SCORERS[options.scorer]
-        scored = ScoredLayer.of(canvas, plan, q, k, lse, layer, total_heads)
-        first_head = scored.first_kv_head
+        first_head = self.pages.first_kv_head
+        scored = ScoredLayer(q, k, lse, canvas, self.batch.plans[index].window, layer, first_head)
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
         all_scores = scores
@@ -255,5 +243,43 @@ class MaskKVPass(AdaptivePass):
         ranking = pooled.masked_fill(recent, torch.inf).sort(dim=1, descending=True, stable=True).indices
         within = tokens < kept[:, None]
         chosen = torch.zeros_like(within).scatter_(1, ranking, within)
-        self.head_tables.retain(layer, index, chosen, kept)
+        self.tables.retain(layer, index, chosen, kept)
         self.rank_tokens[self.voting.index(index)] += all_kept.view(-1, heads).sum(dim=1)
+
+
+_ROWS_AT_ONCE = 1024
+"""Rows whose hidden states are compared in float32 at once. They take no more memory than vLLM has measured for a
+pass."""
+
+
+def layer_importance(
+    name: ImportanceName, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
+) -> torch.Tensor:
+    """Importance of each layer to each of some canvases, in a forward pass over them that keeps nothing.
+
+    ``layer_importance`` is MaskKV's (arXiv 2510.09309, equation 8): 1 − mean cosine between a token's hidden states
+    before and after a layer. ``attention_importance`` is SqueezeAttention's (arXiv 2404.04793): the same before and
+    after the layer's attention, with the residual.
+
+    Args:
+        hidden: embeddings of the canvases, which lie end to end, ``[num_rows, hidden_size]``; left as they are.
+        rows: of each canvas.
+
+    Returns:
+        float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where hidden states are no numbers.
+    """
+
+    def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        parts = zip(before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True)
+        cosines = torch.cat([torch.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in parts])
+        means = torch.stack([canvas_cosines.mean() for canvas_cosines in cosines.split(rows.sizes)])
+        return 1 - means.clamp(-1, 1)
+
+    importance = []
+    for layer in layers:
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+        attended = hidden + layer.o_proj(bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens))
+        after = attended + layer.mlp(layer.mlp_norm(attended))
+        importance.append(changes(hidden, after if name == "layer_importance" else attended))
+        hidden = after
+    return torch.stack(importance)

@@ -1,8 +1,6 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,8 +11,10 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
+from dllm_engine.scheduler.methods.fast_dllm import DualOptions
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule
+
+ALL_LAYERS = slice(None)
 
 
 class PagedPass(LayerPass):
@@ -33,10 +33,7 @@ class PagedPass(LayerPass):
             attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
         """
         self.tokens, self.rows, self.row_slots, self.attend_fresh = tokens, rows, slots, attend_fresh
-
-    @property
-    def writes(self) -> bool:
-        return self.chooses or self.row_slots is not None
+        self.writes = slots is not None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.row_slots is not None:
@@ -61,24 +58,9 @@ class OverwritePass(PagedPass):
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
-        places = tokens.places(tokens.requests, tokens.positions, pages.page_size)
+        places = tokens.slots(ALL_LAYERS, tokens.requests, tokens.positions, pages.page_size)
         super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
-
-    @property
-    def repeats(self) -> bool:
-        return all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in self.batch.plans)
-
-
-@dataclass(frozen=True)
-class UpdateGroup:
-    """UPDATE requests of equal shape, served by one call."""
-
-    members: Sequence[int]
-    """Numbers of the requests in the batch."""
-    plan: StepPlan
-    """Plan of the first member; the others compute and add the same."""
-    rows: torch.Tensor
-    """int64 ``[group, positions]``: the batch rows of the positions that ``plan.adds`` names."""
+        self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
 
 
 class RetentionPass(PagedPass):
@@ -91,7 +73,7 @@ class RetentionPass(PagedPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
-        self.device = batch.positions.device
+        self.device = batch.device
         read = [plan.read for plan in batch.plans]
         tokens = TokenTables(batch, pages, read)
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
@@ -100,8 +82,10 @@ class RetentionPass(PagedPass):
         for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
                 alike[plan.span, plan.window, plan.read, plan.adds].append(i)
-        self.groups = [self._group(members) for members in alike.values()]
-        self.updating = [i for group in self.groups for i in group.members]
+        self.groups = list(alike.values())
+        """Numbers of the UPDATE requests, those together that compute and add the same."""
+        self.writes, self.repeats = bool(self.groups), not self.groups
+        self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         self.retained: list[torch.Tensor] = []
         """Per layer, the batch rows that it retained."""
@@ -111,25 +95,23 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = pages.slots(tokens.places(requests, tokens_added, pages.page_size))
-            self.named_rows = torch.cat([group.rows.flatten() for group in self.groups])
+            slots = pages.slots(tokens.slots(ALL_LAYERS, requests, tokens_added, pages.page_size))
+            named = [
+                (batch.rows(i).start - plan.span.start + span.start, span.size)
+                for i, plan in zip(self.updating, plans, strict=True)
+                for retention in plan.adds
+                for span in retention.spans
+            ]
+            rows = ranges([start for start, _ in named], [size for _, size in named])[1]
+            self.named_rows = on_device(rows, self.device)
+            """The batch rows of the positions that ``plan.adds`` names."""
             if self.chooses:
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
             else:
-                shape = slots.shape[0], batch.cu_seqlens[-1], slots.shape[2]
+                shape = slots.shape[0], batch.bounds[-1], slots.shape[2]
                 self.row_slots = slots.new_full(shape, -1).index_copy_(1, self.named_rows, slots)
                 self.retained = [self.named_rows] * slots.shape[0]
-
-    def _group(self, members: list[int]) -> UpdateGroup:
-        plan = self.batch.plans[members[0]]
-        firsts = np.array([self.batch.rows(i).start for i in members])
-        positions = positions_of([span for retention in plan.adds for span in retention.spans])
-        return UpdateGroup(members, plan, on_device(firsts[:, None] + positions - plan.span.start, self.device))
-
-    @property
-    def repeats(self) -> bool:
-        return not self.groups
 
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:
@@ -146,6 +128,7 @@ class RetentionPass(PagedPass):
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
 
 
-def positions_of(spans: Sequence[Span]) -> np.ndarray:
-    """The positions of spans, one behind the other."""
-    return np.concatenate([np.arange(0), *(np.arange(*span) for span in spans)])
+def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:
+    """Keep the positions that the plan adds; if a refresh renews only near positions, keep every position in place."""
+    refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
+    return (OverwritePass if refreshes_near else RetentionPass)(batch, pages)

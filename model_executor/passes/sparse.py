@@ -23,20 +23,22 @@ class SparsePass(RetentionPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = batch.canvases[0].spec.cache
-        assert isinstance(options, SparseOptions)
+        options = SparseOptions.of(batch.canvases[0].spec)
         self.options, self.pages = options, pages
         self.chooses = any(retention.count < retention.num_positions for plan in batch.plans for retention in plan.adds)
         super().__init__(batch, pages)
-        self.columns = [[_scored(group.plan, retention) for retention in group.plan.adds] for group in self.groups]
+        self.columns: list[list[slice | None]] = []
         """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
         all of them are retained."""
         self.candidates: list[torch.Tensor] = []
         """Of each request of ``updating``, the rows of its candidates among its own rows, as far as they are scored."""
-        for group, group_columns in zip(self.groups, self.columns, strict=True):
-            num_scored = max((columns.stop for columns in group_columns if columns is not None), default=0)
-            candidates = on_device(_outside_window(group.plan)[:num_scored] - group.plan.span.start, self.device)
-            self.candidates += [candidates] * len(group.members)
+        for members in self.groups:
+            plan = batch.plans[members[0]]
+            columns = [_scored(plan, retention) for retention in plan.adds]
+            num_scored = max((scored.stop for scored in columns if scored is not None), default=0)
+            candidates = on_device(_outside_window(plan)[:num_scored] - plan.span.start, self.device)
+            self.columns.append(columns)
+            self.candidates += [candidates] * len(members)
 
     def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         rows = self._retained_rows(layer, q, k, v)
@@ -48,18 +50,20 @@ class SparsePass(RetentionPass):
         order. The same on every rank."""
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
-        retained, first = [], 0
-        for group, group_columns in zip(self.groups, self.columns, strict=True):
-            members = slice(first, first + len(group.members))
-            parts = [group.rows[:, :0]]  # a plan may add nothing
-            named = group.rows.split([retention.num_positions for retention in group.plan.adds], dim=1)
-            for rows, retention, columns in zip(named, group.plan.adds, group_columns, strict=True):
+        retained, first, first_row = [], 0, 0
+        for members, group_columns in zip(self.groups, self.columns, strict=True):
+            adds, stop = self.batch.plans[members[0]].adds, first + len(members)
+            sizes = [retention.num_positions for retention in adds]
+            stop_row = first_row + len(members) * sum(sizes)
+            group_rows = self.named_rows[first_row:stop_row].view(len(members), sum(sizes))
+            parts = [group_rows[:, :0]]  # a plan may add nothing
+            for rows, retention, columns in zip(group_rows.split(sizes, dim=1), adds, group_columns, strict=True):
                 if columns is not None:
-                    chosen = select_retained(scores[members, columns], retention.count, self.options.pool_kernel_size)
-                    rows = rows.gather(1, chosen)
+                    scored = scores[first:stop, columns]
+                    rows = rows.gather(1, select_retained(scored, retention.count, self.options.pool_kernel_size))
                 parts.append(rows)
             retained.append(torch.cat(parts, dim=1).flatten())
-            first = members.stop
+            first, first_row = stop, stop_row
         return torch.cat(retained)
 
     def _scores(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -77,9 +81,8 @@ class SparsePass(RetentionPass):
                 request_scores[: len(candidates)] = mean_query_scores(own[0][block], own[1][candidates])
                 continue
             lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
-            scored = ScoredLayer.of(
-                canvas, plan, *own[:2], lse, layer, self.pages.total_kv_heads, options.observation_window
-            )
+            first_head, window = self.pages.first_kv_head, options.observation_window
+            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, layer, first_head, window)
             request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(dim=0)
         return scores
 

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from dllm_engine.kernels.noise import uniform
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.scheduler.request import Span
 
 SNAPKV_WINDOW = 32
 """Last prompt tokens whose queries vote (``snapkv``)."""
@@ -35,45 +34,23 @@ class ScoredLayer:
     """``[n, num_kv_heads, head_dim]``, after RoPE."""
     lse: torch.Tensor | None
     """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
-    masked: np.ndarray
-    """``[n]`` bool, on the host."""
-    window: slice
+    canvas: Canvas
+    window: Span
     """Canvas positions of the running blocks."""
-    prompt_length: int
-    seed: int
     layer: int
     first_kv_head: int
     """Number of this rank's first KV head in the model."""
     observation_window: int = SNAPKV_WINDOW
     """Last prompt tokens whose queries vote (``snapkv``)."""
 
-    @classmethod
-    def of(
-        cls,
-        canvas: Canvas,
-        plan: StepPlan,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        lse: torch.Tensor | None,
-        layer: int,
-        total_kv_heads: int,
-        observation_window: int = SNAPKV_WINDOW,
-    ) -> "ScoredLayer":
-        """Layer ``layer`` of a request, from this rank's part of it."""
-        world, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-        return cls(
-            q=q,
-            k=k,
-            lse=lse,
-            masked=canvas.known[: q.shape[0]] < 0,
-            window=slice(*plan.window),
-            prompt_length=canvas.spec.prompt_length,
-            seed=canvas.seed,
-            layer=layer,
-            # With more ranks than KV heads, neighbouring ranks hold the same head.
-            first_kv_head=rank * total_kv_heads // world,
-            observation_window=observation_window,
-        )
+    @property
+    def prompt_length(self) -> int:
+        return self.canvas.spec.prompt_length
+
+    @property
+    def masked(self) -> np.ndarray:
+        """The masked positions that the layer computes, ascending; int64, on the host."""
+        return np.flatnonzero(self.canvas.known[: self.q.shape[0]] < 0)
 
 
 class Scorer(NamedTuple):
@@ -91,21 +68,20 @@ class Scorer(NamedTuple):
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     """Sparse-dLLM's score per head: the window's mean query against each key, as a softmax over the tokens."""
-    mean = layer.q[layer.window].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
+    mean = layer.q[slice(*layer.window)].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
     raw = torch.einsum("gd,tgd->gt", mean, layer.k[tokens].float())
     return (raw / layer.q.shape[-1] ** 0.5).softmax(dim=-1)
 
 
 def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     """MaskKV: the attention that all masked positions pay to each token."""
-    return _votes(layer, on_device(np.flatnonzero(layer.masked), tokens.device), tokens)
+    return _votes(layer, on_device(layer.masked, tokens.device), tokens)
 
 
 def quarter_voting(quarter: int, layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     """The attention that a quarter of the masked positions, one at least, pays to each token (MaskKV, Table 11)."""
-    masks = np.flatnonzero(layer.masked)
-    first, stop = ((quarter + end) * len(masks) // 4 for end in (0, 1))
-    return _votes(layer, on_device(masks[first : max(stop, first + 1)], tokens.device), tokens)
+    first, stop = ((quarter + end) * len(layer.masked) // 4 for end in (0, 1))
+    return _votes(layer, on_device(layer.masked[first : max(stop, first + 1)], tokens.device), tokens)
 
 
 def all_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -128,7 +104,7 @@ def snapkv(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     """Noise, to compare with: the same for the same request seed, layer, head and position."""
     heads = torch.arange(layer.k.shape[1], device=tokens.device)[:, None] + layer.first_kv_head
-    seed, number = (torch.full_like(tokens, value) for value in (layer.seed, layer.layer))
+    seed, number = (torch.full_like(tokens, value) for value in (layer.canvas.seed, layer.layer))
     return uniform(seed[None], number[None], tokens[None], heads).float()
 
 

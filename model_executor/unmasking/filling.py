@@ -16,11 +16,10 @@ import torch
 from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import ALONE, SPARE_COPY, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.step_batch import ranges
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.transfer import on_device, on_host
-from dllm_engine.model_executor.unmasking.biased import BiasedRows
+from dllm_engine.model_executor.transfer import on_host
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
+from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota
@@ -136,9 +135,9 @@ class FillInputs:
     numbers: torch.Tensor
     """int64 ``[len(Number), num_requests]``"""
     certainty: torch.Tensor | None
-    """Factor of each candidate's confidence, float32 ``[num_candidates]``; None: no request has a prior."""
+    """``BatchCandidates.certainty``."""
     responses: torch.Tensor | None
-    """Request and place of every position of every response, int64 ``[2, n]``; None: no request delays end tokens."""
+    """``BatchCandidates.responses``."""
     width: int
     """Exclusive upper bound of the candidates' offsets."""
 
@@ -183,22 +182,6 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         numbers[Number.SEED] = [canvas.seed for canvas in canvases]
         numbers[Number.FORWARD] = [plan.forward for plan in plans]
     return work, numbers
-
-
-def fill_inputs(group: BatchCandidates, work: FillWork, numbers: np.ndarray) -> FillInputs:
-    """The inputs of a group's own size, without waiting for the device."""
-    responses = response_places(group) if Number.DELAYS_EOS in work.uses else None
-    return FillInputs(group.table, on_device(numbers, group.table.device), group.certainty, responses, group.width)
-
-
-def response_places(group: BatchCandidates) -> torch.Tensor:
-    """``FillInputs.responses`` of the requests of a group that delay end tokens."""
-    canvases = group.batch.canvases
-    starts = [canvas.start + canvas.spec.prompt_length for canvas in canvases]
-    sizes = [0] * len(canvases)
-    for i in group.members:
-        sizes[i] = canvases[i].spec.gen_length * canvases[i].spec.delay_eos
-    return on_device(np.stack(ranges(starts, sizes)), group.table.device)
 
 
 def fill(

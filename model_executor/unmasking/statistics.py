@@ -1,6 +1,7 @@
 """Predictions of a step: tokens, and the model's confidence in them."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -10,8 +11,17 @@ LEAST_CONFIDENT = -1e30
 """Less than any negative entropy, and yet one that may be unmasked."""
 
 
+class _Rows:
+    """Columns of equally many rows."""
+
+    def split(self, sizes: list[int]) -> list[Self]:
+        """Split into parts of ``sizes`` rows."""
+        columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
+        return [type(self)(*parts) for parts in zip(*columns, strict=True)]
+
+
 @dataclass
-class TokenLogprobs:
+class TokenLogprobs(_Rows):
     """Log-probabilities of the plain softmax of the logits, at temperature 1 and unfiltered; one entry per row."""
 
     token: torch.Tensor
@@ -35,13 +45,9 @@ class TokenLogprobs:
             top=torch.zeros_like(top_tokens, dtype=torch.float32),
         )
 
-    def split(self, sizes: list[int]) -> list["TokenLogprobs"]:
-        """Split into parts of ``sizes`` rows."""
-        return [TokenLogprobs(*parts) for parts in zip(*(x.split(sizes) for x in vars(self).values()), strict=True)]
-
 
 @dataclass
-class TokenStatistics:
+class TokenStatistics(_Rows):
     """The predicted token of each row, and how sure the model is of it; one entry per row."""
 
     token: torch.Tensor
@@ -75,11 +81,6 @@ class TokenStatistics:
             return -required(offsets).float()
         by_measure = {"probability": self.probability, "entropy": self.negative_entropy, "margin": self.margin}
         return required(self.noise if measure == "noise" else by_measure[measure])
-
-    def split(self, sizes: list[int]) -> list["TokenStatistics"]:
-        """Split into parts of ``sizes`` rows."""
-        columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
-        return [TokenStatistics(*parts) for parts in zip(*columns, strict=True)]
 
 
 def required(values: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Common part of our workers for all devices."""
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.model_executor.probes import masked_logprobs
 
 
 class DiffusionWorker:
@@ -29,4 +30,4 @@ class DiffusionWorker:
 
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
-        return self.model_runner.masked_logprobs(sequences, masked)
+        return masked_logprobs(self.model_runner, sequences, masked)

@@ -4,7 +4,7 @@ from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
 
 
@@ -60,14 +60,10 @@ def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[
     return schedule
 
 
-def finished_tokens(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens before the last running block: the most that can be finished."""
-    return spec.block_span(running.stop - 1).start
-
-
 DELAYED = CacheMethod(
     plan,
-    hold_tokens(finished_tokens),
+    # At most what lies before the last running block is finished.
+    hold_tokens(lambda spec, running: spec.block_span(running.stop - 1).start),
     DelayedOptions,
     trims_suffix=True,
     tuned={"cache_delay": (0, 1, 2)},

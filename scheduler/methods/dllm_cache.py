@@ -125,7 +125,7 @@ DLLM_CACHE = CacheMethod(
     plan,
     hold_canvas_and_features,
     DLLMCacheOptions,
-    "passes.dllm_cache:dllm_cache_pass",
+    "passes.adaptive:AdaptivePass",
     paper_settings=PAPER_SETTINGS,
     tuned=TUNED,
 )

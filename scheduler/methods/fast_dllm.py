@@ -73,7 +73,7 @@ DUAL = CacheMethod(
     plan_dual,
     hold_retained(retain_all),
     DualOptions,
-    "passes.fast_dllm:dual_pass",
+    "passes.paged:dual_pass",
     trims_suffix=True,
     tuned={"refresh": ("all", "response", "near")},
 )

@@ -6,7 +6,7 @@ from dllm_engine.scheduler.methods.base import CacheMethod, plan_whole
 NONE = CacheMethod(
     plan_whole,
     attention=("full", "block_causal"),
-    layer_pass="passes.dense:dense_pass",
+    layer_pass="passes.base:DensePass",
     trims_suffix=True,
     uniform_sampler="with_delay_eos",
 )

@@ -40,6 +40,9 @@ from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, 
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
+_FIELDS_OF_DECIDER = {*END_OPTIONS, "tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold"}
+"""Request options about what a step fills that ``DecodingSpec`` has under the same names."""
+
 
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
@@ -124,13 +127,6 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
             f"only lower it"
         )
     return engine.cache.model_copy(update={"retention_ratio": wanted})
-
-
-def _uses_uniform_sampler(options: RequestOptions, engine: EngineOptions) -> bool:
-    """ES-dLLM's sampler: equally many tokens per step in every family, and where a request is greedy by the plain
-    probability, whatever its top_p and top_k."""
-    used = engine.method.uniform_sampler
-    return used == "always" or (used == "with_delay_eos" and bool(options.delay_eos))
 
 
 def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
@@ -246,7 +242,9 @@ def resolve_decoding(
     template = _template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
     block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
-    is_uniform = _uses_uniform_sampler(options, engine)
+    # ES-dLLM's sampler: greedy requests go by the plain probability, whatever their top_p and top_k.
+    sampler = engine.method.uniform_sampler
+    is_uniform = sampler == "always" or (sampler == "with_delay_eos" and bool(options.delay_eos))
     unfiltered = is_uniform and params.temperature == 0
     if is_uniform:
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
@@ -274,7 +272,11 @@ def resolve_decoding(
                 f"set guided=False"
             )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
+    named = decides.model_dump(include=_FIELDS_OF_DECIDER, exclude_none=True)
+    named |= options.model_dump(include={"suffix_blocks", "delay_eos"}, exclude_none=True)
+    named |= own.model_dump(include={"return_given", "return_order"}, exclude_none=True)
     spec = DecodingSpec(
+        **named,
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
@@ -291,26 +293,16 @@ def resolve_decoding(
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
         slow_fast=resolve_slow_fast(decides, family),
-        tokens_per_step=decides.tokens_per_step,
         edit_threshold=edit_threshold,
         max_post_steps=max_post_steps,
-        certainty_sigma=decides.certainty_sigma,
-        alg_temp=decides.alg_temp or 0.0,
         guidance=guidance,
-        confidence_eos_eot_inf=bool(decides.confidence_eos_eot_inf),
-        logits_eos_inf=bool(decides.logits_eos_inf),
-        block_add_threshold=decides.block_add_threshold,
-        suffix_blocks=options.suffix_blocks,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
         early_stop=bool(options.early_stop) and family.attention == "full",
-        delay_eos=bool(options.delay_eos),
         template=template,
-        return_given=own.return_given is not False,
         constraint=bytes_in(params, CONSTRAINT),
         reasoning=bytes_in(params, REASONING),
         cache=resolve_cache(options, engine),
         num_logprobs=params.logprobs,
-        return_order=bool(own.return_order),
         streams_steps=options.stream_granularity == "step",
     )
     if reason := engine.method.refusal(spec):

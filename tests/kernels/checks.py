@@ -11,7 +11,7 @@ import torch
 
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.cases import paged_case as drawn_paged_case
-from dllm_engine.kernels.paged_tokens import PagedTokens
+from dllm_engine.kernels.paged_attention import PagedTokens
 from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]

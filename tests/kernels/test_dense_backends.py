@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm.v1.attention.backends import fa_utils
 
 from dllm_engine import DiffusionParams
-from dllm_engine.kernels import attention, dense_backends
-from dllm_engine.kernels.dense_backends import attend_with_sdpa, choose_backend
+from dllm_engine.kernels import attention
+from dllm_engine.kernels.attention import attend_with_sdpa, choose_backend
 from tests.kernels import checks
 from tests.support.engines import generate, start_engine
 from tests.support.kernels import TOLERANCE, error
@@ -82,10 +82,10 @@ def flash(monkeypatch):
 @pytest.fixture
 def log(caplog):
     """vLLM's loggers do not propagate to where pytest listens."""
-    caplog.set_level("INFO", dense_backends.logger.name)
-    dense_backends.logger.addHandler(caplog.handler)
+    caplog.set_level("INFO", attention.logger.name)
+    attention.logger.addHandler(caplog.handler)
     yield caplog
-    dense_backends.logger.removeHandler(caplog.handler)
+    attention.logger.removeHandler(caplog.handler)
 
 
 @pytest.mark.parametrize("method", ["dual", "dkv", "es_dllm"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_engine.kernels import noise
-from dllm_engine.kernels.noise import NO_TOKEN, gumbel, uniform
+from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
 from tests.kernels.checks import FILTERS, check_filtered_logits, draw
 
 
@@ -33,7 +33,7 @@ def test_values_never_change(counter, expected):
 def test_interval_is_open_whatever_the_bits(monkeypatch, bits):
     monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))
     assert 0 < uniform(*counters(0, 0, 0, 0)).item() < 1
-    assert math.isfinite(gumbel(*counters(0, 0, 0, 0)).item())
+    assert math.isfinite(gumbel_of(uniform(*counters(0, 0, 0, 0))).item())
 
 
 @pytest.mark.parametrize("first_token", [0, 126_000])
@@ -44,7 +44,8 @@ def test_draws_equal_the_formula(temperature, first_token):
     logits = numbers.normal(7, 153)[:, 3:] * 4
     logits[0, :75] = -torch.inf
     drawn = numbers.integers(-(2**63), 2**63 - 1, 7), numbers.integers(0, 5000, 7), numbers.integers(0, 5000, 7)
-    scores = logits.float() / temperature + gumbel(*(x[:, None] for x in drawn), first_token + torch.arange(150))
+    numbers = uniform(*(x[:, None] for x in drawn), first_token + torch.arange(150))
+    scores = logits.float() / temperature + gumbel_of(numbers)
     for forbidden in (-1, int(scores[3].argmax())):
         scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
         score, column = noise.gumbel_max(logits, *drawn, first_token, temperature, forbidden)

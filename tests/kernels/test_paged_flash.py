@@ -5,9 +5,9 @@ import torch
 from vllm.v1.attention.backends import fa_utils
 
 from dllm_engine import DiffusionParams
-from dllm_engine.kernels import dense_backends, paged_attention
+from dllm_engine.kernels import attention, paged_attention
 from dllm_engine.kernels._operator import Operator
-from dllm_engine.kernels.dense_backends import choose_paged_flash
+from dllm_engine.kernels.attention import choose_paged_flash
 from tests.kernels import checks
 from tests.kernels.checks import paged_case
 from tests.support.engines import generate, runner_of
@@ -100,7 +100,7 @@ def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada
 def test_when_it_is_chosen(flash, monkeypatch, device, dtype, page_size, version, reason):
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
     lines = []
-    monkeypatch.setattr(dense_backends.logger, "info", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(attention.logger, "info", lambda line, *values: lines.append(line % values))
     assert (choose_paged_flash(device, dtype, 128, page_size) is None) == (reason is not None)
     (line,) = lines
     assert (reason or f"flash {version} where it applies") in line

@@ -29,11 +29,10 @@ def test_programs_that_share_keys_leave_their_counters_at_zero():
     """So that the next launch, or the next replay of a recorded one, counts from zero and computes the same bits. The
     second request retains nothing."""
     case = checks.paged_case([20, 3], [[300, 300], [0, 0]], 2, 32, 16, dtype=torch.float16, device=DEVICE)
-    max_head_len, results = case.tokens.max_head_len, []
+    results = []
     for num_splits in (3, 3, 1):
-        out, lse = torch.empty_like(case.q), case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
-        paged, own = list(case.tokens[:6]), (max_head_len, True, None, num_splits)
-        paged_attention.paged_attention(out, lse, *case[:4], None, paged, *own)
+        lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
+        out = paged_attention.paged_attention(*case[:5], None, lse, True, None, num_splits)
         results.append((out, lse))
         assert not paged_attention._counters(out.device).any()
     assert torch.equal(results[0][0], results[1][0])

@@ -247,6 +247,6 @@ def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engi
     runner, judged = runner_of(llm), []
     judge = runner.guide._judge
     monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
-    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.shape.vocab_size)
+    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.config.vocab_size)
     runner.profile_run()
     assert judged == [7]

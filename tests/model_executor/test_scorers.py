@@ -1,6 +1,7 @@
 """Scorers, whose votes ``tests/methods`` compares with those of plain attention."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,25 +9,24 @@ import torch
 
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
+from dllm_engine.scheduler.request import Span
 
 LENGTH, PROMPT, HEAD_DIM = 30, 18, 8
-BLOCK = slice(18, 24)
+BLOCK = Span(18, 24)
 
 
 def layer_of(num_heads=4, num_kv_heads=2, **changes) -> ScoredLayer:
     draw = torch.Generator().manual_seed(num_heads)
     q = torch.randn(LENGTH, num_heads, HEAD_DIM, generator=draw) * 2
     k = torch.randn(LENGTH, num_kv_heads, HEAD_DIM, generator=draw)
-    masked = np.zeros(LENGTH, dtype=bool)
-    masked[[19, 20, 22, *range(24, 30)]] = True
+    known = np.zeros(LENGTH, dtype=np.int64)
+    known[[19, 20, 22, *range(24, 30)]] = -1
     fields = {
         "q": q,
         "k": k,
         "lse": attention_with_lse(q, k, torch.zeros_like(k), [0, LENGTH])[1],
-        "masked": masked,
+        "canvas": SimpleNamespace(known=known, seed=11, spec=SimpleNamespace(prompt_length=PROMPT)),
         "window": BLOCK,
-        "prompt_length": PROMPT,
-        "seed": 11,
         "layer": 3,
         "first_kv_head": 0,
         "observation_window": 5,
@@ -47,7 +47,7 @@ TOKENS = [
 def test_mean_query_is_a_softmax_over_the_tokens(heads, tokens):
     layer = layer_of(*heads)
     num_heads, kv_heads = heads
-    of_block = layer.q[BLOCK].double().mean(dim=0)
+    of_block = layer.q[slice(*BLOCK)].double().mean(dim=0)
     expected = []
     for g in range(kv_heads):
         mean = of_block[[h for h in range(num_heads) if h * kv_heads // num_heads == g]].mean(dim=0)

@@ -9,8 +9,9 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking.biased import BiasedRows
 from dllm_engine.model_executor.unmasking.constrained import best_of_class
+from dllm_engine.model_executor.unmasking.logits import BiasedRows
+from dllm_engine.scheduler.token_bias import TokenBias
 from tests.support.engines import generate, runner_of
 
 VOCAB = 150
@@ -99,7 +100,7 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
         tokens = torch.randperm(VOCAB, generator=generator)[:20]
         numbers = torch.randn(20, generator=generator) * 5
         numbers[:3] = -torch.inf
-        biased.append(BiasedRows(rows, tokens.numpy(), numbers.numpy()))
+        biased.append(BiasedRows(rows, TokenBias(0, tuple(zip(tokens.tolist(), numbers.tolist(), strict=True)))))
         changed[first:stop] = changed[first:stop].index_add(1, tokens, numbers.expand(stop - first, -1))
     expected = predict(changed, settings)
     plain = logits.log_softmax(-1)

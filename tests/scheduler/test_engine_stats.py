@@ -5,7 +5,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from dllm_engine.metrics import METRICS
-from dllm_engine.scheduler.engine_stats import EngineStats, attach_stats, take_stats
+from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats, take_stats
 from dllm_engine.structured_output.automata import take_counts
 from tests.scheduler.test_diffusion_scheduler import scheduler_with, step
 
@@ -41,7 +41,7 @@ def test_the_message_survives_vllms_wire():
     stats = EngineStats(engine_steps=3, request_pages_held=[4], tokens_retained=9)
     stats.denoising_steps["update"] += 2
     scheduler_stats = SchedulerStats(num_running_reqs=1)
-    attach_stats(scheduler_stats, stats)
+    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
     wire = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=scheduler_stats))
     received = MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats
     assert take_stats(received) == stats.to_message()

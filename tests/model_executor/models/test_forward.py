@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from dllm_engine.model_executor.passes.dense import DensePass
+from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints

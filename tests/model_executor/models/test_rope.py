@@ -8,7 +8,7 @@ import torch
 
 from dllm_engine.kernels.rotary import rotary_table
 from dllm_engine.model_executor.models.configs import Config, parse_config
-from dllm_engine.model_executor.models.rope import inverse_frequencies
+from dllm_engine.model_executor.models.decoder import inverse_frequencies
 from dllm_engine.scheduler.page_layout import head_dim_of
 from tests.model_executor.models.test_forward import assert_close, dense_logits
 from tests.oracles.models import PlainModel, rope_speeds

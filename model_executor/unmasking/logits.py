@@ -1,12 +1,39 @@
-"""Log-probabilities under the plain softmax of logits, of which each tensor-parallel rank has a shard."""
+"""Logits of which each tensor-parallel rank has a shard: numbers added to them, and their log-probabilities."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards
+from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
+from dllm_engine.scheduler.token_bias import TokenBias
+
+
+class BiasedRows(NamedTuple):
+    """Numbers for the logits of some tokens in some rows."""
+
+    rows: torch.Tensor
+    """bool ``[num_rows]``"""
+    bias: TokenBias
+
+
+def with_biases(shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: slice) -> VocabularyShard:
+    """A shard of the logits of a chunk of the rows, with the numbers added as far as their tokens are in it; float32
+    where there are any."""
+    if not biased:
+        return shard
+    logits, first_token = shard[0].to(torch.float32, copy=True), shard[1]
+    for rows, bias in biased:
+        tokens, numbers = bias.columns
+        inside = (tokens >= first_token) & (tokens < first_token + logits.shape[1])
+        columns = on_device(tokens[inside] - first_token, logits.device)
+        added = on_device(numbers[inside], logits.device, torch.float32)
+        logits[:, columns] += torch.where(rows[chunk, None], added, 0.0)
+    return VocabularyShard(logits, first_token)
 
 
 def logits_of(shard: VocabularyShard, tokens: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
