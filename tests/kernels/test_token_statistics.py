@@ -29,12 +29,3 @@ def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, dtype, seed
     token_logit, entropy = logits.gather(-1, token[:, None])[:, 0], (p * (p + 1e-10).log()).sum(dim=-1)
     expected = [token_logit, logits.logsumexp(dim=-1), entropy, logits.sort(dim=-1, descending=True).values[:, :2]]
     torch.testing.assert_close([x.double() for x in statistics], expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_lowest_of_equal_tokens_is_found():
-    logits = torch.zeros(3, 40)
-    logits[:, [5, 6, 30]] = 1.0
-    logits[1, 6] = 2.0
-    assert token_statistics(logits, -1, False, False)[0].tolist() == [5, 6, 5]
-    assert token_statistics(logits, 5, False, False)[0].tolist() == [6, 6, 6]
-    assert token_statistics(logits, 6, False, False)[0].tolist() == [5, 5, 5]

@@ -17,7 +17,6 @@ from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_O
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_requests import between_blocks, in_spans, random_requests
-from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -148,20 +147,14 @@ def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
-        if name in metafunc.fixturenames:
-            metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
-
-
-def draw_model(draw: random.Random, method: str) -> str:
-    """One that the method suits."""
-    return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(NUM_ENGINES * metafunc.config.getoption("red_team")))
 
 
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
     draw = random.Random(number)
     method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
-    model = draw_model(draw, method)
+    model = draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
     by_blocks = model in MODELS["block_causal"]
     settings = draw_engine(draw, method, None if by_blocks else tiny_guide)
     trims_suffix = CACHE_METHODS[method].trims_suffix and not by_blocks
@@ -178,21 +171,3 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
         assert answer.finish_reason == alone.outputs[0].finish_reason
         assert answer.diffusion.denoising_steps == alone.outputs[0].diffusion.denoising_steps
     assert_nothing_left(llm)
-
-
-def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, sharded_number):
-    draw = random.Random(1000 + sharded_number)
-    method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
-    fixture = draw_model(draw, method)
-    model, settings = request.getfixturevalue(fixture), draw_engine(draw, method)
-    requests = draw_requests(draw, fixture)
-    prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
-    with two_ranks(model, max_model_len=256, **settings) as sharded:
-        pages = watch_pages(sharded)
-        run_and_abort(sharded, prompts[::3], params[::3])
-        answers = generate(sharded, prompts, params)
-
-    alone = engines(model, **settings)
-    assert_alike(answers, [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))])
-    assert all(allocated <= reserved for _, allocated, reserved in pages)
-    assert pages[-1][1:] == (0, 0)

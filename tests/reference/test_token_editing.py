@@ -82,11 +82,6 @@ def test_the_authors_cases_in_one_batch_and_alone(llm):
         assert_as_stated(case, ask(llm, [case])[0])
 
 
-def test_the_same_tokens_without_a_cache(engines, reference_checkpoints):
-    llm = engines(reference_checkpoints / MODEL, max_model_len=512, cache_method="none")
-    assert [list(completion.token_ids) for completion in ask(llm, CASES)] == [response_of(case) for case in CASES]
-
-
 @pytest.mark.parametrize("cache_method", ["block", "none"])
 def test_the_same_where_steps_run_ahead(engines, reference_checkpoints, cache_method):
     settings = {"max_model_len": 512, "page_size": 8, "steps_per_dispatch": 6, "cache_method": cache_method}

@@ -1,4 +1,4 @@
-"""Sampling against a plain implementation, and what requests leave open.
+"""Sampling against a plain implementation.
 
 Greedy decoding is in ``tests/methods/test_random_requests.py``.
 """
@@ -68,14 +68,3 @@ def test_sampling(engines, request, name, constraint):
 def unsure_dream(tmp_path_factory):
     """Spreads its probability over many tokens, so that top-p and top-k cut something off."""
     return tiny_checkpoints.write_dream(tmp_path_factory.mktemp("unsure"), head_scale=1.0, seed=2)
-
-
-@pytest.mark.parametrize("family", ["llada", "dream"])
-def test_settings_left_out_are_the_familys(engines, tiny_llada, tiny_dream, family):
-    folder = tiny_llada if family == "llada" else tiny_dream
-    named = {
-        "llada": {"block_length": 32, "unmasking": "low_confidence"},
-        "dream": {"block_length": 40, "unmasking": "entropy"},
-    }[family]
-    llm, length = engines(folder), {"gen_length": 40}
-    assert answers(llm, [(PROMPTS[0], length)]) == answers(llm, [(PROMPTS[0], length | named | {"steps": 40})])
