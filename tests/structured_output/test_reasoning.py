@@ -245,11 +245,3 @@ def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
     text = asyncio.run(answer()).text
     assert re.fullmatch("[0-9]{4}" if ended else "(.|\n)*</think>[0-9]{4}", text)
     assert params.extra_args is None
-
-
-def test_clients_cannot_send_automata(reasoning_client):
-    for name in ("reasoning", "constraint"):
-        body = {"model": "m", "prompt": "a", "structured_outputs": {"regex": "a"}, "vllm_xargs": {name: "x"}}
-        answer = reasoning_client.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert f"unknown request option '{name}'" in answer.text
