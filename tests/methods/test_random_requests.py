@@ -256,13 +256,18 @@ def sampled_requests(number: int, count: int, model: PlainModel) -> list[Request
         asked |= draw.choice([{}, {"min_tokens": draw.randrange(asked["gen_length"] + 1)}])
         asked |= draw.choice([{}, {"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}])
         asked["seed"] = i
-        if not asked.keys() & {*VALUES, "slow_fast"} and draw.random() < 0.6:
-            asked["alg_temp"] = draw.choice([0.02, 0.5])
+        if not asked.keys() & {*VALUES, "slow_fast"}:
+            if i % 2 and "confidence_eos_eot_inf" not in asked:
+                asked |= {"unmasking": "origin" if model.is_dream and i % 4 == 1 else "random", "temperature": 0.7}
+            elif draw.random() < 0.6:
+                asked["alg_temp"] = draw.choice([0.02, 0.5])
         if draw.random() < 0.5:
             asked["stop_token_ids"] = [*END_TOKENS, *TURN_ENDS]
         # Of LLaDA's distributions the plain version tempers none.
         if draw.random() < 0.4 and (model.is_dream or asked["unmasking"] in ("low_confidence", "low_entropy")):
             asked["temperature"] = draw.choice([0.4, 1.0])
+            if model.block_length:
+                asked |= draw.choice([{}, {"top_p": 0.9, "top_k": 7}])
     return in_constraints(requests, number, model.head.shape[0], model.mask)
 
 
