@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from dllm_engine import DiffusionParams
+from dllm_engine import DiffusionParams, plugin
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor
 from dllm_engine.vllm_hooks.input_processor import CheckedPrompt
 from tests.support.engines import assert_nothing_left
@@ -229,3 +230,20 @@ def test_a_request_without_a_prompt_is_refused(client):
         ("/v1/chat/completions/batch", {"messages": [[]]}),
     ):
         assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400, fields
+
+
+# A server's own limit
+
+
+def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(monkeypatch):
+    from vllm.entrypoints.serve.utils import api_utils
+
+    plugin.register()
+    monkeypatch.setattr(input_processor, "_response_limit", None)
+    input_processor.limit_responses(None)
+    for asked, given in ((400, 400), (None, 256), (10, 10)):
+        assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
+    input_processor.limit_responses(300)
+    assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
+    with pytest.raises(InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"):
+        api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)
