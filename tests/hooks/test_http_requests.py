@@ -42,25 +42,18 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
     assert length_of(ask(ignore_eos=True, max_tokens=None)) == 32
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_a_length_that_was_asked_for_is_kept(client, endpoint):
-    path, body = ENDPOINTS[endpoint]
-    answer = client.post(path, json={"model": "demo", "ignore_eos": True, "max_tokens": 20} | body)
-    assert length_of(answer) == 20
-
-
 def test_prompts_times_n_are_limited(client):
     answer = client.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 600, "n": 2})
     assert answer.status_code == 400
     assert "1200 responses, more than the 1024" in answer.json()["error"]["message"]
 
 
-def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
-    path, body = COMPLETION
-    options = {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    text = client.post(path, json={"model": "demo"} | body | options).text
-    assert '"completion_tokens":32' in text.replace(" ", "")
-    assert text.rstrip().endswith("[DONE]")
+def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, demo):
+    prompts = ["Hello!", "say <|mdm_mask|>"]
+    answer = client.post("/v1/completions", json={"model": "demo", "prompt": prompts, "stream": True})
+    assert answer.status_code == 400
+    assert "mask token" in answer.json()["error"]["message"]
+    assert_nothing_left(demo)
 
 
 @pytest.mark.parametrize(

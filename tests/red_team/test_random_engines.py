@@ -5,12 +5,12 @@ than 1e-4 may go the other way in a batch: a rare failure in a long run may be s
 """
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
-from dllm_engine import DiffusionParams
+from dllm_engine import LLM, DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
@@ -18,9 +18,6 @@ from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_requests import between_blocks, in_spans, random_requests
 from tests.support.tiny_checkpoints import VOCAB_SIZE
-
-if TYPE_CHECKING:
-    from dllm_engine import LLM
 
 pytestmark = pytest.mark.slow
 
@@ -121,7 +118,7 @@ def draw_requests(
     return requests
 
 
-def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[int, Any]:
+def answer_with_aborts(llm: LLM, requests: list, draw: random.Random) -> dict[int, Any]:
     """What the requests got that were not aborted; they join a few at a time, and one in five is aborted."""
     waiting = list(enumerate(requests))
     alive: set[int] = set()

@@ -15,7 +15,7 @@ def server(servers):
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
+    return server.client(KEY)
 
 
 @pytest.fixture

@@ -2,19 +2,17 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from dllm_engine import LLM
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers
-
-if TYPE_CHECKING:
-    from dllm_engine import LLM
 
 VALUES = {
     "threshold": (0.2, 0.5, 0.9),
@@ -146,7 +144,7 @@ def any_text(vocab_size: int, never: set[int]) -> Automaton:
 
 
 def assert_answers_as(
-    llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
+    llm: LLM, requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:
     """Ask for all requests, which join one another, and for one alone. ``plain`` decodes one; returns how many were no
     coin toss."""
