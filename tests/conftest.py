@@ -96,6 +96,14 @@ def client(demo: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
+def openai(client: Any) -> Any:
+    """OpenAI's own client of that application."""
+    from tests.support.http_app import openai_client
+
+    return openai_client(client)
+
+
+@pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
     """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
 

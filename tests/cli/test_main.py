@@ -73,7 +73,6 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
-    """Before an engine starts."""
     monkeypatch.chdir(tmp_path)
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("started"))
@@ -111,7 +110,6 @@ def refused(argv, capsys):
 
 @pytest.mark.parametrize("command", commands())
 def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
-    """Flags, the choices of each, and the command's own name."""
     assert "; did you mean '" in refused([slips(command)[0]], capsys)
     flags = commands()[command]._option_string_actions
     for flag, action in flags.items():

@@ -36,7 +36,6 @@ def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(
 
 
 def test_the_command_serves_with_the_plans_settings(capsys):
-    """As `dllm serve` and vLLM's own parser read it."""
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]
     settings += ["--cache-option", "scope=prefix", "--json"]
     command = json.loads(planned(capsys, *LLADA, *settings))["serve"]

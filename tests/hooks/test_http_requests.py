@@ -68,8 +68,6 @@ def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, demo):
         ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
         ({"vllm_xargs": {"cache_method": "dual"}}, ("cache_method is an option of the engine",)),
         ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
-        ({"vllm_xargs": {"steps": 2**31}}, ("steps=2147483648",)),
-        ({"vllm_xargs": {"steps": 10**12}}, ("steps=1000000000000",)),
         ({"vllm_xargs": {"stepz": 3}}, ("stepz",)),
         ({"vllm_xargs": {"steps": 10**30}}, ("64",)),
         ({"vllm_xargs": {"factor": "Infinity"}}, ("factor",)),
@@ -187,7 +185,6 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, e
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The requests that are checked."""
     checked, check_request = [], input_processor.check_request
     monkeypatch.setattr(input_processor, "check_request", lambda *given: checked.append(given) or check_request(*given))
     return checked

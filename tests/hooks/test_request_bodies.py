@@ -106,7 +106,6 @@ def test_a_route_that_would_stop_the_engine_is_left_out(ours):
 
 @cache
 def every_route():
-    """A client of an application with all routes."""
     return app_client("--enable-scale-out", tasks=("generate",))
 
 

@@ -14,7 +14,6 @@ from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.cases import paged_case as drawn_paged_case
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.paged_tokens import PagedTokens
-from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
@@ -23,7 +22,6 @@ EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Draw:
-    """Random numbers of no particular sizes."""
     return Draw(Sizes(1, 1, 1, 1, 1), dtype, dtype, device, seed)
 
 
@@ -48,8 +46,6 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b
 
 
 class PagedCase(NamedTuple):
-    """Arguments of ``paged_attention``."""
-
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -92,19 +88,6 @@ def paged_attention(
             result = attention(q[start:stop, head, None], keys[:, None], values[:, None], own_limits)
             out[start:stop, head], lse[start:stop, head] = (x[:, 0] for x in result)
     return out, lse
-
-
-def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, limited: bool, rtol: float) -> None:
-    """``attend`` takes the case, ``attend_fresh``, ``limited`` and whether the second result, lse, is wanted."""
-    expected, expected_lse = paged_attention(case, attend_fresh, case.limits() if limited else None)
-    for return_lse in (True, False):
-        out, lse = attend(case, attend_fresh, limited, return_lse)
-        assert out.dtype == case.q.dtype
-        assert not out.isnan().any()
-        assert error(out, expected) < TOLERANCE[case.q.dtype]
-        if return_lse:
-            assert lse.dtype == torch.float32
-            torch.testing.assert_close(lse.double(), expected_lse, rtol=rtol, atol=rtol)
 
 
 class FlashStandIn:

@@ -43,7 +43,6 @@ def test_interval_is_open_whatever_the_bits(monkeypatch, bits):
 @pytest.mark.parametrize("first_token", [0, 126_000])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_draws_equal_the_formula(temperature, first_token):
-    """With a forbidden token or none."""
     numbers = draw(torch.bfloat16)
     logits = numbers.normal(7, 153)[:, 3:] * 4
     logits[0, :75] = -torch.inf

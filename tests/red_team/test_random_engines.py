@@ -16,7 +16,7 @@ from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
-from tests.support.random_requests import between_blocks, in_spans, random_requests
+from tests.support.random_requests import between_blocks, by_blocks, in_certain_order, in_spans, random_requests
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
 pytestmark = pytest.mark.slow
@@ -77,10 +77,11 @@ def draw_requests(
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back, or begin alike."""
-    requests, by_blocks = [], model in MODELS["block_causal"]
+    requests, has_blocks = [], model in MODELS["block_causal"]
     number = draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
-    for prompt, asked in between_blocks(drawn) if by_blocks else in_spans(drawn, number):
+    drawn = between_blocks(drawn) if has_blocks else in_spans(drawn, number)
+    for prompt, asked in by_blocks(in_certain_order(drawn, number), number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:
@@ -89,14 +90,6 @@ def draw_requests(
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
-        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin") and draw.random() < 0.3:
-            asked["certainty_sigma"] = draw.choice([1.0, 10.0])
-        if draw.random() < 0.2:
-            asked.pop("steps", None)
-            asked["tokens_per_step"] = draw.choice([1, 3])
-        elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
-            asked.pop("steps", None)
-            asked["steps_per_block"] = draw.choice([1, 3])
         if draw.random() < 0.2:
             asked["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9) for _ in range(draw.choice([1, 40]))}
         if draw.random() < 0.2:
@@ -113,7 +106,7 @@ def draw_requests(
             asked = {name: value for name, value in asked.items() if name not in GUIDE_DECIDES}
             asked |= {"speculation_length": draw.choice([1, 3, 32]), "guide_top_k": draw.choice([1, 40])}
             asked |= {"guide_fallback": draw.choice(["guide", "draft"]), "guide_correction": draw.random() < 0.3}
-        beginning = [*range(draw.choice([0, 20, 70]))] if by_blocks else []
+        beginning = [*range(draw.choice([0, 20, 70]))] if has_blocks else []
         requests.append((beginning + [token % 140 for token in prompt], asked))
     return requests
 
@@ -152,9 +145,9 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
     draw = random.Random(number)
     method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
     model = draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
-    by_blocks = model in MODELS["block_causal"]
-    settings = draw_engine(draw, method, None if by_blocks else tiny_guide)
-    trims_suffix = CACHE_METHODS[method].trims_suffix and not by_blocks
+    has_blocks = model in MODELS["block_causal"]
+    settings = draw_engine(draw, method, None if has_blocks else tiny_guide)
+    trims_suffix = CACHE_METHODS[method].trims_suffix and not has_blocks
     requests = draw_requests(draw, model, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(request.getfixturevalue(model), **settings)
 

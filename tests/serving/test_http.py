@@ -39,7 +39,6 @@ def examples():
 
 @pytest.fixture(scope="module")
 def offline(engines, examples):
-    """The same questions answered by ``LLM.chat``."""
     return demo_answers(engines, examples)
 
 

@@ -6,7 +6,7 @@ import threading
 from itertools import cycle
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -45,11 +45,6 @@ ASKED = {
     "json as text": ({"json": json.dumps(SCHEMA)}, is_person),
     "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
 }
-
-
-@pytest.fixture(scope="module")
-def openai(client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
 # Python

@@ -5,7 +5,7 @@ import re
 from itertools import cycle
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -16,11 +16,6 @@ FORMS = {name: ({"structured_outputs": fields}, matches) for name, (fields, matc
 FORMS["format: schema"] = {"response_format": FORMAT}, is_person
 FORMS["format: object"] = {"response_format": {"type": "json_object"}}, ASKED["json_object"][1]
 UNBOUNDED = ["[a-z]+", r"[0-9]{3}.*", "(ab|c)*"]
-
-
-@pytest.fixture(scope="module")
-def openai(client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
 def fewest_tokens(ask) -> int:
@@ -147,9 +142,3 @@ def test_a_stop_string_still_ends_a_text_before_it(demo):
     params = DiffusionParams(structured_outputs=asked, gen_length=7, stop=[";"])
     (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
     assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (6, "stop", ";")
-
-
-def test_a_response_without_structured_output_is_cut_off_as_ever(demo):
-    params = DiffusionParams(gen_length=4, ignore_eos=True)
-    (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
-    assert completion.finish_reason == "length"

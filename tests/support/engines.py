@@ -113,7 +113,6 @@ def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "
 
 
 def tokens_of(llm: LLM, prompt: list[int], **params: Any) -> list[int]:
-    """The response to one prompt."""
     return list(generate(llm, [prompt], DiffusionParams(**params))[0].outputs[0].token_ids)
 
 

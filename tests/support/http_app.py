@@ -80,6 +80,13 @@ def served(llm: "LLM", *arguments: str) -> "TestClient":
     return _client(arguments, ("generate",), llm.model_config, EngineInProcess(llm))
 
 
+def openai_client(client: "TestClient") -> Any:
+    """OpenAI's own client of the application."""
+    from openai import OpenAI
+
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
 def answered_meanwhile(
     client: "TestClient", slow: dict[str, Any], other: dict[str, Any], begun: threading.Event, answered: threading.Event
 ) -> tuple[Any, Any]:

@@ -30,8 +30,6 @@ def reference_cases(file: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class ReferenceRow:
-    """One row of an authors' batch."""
-
     kind: str
     case: Case
     row: int
@@ -56,7 +54,6 @@ class ReferenceRow:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The engine's cache."""
         return self.case["engine"]
 
     @property
@@ -78,7 +75,6 @@ class ReferenceRow:
 
 
 def reference_rows(*kinds: str) -> list[ReferenceRow]:
-    """Of all files whose names begin with a kind."""
     return [
         ReferenceRow(kind, case, row)
         for kind in kinds

@@ -65,7 +65,6 @@ def assert_alike(answers: list[Any], expected: list[Any], *figures: str) -> None
 
 
 def run_and_abort(llm: LLM, prompts: list[list[int]], params: list[Any]) -> None:
-    """Requests that are aborted after two steps."""
     names = [f"aborted {number}" for number in range(len(prompts))]
     for name, prompt, asked in zip(names, prompts, params, strict=True):
         llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)

@@ -14,8 +14,6 @@ from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 
 @dataclass
 class Run:
-    """What became of some requests."""
-
     outputs: list[RequestOutput] = field(default_factory=list)
     plans: list[list[StepPlan]] = field(default_factory=list)
     """Of each step, the plans of all requests in it."""

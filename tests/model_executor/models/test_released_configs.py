@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
 from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, named_shape
@@ -39,31 +37,19 @@ def test_released_configs_are_read_whole(name):
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_any_other_key_is_named_with_its_value(name):
-    @given(
-        key=st.text("abcdefgh_", min_size=3, max_size=12), value=st.one_of(st.integers(), st.booleans(), st.just([]))
-    )
-    @settings(max_examples=20, deadline=None)
-    def check(key, value):
-        key = f"x{key}"
+    config = RELEASED[name]["config"]
+    for key, value in (("xa", 1), ("x_of_the_future", True), ("xs", [])):
         with pytest.raises(ValueError, match=r"config\.json: ") as caught:
-            parse_config(RELEASED[name]["config"] | {key: value}, name)
+            parse_config(config | {key: value}, name)
         assert f"{key}={value!r}: not known of " in str(caught.value)
-        parse_config(RELEASED[name]["config"] | {key: None}, name)
-
-    check()
+        parse_config(config | {key: None}, name)
 
 
-@pytest.mark.parametrize(
-    ("config", "name", "message"),
-    [
-        (DREAM_CONFIG, "Dream-org/DreamOn-v0-7B", "DreamOn expands and deletes masks"),
-        (DREAM_CONFIG, "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a", "DreamOn expands and deletes masks"),
-    ],
-)
-def test_models_that_decode_otherwise_are_known_by_their_names(config, name, message):
-    with pytest.raises(ValueError, match=message):
-        parse_config(config, name)
-    parse_config(config, name.replace("DreamOn", "Dream"))
+@pytest.mark.parametrize("name", ["Dream-org/DreamOn-v0-7B", "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a"])
+def test_models_that_decode_otherwise_are_known_by_their_names(name):
+    with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
+        parse_config(DREAM_CONFIG, name)
+    parse_config(DREAM_CONFIG, name.replace("DreamOn", "Dream"))
 
 
 @pytest.mark.parametrize(
