@@ -50,17 +50,13 @@ def ask(client, model, text, **options):
     )
 
 
-def figures_of(choice) -> dict:
-    return choice.model_extra["diffusion"]
-
-
 def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
     """Usage does not count the tokens of the last block that lie behind the end."""
     for example, expected in zip(examples, offline, strict=True):
         answer = ask(client, model, example.prompt)
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == expected.finish_reason
-        figures = figures_of(answer.choices[0])
+        figures = answer.choices[0].model_extra["diffusion"]
         assert figures["forward_passes"] == expected.diffusion.forward_passes
         assert figures["tokens_per_forward"] == 1.0
         assert "trace" not in figures

@@ -1,11 +1,13 @@
 """Engines driven a step at a time: requests that join later, and memory that is poisoned."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -63,6 +65,19 @@ def run_in_steps(
     run.outputs = [outputs[i] for i in range(len(prompts))]
     assert_nothing_left(llm)
     return run
+
+
+def streamed(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[RequestOutput]:
+    """The outputs that a streaming caller of ``LLMEngine`` gets; the requests are called 0, 1 and so on."""
+    for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+        asked = asked.clone()
+        asked.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, asked)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
+    assert_nothing_left(llm)
+    return outputs
 
 
 def held_pages(llm: LLM) -> set[int]:
