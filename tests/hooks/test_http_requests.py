@@ -1,16 +1,13 @@
 """Requests over HTTP: what nobody asked for, what is refused, and that each is checked once."""
 
-import asyncio
 import json
 
 import pytest
 
-from dllm_engine import DiffusionParams, plugin
+from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor
-from dllm_engine.vllm_hooks.input_processor import CheckedPrompt
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import EngineInProcess
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
@@ -183,26 +180,9 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, e
     assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
 
 
-@pytest.fixture
-def checked(monkeypatch):
+def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     checked, check_request = [], input_processor.check_request
     monkeypatch.setattr(input_processor, "check_request", lambda *given: checked.append(given) or check_request(*given))
-    return checked
-
-
-def test_a_checked_prompt_that_is_used_again_is_checked_again(demo, checked):
-    """vLLM writes an id of its own into a request, so that two cannot share it."""
-
-    async def answer(name):
-        params = DiffusionParams(gen_length=8)
-        return [output async for output in EngineInProcess(demo).generate(prompt, params, name)]
-
-    prompt = CheckedPrompt(type="token", prompt_token_ids=[3, 1, 4])
-    assert all(asyncio.run(answer(name)) for name in "ab")
-    assert len(checked) == 2
-
-
-def test_each_is_checked_once_and_leaves_nothing(demo, ask, checked):
     assert ask().status_code == 200
     assert len(checked) == 1
     processor = demo.llm_engine.output_processor
