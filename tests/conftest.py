@@ -37,9 +37,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 IN_ONE_PROCESS = {
     "tests/distributed/test_ray_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
-    "tests/distributed/test_guided_tensor_parallel.py": "tests/distributed/test_tensor_parallel.py",
-    "tests/serving/test_async.py": "tests/distributed/test_tensor_parallel.py",
-    "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
     "tests/serving/test_blocks.py": "tests/serving/test_playground.py",
@@ -96,6 +93,14 @@ def client(demo: Any) -> Any:
     from tests.support.http_app import served
 
     return served(demo, "--served-model-name", "demo")
+
+
+@pytest.fixture(scope="session")
+def openai(client: Any) -> Any:
+    """OpenAI's own client of that application."""
+    from tests.support.http_app import openai_client
+
+    return openai_client(client)
 
 
 @pytest.fixture(scope="session")

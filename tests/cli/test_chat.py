@@ -16,8 +16,6 @@ OPENING = f"{HELP}\n{DEMO_HINT}\n"
 
 
 class Terminal(io.StringIO):
-    """Holds what is written to it."""
-
     def isatty(self) -> bool:
         return True
 

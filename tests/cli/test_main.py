@@ -1,6 +1,7 @@
 """The command line as a whole: its arguments, and errors as one line."""
 
 import argparse
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,12 @@ from dllm_engine.batch.files import BatchRequest
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
-from dllm_engine.demo import demo_model_path
+from dllm_engine.cli.models import describe
+from dllm_engine.demo import DEMO_GUIDE_DIR, demo_model_path
+from dllm_engine.families import FAMILIES
+from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import one_line
 
 PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
@@ -24,6 +30,8 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["generate", "Hello!", "--input", "in.jsonl"], "give either a PROMPT or --input FILE"),
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["generate", "Hello!", "--model", "/no/such/folder"], "model folder /no/such/folder does not exist"),
+        (["generate", "Hello!", "--model", str(DEMO_GUIDE_DIR)], "architecture LlamaForCausalLM"),
+        (["serve", "/no/such/folder"], "model folder /no/such/folder does not exist"),
         (["generate", "Hello!", "--cache-option", "ratio=0.5"], "unknown cache option 'ratio'=0.5"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
         (
@@ -36,6 +44,10 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         ),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (PLAN, "--gpu-memory is missing"),
+        ([*PLAN, "--gpu-memory=80 horses"], "gpu_memory='80 horses': could not interpret byte unit: horses"),
+        ([*PLAN, "--gpu-memory=24"], "24 bytes; give the unit too, as in 24GiB"),
+        ([*PLAN, "--gpu-memory=80GiB", "--gpu-memory-utilization=1.1"], "gpu_memory_utilization=1.1: Input should be"),
+        ([*PLAN, "--gpu-memory=80GiB", "--prompt=0"], "prompt=0: Input should be greater than 0"),
         (
             [*PLAN, "--gpu-memory", "80GiB", "--prompt", "5000"],
             "--prompt 5000 and --response 256 need a canvas of 5256",
@@ -61,7 +73,6 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
     ],
 )
 def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
-    """Before an engine starts."""
     monkeypatch.chdir(tmp_path)
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("started"))
@@ -99,7 +110,6 @@ def refused(argv, capsys):
 
 @pytest.mark.parametrize("command", commands())
 def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
-    """Flags, the choices of each, and the command's own name."""
     assert "; did you mean '" in refused([slips(command)[0]], capsys)
     flags = commands()[command]._option_string_actions
     for flag, action in flags.items():
@@ -182,3 +192,19 @@ def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_the
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"
+
+
+# `dllm models` lists what the registries hold
+
+
+def test_tables_name_everything_and_json_holds_the_same(capsys):
+    assert main(["models"]) == 0
+    printed = capsys.readouterr().out
+    assert "number > 0, ≤ 1" in printed
+    words = printed.split()
+    assert "FULL steps of a window before the UPDATE step" in " ".join(words), "what an option means"
+    checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
+    options = [option for method in CACHE_METHODS.values() for option in method.options.model_fields]
+    assert {*checkpoints, *CACHE_METHODS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
+    assert main(["models", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(describe()))

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -37,7 +36,6 @@ def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(
 
 
 def test_the_command_serves_with_the_plans_settings(capsys):
-    """As `dllm serve` and vLLM's own parser read it."""
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]
     settings += ["--cache-option", "scope=prefix", "--json"]
     command = json.loads(planned(capsys, *LLADA, *settings))["serve"]
@@ -66,17 +64,3 @@ def test_a_guide_is_counted_and_served(capsys):
     sizing = json.loads(planned(capsys, *asked, "--json"))
     assert sizing["demand"]["pages"] > 0
     assert sizing["serve"][-2:] == ["--guide-model", "demo"]
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--gpu-memory=80 horses", "gpu_memory='80 horses': could not interpret byte unit: horses"),
-        ("--gpu-memory=24", "24 bytes; give the unit too, as in 24GiB"),
-        ("--gpu-memory-utilization=1.1", "gpu_memory_utilization=1.1: Input should be less than or equal to 1"),
-        ("--prompt=0", "prompt=0: Input should be greater than 0"),
-    ],
-)
-def test_sizes_and_shares_that_are_none_are_refused(capsys, argument, message):
-    assert main([*LLADA, argument]) == 2
-    assert message in capsys.readouterr().err

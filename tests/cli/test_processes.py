@@ -58,7 +58,6 @@ def test_ctrl_c_while_loading_is_one_line_and_leaves_no_process(tmp_path):
 
 
 def test_bench_measures_one_engine_after_the_other(tmp_path):
-    """Engines that end need a process of their own."""
     program = """if True:
         import sys, weakref
         from dllm_engine.cli import bench

@@ -12,7 +12,6 @@ NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Fewer settings."""
     for name in ("WINDOWS", "BLOCK_LENGTHS"):
         monkeypatch.setattr(tuning, name, ())
 

@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from dllm_engine.demo.tasks import make_examples
@@ -19,7 +18,7 @@ def test_two_data_parallel_engines_answer_as_one_process(engines, servers, monke
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
     server = servers("dllm", "serve", model, *options)
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    client = server.client()
 
     def ask(example):
         messages, body = [{"role": "user", "content": example.prompt}], {"vllm_xargs": {"block_length": 8}}

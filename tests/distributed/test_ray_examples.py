@@ -90,8 +90,6 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
 
 
 class RayServer:
-    """`ray_serve_app.py` with two replicas."""
-
     def __init__(self, environment, log):
         self.url = f"http://127.0.0.1:{free_port()}"
         command = [EXAMPLES / "ray_serve_app.py", "demo", "--port", self.url.split(":")[-1]]
@@ -104,7 +102,6 @@ class RayServer:
         wait_until(condition, TIMEOUT_S, self.process, self.log)
 
     def replicas(self):
-        """Replicas with an engine."""
         return [process for process in workers(self.process, "ServeReplica:dllm:DiffusionServer") if engine_of(process)]
 
     def post(self, path, body):

@@ -27,7 +27,6 @@ def test_a_row_is_that_of_the_plans(row):
     settings |= {"prompt": int(prompt), "response": int(response)}
 
     def requests(method, size):
-        """How many requests run at once."""
         options = EngineOptions(cache_method=method)
         try:
             return str(plan(Deployment(**settings, gpu_memory=size << 30, options=options)).demand.requests)

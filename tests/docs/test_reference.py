@@ -101,7 +101,6 @@ def request_table() -> list[str]:
 
 
 def slow_fast_table() -> list[str]:
-    """The defaults of the families side by side."""
     schemas, others = SlowFast.model_json_schema()["properties"], [f for f in FAMILIES.values() if f.slow_fast]
 
     def default(name: str) -> str:
@@ -142,7 +141,6 @@ def checkpoint_table() -> list[str]:
 
 
 def rows(options: type[BaseModel]) -> list[str]:
-    """A row per option."""
     schemas = options.model_json_schema()["properties"]
     return [row(name, schemas[name], schemas[name]["description"]) for name in schemas if name not in INTERNAL]
 

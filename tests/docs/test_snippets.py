@@ -176,7 +176,6 @@ def test_snippets_of_a_page(folder, environ, page):
 
 
 def serve(command: list[str | Path], folder: Path, environ: dict[str, str], port: int) -> "subprocess.Popen[bytes]":
-    """Starts a server and waits until it answers."""
     log = folder / "server.log"
     with log.open("wb") as stream:
         process = subprocess.Popen(

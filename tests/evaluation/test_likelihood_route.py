@@ -115,8 +115,6 @@ class Engine:
 
 
 def computed(engine, *requests, during=lambda tasks, passes: None):
-    """The log-probabilities of each request, a list of (mark, number of rows) of canvases."""
-
     async def one(passes, request):
         canvases = [([mark] * size, [0]) for mark, size in request]
         return [value async for (value,) in passes.logprobs(engine, canvases)]

@@ -24,8 +24,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def configured(folder):
-    """The model's config in vLLM with a ``generation_config.json`` of this content."""
-
     def configure(content, **settings):
         register()
         (folder / "generation_config.json").write_text(json.dumps(content))

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from dllm_engine import plugin
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor
 from tests.support.engines import assert_nothing_left
 
@@ -37,25 +39,18 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
     assert length_of(ask(ignore_eos=True, max_tokens=None)) == 32
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_a_length_that_was_asked_for_is_kept(client, endpoint):
-    path, body = ENDPOINTS[endpoint]
-    answer = client.post(path, json={"model": "demo", "ignore_eos": True, "max_tokens": 20} | body)
-    assert length_of(answer) == 20
-
-
 def test_prompts_times_n_are_limited(client):
     answer = client.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 600, "n": 2})
     assert answer.status_code == 400
     assert "1200 responses, more than the 1024" in answer.json()["error"]["message"]
 
 
-def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
-    path, body = COMPLETION
-    options = {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": True}}
-    text = client.post(path, json={"model": "demo"} | body | options).text
-    assert '"completion_tokens":32' in text.replace(" ", "")
-    assert text.rstrip().endswith("[DONE]")
+def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, demo):
+    prompts = ["Hello!", "say <|mdm_mask|>"]
+    answer = client.post("/v1/completions", json={"model": "demo", "prompt": prompts, "stream": True})
+    assert answer.status_code == 400
+    assert "mask token" in answer.json()["error"]["message"]
+    assert_nothing_left(demo)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +65,6 @@ def test_a_streamed_completion_of_no_stated_length_is_as_long(client):
         ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
         ({"vllm_xargs": {"cache_method": "dual"}}, ("cache_method is an option of the engine",)),
         ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
-        ({"vllm_xargs": {"steps": 2**31}}, ("steps=2147483648",)),
-        ({"vllm_xargs": {"steps": 10**12}}, ("steps=1000000000000",)),
         ({"vllm_xargs": {"stepz": 3}}, ("stepz",)),
         ({"vllm_xargs": {"steps": 10**30}}, ("64",)),
         ({"vllm_xargs": {"factor": "Infinity"}}, ("factor",)),
@@ -207,3 +200,20 @@ def test_a_request_without_a_prompt_is_refused(client):
         ("/v1/chat/completions/batch", {"messages": [[]]}),
     ):
         assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400, fields
+
+
+# A server's own limit
+
+
+def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(monkeypatch):
+    from vllm.entrypoints.serve.utils import api_utils
+
+    plugin.register()
+    monkeypatch.setattr(input_processor, "_response_limit", None)
+    input_processor.limit_responses(None)
+    for asked, given in ((400, 400), (None, 256), (10, 10)):
+        assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
+    input_processor.limit_responses(300)
+    assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
+    with pytest.raises(InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"):
+        api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)

@@ -74,7 +74,6 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_run():
 
 @pytest.fixture(scope="module")
 def tags():
-    """Names and attributes."""
     parser, tags = HTMLParser(), []
     parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
     parser.feed(playground.page())

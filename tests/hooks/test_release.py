@@ -17,14 +17,12 @@ CHECKOUT = Path(__file__).parents[2]
 
 @pytest.fixture(params=["0.31.2", "0.34.0"])
 def other_release(request, monkeypatch):
-    """vLLM says that it is another release."""
     monkeypatch.setattr(vllm, "__version__", request.param)
     return request.param
 
 
 @pytest.fixture
 def warnings(monkeypatch):
-    """The plugin's warnings."""
     given = []
     monkeypatch.setattr(plugin.logger, "warning", lambda text, error: given.append(text % error))
     return given
@@ -67,7 +65,6 @@ def test_a_release_that_lacks_something_is_told_as_well(monkeypatch, warnings):
 
 
 def test_without_vllm(tmp_path):
-    """The Python API says how to install it, as the commands do."""
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
     program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
     environ = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}

@@ -4,12 +4,18 @@ import asyncio
 import inspect
 import json
 from functools import cache
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 from dllm_engine.params import OWN_NAMES
-from dllm_engine.vllm_hooks.server.bodies import BodyCheck
+from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.vllm_hooks.server.bodies import BodyCheck, create_if_known
 from tests.support.http_app import app_client
 
 PATH = "/v1/completions"
@@ -100,7 +106,6 @@ def test_a_route_that_would_stop_the_engine_is_left_out(ours):
 
 @cache
 def every_route():
-    """A client of an application with all routes."""
     return app_client("--enable-scale-out", tasks=("generate",))
 
 
@@ -137,3 +142,28 @@ def test_tokens_in_tokens_out_has_another_place_for_them(fields):
     answer = every_route().post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | fields)
     assert answer.status_code == 400
     assert "sampling_params.extra_args" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("request_class", "body"),
+    [
+        (CompletionRequest, {"prompt": "x"}),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}]}),
+        (ResponsesRequest, {"input": "x"}),
+    ],
+)
+def test_requests_of_files_have_our_options_in_vllm_xargs_too(request_class, body):
+    """``vllm run-batch`` has no HTTP bodies."""
+
+    def created(ours=True, **fields):
+        async def create(self, request, raw_request=None):
+            return request
+
+        handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
+        return asyncio.run(create_if_known(create, handler, request_class(**body, **fields)))
+
+    for name in RequestOptions.model_fields.keys() - request_class.model_fields.keys():
+        with pytest.raises(InvalidRequestError, match=name):
+            created(**{name: 1})
+        assert created(ours=False, **{name: 1})
+    assert created(vllm_xargs={"block_length": 8}, unknown=1)

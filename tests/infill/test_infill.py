@@ -3,14 +3,15 @@
 import asyncio
 import json
 import re
+import threading
 
-import httpx
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import assert_nothing_left
+from tests.support.http_app import answered_meanwhile
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
@@ -187,30 +188,19 @@ def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
 
 
 def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypatch):
-    renderer, tokenizing, answered = demo.llm_engine.renderer, asyncio.Event(), asyncio.Event()
+    renderer, tokenizing, answered = demo.llm_engine.renderer, threading.Event(), threading.Event()
     tokenize = renderer._tokenize_prompt_async
 
     async def tokenize_when_another_is_answered(prompt, params):
         tokenizing.set()
-        await answered.wait()
+        while not answered.is_set():
+            await asyncio.sleep(0.01)
         return await tokenize(prompt, params)
 
-    async def ask():
-        url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
-        async with httpx.AsyncClient(**url, timeout=120) as http:
-
-            def post(**fields):
-                body = {"model": "demo", "prompt": [5, 6, 7]} | fields
-                return asyncio.create_task(http.post("/v1/completions", json=body))
-
-            templated = post(vllm_xargs={"template": [BEFORE, 2]})
-            await asyncio.wait_for(tokenizing.wait(), 60)
-            plain = await post(max_tokens=4)
-            answered.set()
-            return plain, await templated
-
     monkeypatch.setattr(renderer, "_tokenize_prompt_async", tokenize_when_another_is_answered)
-    assert [answer.status_code for answer in asyncio.run(ask())] == [200, 200]
+    slow, other = {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}}, {"prompt": [5, 6, 7], "max_tokens": 4}
+    answers = answered_meanwhile(client, slow, other, tokenizing, answered)
+    assert [answer.status_code for answer in answers] == [200, 200]
 
 
 def test_the_demo_model_fills_in_items_of_its_answers(demo):

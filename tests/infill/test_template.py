@@ -5,7 +5,6 @@ import pytest
 from dllm_engine.demo import DEMO_MODEL_DIR
 from dllm_engine.infill.template import (
     MOST_CANDIDATES,
-    check_length,
     filled_in,
     parse_template,
     response_template,
@@ -46,10 +45,8 @@ def test_texts_become_tokens_and_filled_tokens_texts(tokenizer):
     assert filled_in(whole[:1], template, tokenizer, with_given=True) == ["1", ""]
 
 
-BAD = [(["text"], "no hole"), ([], "no hole"), ([True], r"template\[0\]=True is neither")]
+BAD = [([], "no hole"), ([True], r"template\[0\]=True is neither"), ([1.5], r"template\[0\]=1.5 is neither")]
 BAD += [([0, "text"], r"template\[0\]=0: a hole has 1 or"), (["text", -3], r"template\[1\]=-3: a hole")]
-BAD += [([1.5], r"template\[0\]=1.5 is neither")]
-BAD += [([2, "a <|endoftext|>"], "template.1. contains the special token '<|endoftext|>'")]
 
 
 @pytest.mark.parametrize(("pieces", "message"), BAD)
@@ -69,27 +66,11 @@ class Untouched:
 @pytest.mark.parametrize(
     ("pieces", "message"),
     [
-        (
-            [1 << 20] * 30,
-            "holes of 31457280 tokens and given texts of 0 characters .* at least 31457280, max_model_len",
-        ),
         ([10**400], "max_model_len is 2048"),
-        (
-            [2, "a" * (15 * 2048)],
-            "holes of 2 tokens and given texts of 30720 characters .* at least 2050, max_model_len",
-        ),
-        (["a", 1] * 1025, "template has 2050 entries, of which max_model_len=2048 allows 2048"),
+        ([2, "a" * (15 * 2048)], "holes of 2 tokens and given texts of 30720 characters .* at least 2050, max_model"),
     ],
 )
 def test_sizes_are_added_up_before_anything_is_made_of_them(pieces, message):
     with pytest.raises(ValueError, match=message):
         response_template(pieces, Untouched(), 2048)
     assert response_template([2048], Untouched(), 2048) == [None] * 2048
-
-
-def test_the_length_of_response_template_is_checked_before_it_is_read():
-    check_length("response_template", [None] * 8, 8)
-    check_length("response_template", "[" + ", ".join(["126463"] * 8) + "]", 8)
-    for given in ([None] * 9, "[" + "null," * 40):
-        with pytest.raises(ValueError, match="response_template has"):
-            check_length("response_template", given, 8)

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.cases import paged_case as drawn_paged_case
+from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.paged_attention import PagedTokens
-from tests.support.kernels import TOLERANCE, error
 
 Kernel = Callable[..., Any]
 FILTERS = [(1.0, 0), (0.9, 0), (0.5, 7), (0.999, 40), (1e-6, 10_000), (1.0, 1)]
@@ -21,7 +22,6 @@ EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Draw:
-    """Random numbers of no particular sizes."""
     return Draw(Sizes(1, 1, 1, 1, 1), dtype, dtype, device, seed)
 
 
@@ -46,8 +46,6 @@ def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b
 
 
 class PagedCase(NamedTuple):
-    """Arguments of ``paged_attention``."""
-
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -92,17 +90,53 @@ def paged_attention(
     return out, lse
 
 
-def check_paged_attention(attend: Kernel, case: PagedCase, attend_fresh: bool, limited: bool, rtol: float) -> None:
-    """``attend`` takes the case, ``attend_fresh``, ``limited`` and whether the second result, lse, is wanted."""
-    expected, expected_lse = paged_attention(case, attend_fresh, case.limits() if limited else None)
-    for return_lse in (True, False):
-        out, lse = attend(case, attend_fresh, limited, return_lse)
-        assert out.dtype == case.q.dtype
-        assert not out.isnan().any()
-        assert error(out, expected) < TOLERANCE[case.q.dtype]
-        if return_lse:
-            assert lse.dtype == torch.float32
-            torch.testing.assert_close(lse.double(), expected_lse, rtol=rtol, atol=rtol)
+class FlashStandIn:
+    """``flash_attn_varlen_func`` a sequence at a time. It refuses arguments that the real one would not take."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        """The number of sequences of each."""
+
+    def __call__(
+        self, q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, causal, fa_version, cu_seqlens_k=None,
+        seqused_k=None, block_table=None,
+    ):  # fmt: skip
+        num_sequences = len(cu_seqlens_q) - 1
+        self.calls.append(num_sequences)
+        assert (causal, fa_version) == (False, 3)
+        assert type(max_seqlen_q) is type(max_seqlen_k) is int
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        for numbers in (cu_seqlens_q, *([] if seqused_k is None else [seqused_k, block_table])):
+            assert numbers.dtype == torch.int32
+            assert numbers.is_contiguous()
+        if seqused_k is None:
+            assert cu_seqlens_k is cu_seqlens_q
+            assert max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+            return bidirectional_attention(q, k, v, cu_seqlens_q.tolist()).to(q.dtype)
+        page_size = k.shape[1]
+        assert page_size % 16 == 0
+        assert seqused_k.shape == block_table.shape[:1] == (num_sequences,)
+        assert (cu_seqlens_q.diff() * (seqused_k > 0)).max() <= max_seqlen_q
+        assert seqused_k.max() <= max_seqlen_k
+        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
+        for i, length in enumerate(seqused_k.tolist()):
+            rows = slice(*cu_seqlens_q[i : i + 2].tolist())
+            if length:
+                pages = block_table[i, : -(-length // page_size)].long()
+                keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
+                out[rows] = attention(q[rows], keys, values)[0].to(q.dtype)
+        return out
+
+
+def flash_stand_in(monkeypatch: pytest.MonkeyPatch) -> FlashStandIn:
+    """What stands in for FlashAttention 3, on a GPU that has it, until the test ends."""
+    from vllm.v1.attention.backends import fa_utils
+
+    stand_in = FlashStandIn()
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    # As an operator, so that a fake of CUDA graphs takes it for one kernel.
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", Operator(stand_in, ":flash"), raising=False)
+    return stand_in
 
 
 # Filters

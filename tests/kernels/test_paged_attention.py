@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.paged_attention import paged_attention
-from tests.kernels.checks import check_paged_attention, paged_case
-from tests.support.kernels import TOLERANCE
+from tests.kernels import checks
+from tests.kernels.checks import paged_case
+from tests.support.kernels import TOLERANCE, error
 
 SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
 """(attend_fresh, limited)"""
@@ -38,16 +39,19 @@ def paged_arguments(draw: st.DrawFn) -> dict:
     }
 
 
-def attend(case, attend_fresh, limited, return_lse):
-    settings = {"attend_fresh": attend_fresh, "limits": case.limits() if limited else None}
-    lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32) if return_lse else None
-    return paged_attention(*case, **settings, lse=lse), lse
-
-
 @given(arguments=paged_arguments(), semantics=st.sampled_from(SEMANTICS))
 @settings(max_examples=80, deadline=None)
 def test_equals_the_formula_and_reads_only_what_is_retained(arguments, semantics):
-    check_paged_attention(attend, paged_case(**arguments), *semantics, rtol=1e-5)
+    case, (attend_fresh, limited) = paged_case(**arguments), semantics
+    limits = case.limits() if limited else None
+    expected, expected_lse = checks.paged_attention(case, attend_fresh, limits)
+    for lse in (case.q.new_empty(case.q.shape[:2], dtype=torch.float32), None):
+        out = paged_attention(*case, attend_fresh=attend_fresh, limits=limits, lse=lse)
+        assert out.dtype == case.q.dtype
+        assert not out.isnan().any()
+        assert error(out, expected) < TOLERANCE[case.q.dtype]
+        if lse is not None:
+            torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_kernels_work_on_a_cpu_without_triton():

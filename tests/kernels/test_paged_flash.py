@@ -6,54 +6,18 @@ from vllm.v1.attention.backends import fa_utils
 
 from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, paged_attention
-from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.attention import choose_paged_flash
 from tests.kernels import checks
-from tests.kernels.checks import paged_case
+from tests.kernels.checks import flash_stand_in, paged_case
 from tests.support.engines import generate, runner_of
 from tests.support.fake_cuda_graphs import record_steps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-class FlashStandIn:
-    """``flash_attn_varlen_func`` a request at a time. It refuses arguments that the real one would not take."""
-
-    def __init__(self):
-        self.num_calls = 0
-
-    def __call__(
-        self, q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, seqused_k, block_table, causal, fa_version
-    ):
-        self.num_calls += 1
-        assert (causal, fa_version) == (False, 3)
-        assert type(max_seqlen_q) is type(max_seqlen_k) is int
-        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        num_requests, page_size = len(cu_seqlens_q) - 1, k.shape[1]
-        assert page_size % 16 == 0
-        assert seqused_k.shape == block_table.shape[:1] == (num_requests,)
-        for numbers in (cu_seqlens_q, seqused_k, block_table):
-            assert numbers.dtype == torch.int32
-            assert numbers.is_contiguous()
-        assert (cu_seqlens_q.diff() * (seqused_k > 0)).max() <= max_seqlen_q
-        assert seqused_k.max() <= max_seqlen_k
-        out = torch.full_like(q, torch.nan, memory_format=torch.contiguous_format)
-        for i, length in enumerate(seqused_k.tolist()):
-            rows = slice(*cu_seqlens_q[i : i + 2].tolist())
-            if length:
-                pages = block_table[i, : -(-length // page_size)].long()
-                keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
-                out[rows] = checks.attention(q[rows], keys, values)[0].to(q.dtype)
-        return out
-
-
 @pytest.fixture
 def flash(monkeypatch):
-    """What stands in for FlashAttention 3, on a GPU that has it."""
-    stand_in = FlashStandIn()
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
-    # As an operator, so that a fake of CUDA graphs takes it for one kernel.
-    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", Operator(stand_in, ":flash"), raising=False)
+    stand_in = flash_stand_in(monkeypatch)
     monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
     return stand_in
 
@@ -83,7 +47,7 @@ def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada
         monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
         recorder = record_steps(runner_of(llm))
     assert answers() == expected
-    assert (flash.num_calls > 0) == (settings["cache_method"] != "maskkv")  # whose heads have tokens of their own
+    assert bool(flash.calls) == (settings["cache_method"] != "maskkv")  # whose heads have tokens of their own
     if recorded:
         assert recorder.num_replayed > 0
 

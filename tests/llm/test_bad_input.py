@@ -82,6 +82,7 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     ("settings", "fragments"),
     [
         ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
+        ({"gen_length": 10**12, "block_length": 1, "steps_per_block": 1}, ("need a canvas of 1000000000006",)),
         ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
         ({"extra_args": {"block_lenght": 8}}, ("option 'block_lenght'=8; did you mean 'block_length'",)),
         (

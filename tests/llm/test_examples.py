@@ -15,7 +15,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """What an example prints; its engines are kept."""
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the examples set it for good
 
     def run(name):

@@ -9,7 +9,6 @@ from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine import DiffusionParams
-from dllm_engine.cli.main import main
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.model_executor.models.configs import parse_config
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -59,21 +58,6 @@ def test_stock_vllm_takes_a_llama_without_our_options():
     config = EngineArgs(LLAMA, max_model_len=64, additional_config={"other": 1}).create_engine_config()
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.scheduler_cls is None
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["generate", "Hello!", "--model", LLAMA], "architecture LlamaForCausalLM"),
-        (["serve", "/no/such/folder"], "dllm: error: model folder /no/such/folder does not exist\n"),
-    ],
-    ids=str,
-)
-def test_models_are_refused_by_the_command_line_too(argv, message, capsys):
-    assert main(argv) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 # Block diffusion: other models of the kind, and settings that they have no use for

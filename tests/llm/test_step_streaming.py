@@ -1,6 +1,5 @@
 """``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
 
-import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from dllm_engine.plugin import register
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate
+from tests.support.stepped_engines import streamed
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
@@ -29,15 +29,8 @@ def parameters(**settings):
 
 
 def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
-    """What a streaming caller of ``LLMEngine`` gets."""
     params = parameters(**({"stream_granularity": "step"} | settings))
-    params.output_kind = RequestOutputKind.DELTA
-    for i, prompt in enumerate(prompts):
-        llm.llm_engine.add_request(f"r{i}", {"prompt_token_ids": list(prompt)}, params)
-    outputs = []
-    while llm.llm_engine.has_unfinished_requests():
-        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
-    return outputs
+    return streamed(llm, prompts, [params] * len(prompts))
 
 
 def plain(llm, **settings):
@@ -75,7 +68,6 @@ def test_every_step_shows_the_running_block(engines, request, family, cache_meth
     assert completions[-1].diffusion == expected.diffusion
     assert [c.diffusion.forward_passes for c in completions] == list(range(1, num_passes + 1))
     assert rule or not completions[0].diffusion.trace, "it would grow with every chunk"
-    assert_nothing_left(llm)
 
 
 @pytest.mark.parametrize(("cache_method", "rows"), [("none", 64), ("block", 64), ("block", 16)])

@@ -149,11 +149,6 @@ def test_requests_wait_for_an_update_while_the_engine_is_paused(llm, others, ans
     assert finish_requests(llm) == {"running": answers[1]}
 
 
-def test_weights_are_read_from_another_folder(llm, others, answers):
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": str(others)})
-    assert tokens_of(llm, PROMPT, **SETTINGS) == answers[1] != answers[0]
-
-
 def test_weights_that_are_incomplete_answer_nothing(llm, tmp_path, tiny_llada, answers):
     llm.start_weight_update()
     assert "weights are incomplete since start_weight_update" in error_of_request(llm)

@@ -183,9 +183,6 @@ def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, o
         ({"min_tokens": 3}, "min_tokens=3: it is for the model's tokens"),
         ({"logit_bias": {5: -1.0}}, r"logit_bias=\{5: -1.0\}: it is for the model's tokens"),
         ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
-        ({"guide_fallback": "coin"}, "guide_fallback='coin'"),
-        ({"speculation_length": 0}, "speculation_length=0"),
-        ({"guide_threshold": 1.0}, "guide_threshold=1.0"),
     ],
 )
 def test_what_a_guided_request_cannot_have_is_named(engine, options, named):

@@ -1,14 +1,17 @@
 """What each cache method holds in pages: what is reserved for a request is used, and given back."""
 
+import math
 from itertools import groupby
 from typing import Any
 
 import pytest
 
 from dllm_engine import DiffusionParams
+from tests.support.answers import answers
 from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
 
+PROMPT = [7 * i % 100 for i in range(37)]
 REFRESHES = {"prompt_refresh_interval": 6, "response_refresh_interval": 3, "update_ratio": 0.25}
 SKIPS = {"keep_schedule": [[1, 0], [0.5, 0.25], [0.25, 0.5]], "block_refresh_interval": 4}
 LLADA, DREAM = "llada-tiny-a", "dream-tiny-a"
@@ -120,3 +123,47 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
             generate(llm, [[1] * 100], params_of(40, 8))
     finally:
         cache_config.num_gpu_blocks = whole
+
+
+# Rows that a method does not compute in every layer are counted by layer
+
+
+DLLM_CACHE = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
+
+
+@pytest.fixture
+def answer(engine):
+    def ask(method: str, gen_length: int, block_length: int, steps: int, **options):
+        asked = {"gen_length": gen_length, "block_length": block_length, "steps": steps}
+        return answers(engine(method, **options), [(PROMPT, asked)])[0]
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("method", "lengths", "options", "expected"),
+    [
+        # Pass 0: all 57. Pass 3: the response's 20. Passes 1 and 2: 5 of them, and pass 4: the prompt's 37 and 5; the
+        # first layer all rows that are fed, or no more.
+        ("dllm_cache", (20, 20, 5), DLLM_CACHE, 57 + 2 * math.ceil((20 + 3 * 5) / 4) + 20 + math.ceil(183 / 4)),
+        # Ten passes of sixteen: 4 rows in 4 layers.
+        ("maskkv", (16, 16, 16), REFRESHES, 53 * 3 + 16 * 3 + 10 * 4),
+        # The first pass runs twice where it measures layers.
+        ("maskkv", (16, 16, 1), {"kv_budget": 12}, 2 * 53),
+    ],
+    ids=str,
+)
+def test_rows_that_are_not_updated(answer, method, lengths, options, expected):
+    assert answer(method, *lengths, **options).tokens_computed == expected
+
+
+def test_rows_that_es_dllm_drops(answer):
+    schedule = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
+    found = answer("es_dllm", 24, 8, 24, keep_schedule=schedule, block_refresh_interval=4)
+    selections, computed = iter(found.traces["selected_positions"]), 0
+    for state, rows in zip(found.traces["refresh_states"], found.computed, strict=True):
+        # The second and third of four layers drop rows, after they have computed them.
+        first, second = map(len, next(selections)) if state == "reuse" else (len(rows), len(rows))
+        computed += math.ceil((2 * len(rows) + first + second) / 4)
+    assert found.tokens_computed == computed
+    assert found.tokens_computed < sum(map(len, found.computed))

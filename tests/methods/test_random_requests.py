@@ -18,6 +18,8 @@ from tests.support.random_requests import (
     VALUES,
     assert_answers_as,
     between_blocks,
+    by_blocks,
+    in_certain_order,
     in_constraints,
     in_spans,
     noise_of,
@@ -118,28 +120,6 @@ END_TOKENS, TURN_ENDS = (42, 74, 226, 501), (316, 319, 409)
 """Tokens that the tiny models are quick to predict, and the one of their generation configs."""
 UNSUITED = {"entropy_bound", "margin", "entropy_threshold"}
 """Rules that measure other than the plain probabilities of ES-dLLM."""
-
-
-def in_certain_order(requests: list[Request], number: int) -> list[Request]:
-    """Some of them by the certainty prior, and with a number of tokens per step, which a rule may exceed."""
-    for i, (_, asked) in enumerate(requests[2::4]):
-        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin"):
-            asked["certainty_sigma"] = (2.0, 10.0)[i % 2]
-        asked.pop("steps", None)
-        asked["tokens_per_step"] = (2, 3, 1)[(i + number) % 3]
-    return requests
-
-
-def by_blocks(requests: list[Request], number: int) -> list[Request]:
-    """Some of them with steps per block, with and without a rule, from left to right, and with an entropy budget."""
-    for i, (_, asked) in enumerate(requests, number):
-        if i % 2 and "entropy_bound" in asked:
-            asked["entropy_budget"] = asked.pop("entropy_bound")
-        elif i % 2 and not asked.keys() & {"block_add_threshold", "slow_fast", "tokens_per_step"}:
-            if asked.pop("steps", None) and i % 4 == 1 and "certainty_sigma" not in asked:
-                asked["unmasking"] = "sequential"
-            asked["steps_per_block"] = 1 + i % 5
-    return requests
 
 
 def requests_of(method: str, number: int, options: dict[str, Any], model: PlainModel) -> list[Request]:
@@ -256,13 +236,18 @@ def sampled_requests(number: int, count: int, model: PlainModel) -> list[Request
         asked |= draw.choice([{}, {"min_tokens": draw.randrange(asked["gen_length"] + 1)}])
         asked |= draw.choice([{}, {"logits_eos_inf": True}, {"confidence_eos_eot_inf": True}])
         asked["seed"] = i
-        if not asked.keys() & {*VALUES, "slow_fast"} and draw.random() < 0.6:
-            asked["alg_temp"] = draw.choice([0.02, 0.5])
+        if not asked.keys() & {*VALUES, "slow_fast"}:
+            if i % 2 and "confidence_eos_eot_inf" not in asked:
+                asked |= {"unmasking": "origin" if model.is_dream and i % 4 == 1 else "random", "temperature": 0.7}
+            elif draw.random() < 0.6:
+                asked["alg_temp"] = draw.choice([0.02, 0.5])
         if draw.random() < 0.5:
             asked["stop_token_ids"] = [*END_TOKENS, *TURN_ENDS]
         # Of LLaDA's distributions the plain version tempers none.
         if draw.random() < 0.4 and (model.is_dream or asked["unmasking"] in ("low_confidence", "low_entropy")):
             asked["temperature"] = draw.choice([0.4, 1.0])
+            if model.block_length:
+                asked |= draw.choice([{}, {"top_p": 0.9, "top_k": 7}])
     return in_constraints(requests, number, model.head.shape[0], model.mask)
 
 

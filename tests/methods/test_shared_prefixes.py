@@ -3,12 +3,11 @@
 import random
 
 import pytest
-from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.page_pool import PagePool
 from tests.support.engines import assert_nothing_left, generate, scheduler_of, set_steps_per_dispatch
-from tests.support.stepped_engines import Poison, run_in_steps
+from tests.support.stepped_engines import Poison, run_in_steps, streamed
 
 MODELS = {"sdar-tiny-a": 4, "llada2-moe-tiny-a": 16}
 """And the block length of requests."""
@@ -129,30 +128,25 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
         assert [step for step in one.unmasked_per_step if step] == [step for step in other.unmasked_per_step if step]
 
 
-def streamed(llm, prompts, params, granularity):
+def received(llm, prompts, params):
     """What the client of each request gets: its tokens, and the running blocks by step."""
-    for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
-        streaming = asked.clone()
-        streaming.output_kind = RequestOutputKind.DELTA
-        streaming.extra_args = asked.extra_args | {"stream_granularity": granularity}
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, streaming)
     tokens, blocks = [[] for _ in prompts], [[] for _ in prompts]
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            tokens[int(output.request_id)] += output.outputs[0].token_ids
-            if (running := getattr(output.outputs[0], "provisional", None)) is not None:
-                blocks[int(output.request_id)].append((running.block, running.step, [*running.token_ids]))
-    assert_nothing_left(llm)
+    for output in streamed(llm, prompts, params):
+        tokens[int(output.request_id)] += output.outputs[0].token_ids
+        if (running := getattr(output.outputs[0], "provisional", None)) is not None:
+            blocks[int(output.request_id)].append((running.block, running.step, [*running.token_ids]))
     return tokens, blocks
 
 
 @pytest.mark.parametrize("granularity", ["block", "step"])
 def test_nothing_is_streamed_twice_or_lost(engine, little_memory, monkeypatch, granularity):
     prompts, params = requests_of(engine.block_length, 6, count=8)
-    expected = streamed(engine(enable_prefix_caching=False), prompts, params, granularity)
+    for asked in params:
+        asked.stream_granularity = granularity
+    expected = received(engine(enable_prefix_caching=False), prompts, params)
     llm = engine()
     preempted = little_memory(llm, 168)
     set_steps_per_dispatch(llm, 4, monkeypatch)
-    assert streamed(llm, prompts, params, granularity) == expected
+    assert received(llm, prompts, params) == expected
     assert preempted
     assert any(expected[1]) == (granularity == "step")

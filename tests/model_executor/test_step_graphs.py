@@ -55,13 +55,31 @@ def recordable() -> list[tuple[dict[str, Any], str]]:
     return [(s, next(full) if "full" in CACHE_METHODS[s["cache_method"]].attention else "sdar") for s in found]
 
 
+MIXED = [{"gen_length": 24}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}]
+MIXED += [{"unmasking": "entropy"}]
+MIXED_PROMPTS = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
+
+
+def mixed_answers(llm):
+    """Of requests of different blocks and rules, which share a pass; what fills is recorded for the two that choose
+    alike and launched for the others."""
+    fields = {"gen_length": 12, "block_length": 6, "ignore_eos": True}
+    outputs = generate(llm, MIXED_PROMPTS, [DiffusionParams(**(fields | own)) for own in MIXED])
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 @pytest.mark.parametrize(("method", "family"), [*recordable(), ({"cache_method": "block"}, "llada2")])
 def test_recorded_steps_give_the_same_tokens(engines, recording, request, method, family):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
-    expected = answers(engines(checkpoint, page_size=4, **method))
+    plain = engines(checkpoint, page_size=4, **method)
+    expected, expected_mixed = answers(plain), mixed_answers(plain)
     llm, recorder = recording(checkpoint, **method)
     assert answers(llm) == expected
     assert recorder.num_replayed > 2 * recorder.num_recorded > 0
+    assert mixed_answers(llm) == expected_mixed
+    graphs = runner_of(llm).denoiser.graphs
+    assert [size for size in graphs.forwards.graphs if size.num_requests > 2] or method["cache_method"] in CHOOSING
+    assert graphs.fillings.graphs
     assert_nothing_left(llm)
 
 
@@ -72,23 +90,6 @@ def forward_sizes(llm) -> list[tuple[int, int]]:
 
 def filling_sizes(llm) -> list[tuple[int, int]]:
     return [size[:2] for size in runner_of(llm).denoiser.graphs.fillings.graphs]
-
-
-@pytest.mark.parametrize(("method", "family"), recordable())
-def test_requests_of_different_blocks_and_rules_share_graphs(engines, recording, request, method, family):
-    """A pass of all; what fills is recorded for the two that choose alike and launched for the others."""
-    asked = [{"gen_length": 24}, {"block_length": 3}, {"threshold": 0.3}, {"temperature": 0.5, "seed": 2}]
-    asked += [{"unmasking": "entropy"}]
-    params = [DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | own)) for own in asked]
-    prompts = [[3, 4, 5, 6], [7, 8, 9], [9, 9], [1, 2, 3, 4, 5], [8]]
-    checkpoint = request.getfixturevalue(f"tiny_{'dream' if family in ('llada', 'llada_moe') else family}")
-    expected = generate(engines(checkpoint, page_size=4, **method), prompts, params)
-    llm, _ = recording(checkpoint, **method)
-    for output, other in zip(generate(llm, prompts, params), expected, strict=True):
-        assert output.outputs[0].token_ids == other.outputs[0].token_ids
-    graphs = runner_of(llm).denoiser.graphs
-    assert [size for size in graphs.forwards.graphs if size.num_requests > 2] or method["cache_method"] in CHOOSING
-    assert graphs.fillings.graphs
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,6 @@ def test_the_authors_cases_in_one_batch_and_alone(llm):
         assert_as_stated(case, ask(llm, [case])[0])
 
 
-def test_the_same_tokens_without_a_cache(engines, reference_checkpoints):
-    llm = engines(reference_checkpoints / MODEL, max_model_len=512, cache_method="none")
-    assert [list(completion.token_ids) for completion in ask(llm, CASES)] == [response_of(case) for case in CASES]
-
-
 @pytest.mark.parametrize("cache_method", ["block", "none"])
 def test_the_same_where_steps_run_ahead(engines, reference_checkpoints, cache_method):
     settings = {"max_model_len": 512, "page_size": 8, "steps_per_dispatch": 6, "cache_method": cache_method}
@@ -154,12 +149,16 @@ def test_a_finished_block_is_kept_for_requests_that_begin_alike(llm):
     assert list(again.outputs[0].token_ids) == list(fresh.outputs[0].token_ids)
 
 
+def first_tokens(final: list[int], start: int, edited_per_step: list) -> dict[int, int]:
+    """The token that each position of a response had before any edit."""
+    edits = [edit for edits in edited_per_step for edit in edits]
+    return dict(enumerate(final, start)) | {position: before for position, before, _ in reversed(edits)}
+
+
 def writes(case: Case) -> list[dict[int, int]]:
     """Per pass, the tokens that it writes, by canvas position."""
     edits = [{position: token for position, _, token in edits} for edits in case["edited_per_step"]]
-    first = dict(enumerate([*case["prompt_ids"], *case["response"]]))
-    for position, before, _ in reversed([edit for edits in case["edited_per_step"] for edit in edits]):
-        first[position] = before
+    first = first_tokens(case["response"], len(case["prompt_ids"]), case["edited_per_step"])
     fills = [{position: first.get(position) for position in filled} for filled in case["unmasked_per_step"]]
     return [fill | edit for fill, edit in zip(fills, edits, strict=True)]
 
@@ -247,11 +246,8 @@ def test_every_state_of_a_constrained_response_can_be_completed(engines, referen
 
 def states_of(completion: Any, start: int, gen_length: int) -> list[list[int | None]]:
     """A response after each pass; None where masked."""
-    figures, final = completion.diffusion, list(completion.token_ids)
-    first = dict(enumerate(final, start))
-    edits = [edit for edits in figures.edited_per_step for edit in edits]
-    first |= {position: before for position, before, _ in reversed(edits)}
-    states, canvas = [], {}
+    figures, states, canvas = completion.diffusion, [], dict[int, int]()
+    first = first_tokens(list(completion.token_ids), start, figures.edited_per_step)
     for filled, edits in zip(figures.unmasked_per_step, figures.edited_per_step, strict=True):
         canvas |= {position: first.get(position) for position in filled}
         canvas |= {position: token for position, _, token in edits}

@@ -3,7 +3,6 @@
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
 
 from dllm_engine import DiffusionParams
@@ -25,7 +24,7 @@ def server(servers):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    return server.client()
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,12 @@ def server(servers):
 
 
 @pytest.fixture
-def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key=KEY)
-
-
-@pytest.fixture
-def figures(client):
+def figures(server):
     def ask(**options):
         messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
         body = {"ignore_eos": True, "vllm_xargs": {"block_length": 8} | options}
-        answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=32, extra_body=body)
+        chats = server.client(KEY).chat.completions
+        answer = chats.create(model="demo", messages=messages, max_tokens=32, extra_body=body)
         return answer.choices[0].model_extra["diffusion"]
 
     return ask
@@ -40,10 +36,10 @@ def test_the_cache_is_the_one_asked_for(figures):
         figures(retention_ratio=0.75)
 
 
-def test_the_log_has_requests_but_neither_prompts_nor_keys(server, client, figures):
+def test_the_log_has_requests_but_neither_prompts_nor_keys(server, figures):
     figures()
     with pytest.raises(openai.AuthenticationError):
-        client.with_options(api_key="swordfish").models.list()
+        server.client("swordfish").models.list()
     log = server.log.read_text()
     assert "POST /v1/chat/completions" in log
     assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log]

@@ -3,14 +3,12 @@
 import json
 import subprocess
 
-import openai
 import pytest
 
 from dllm_engine.demo import demo_model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import demo_answers
 from tests.support.preloaded import preloaded_programs
-from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +24,7 @@ def server(servers):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    return server.client()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,6 @@ def examples():
 
 @pytest.fixture(scope="module")
 def offline(engines, examples):
-    """The same questions answered by ``LLM.chat``."""
     return demo_answers(engines, examples)
 
 
@@ -53,17 +50,13 @@ def ask(client, model, text, **options):
     )
 
 
-def figures_of(choice) -> dict:
-    return choice.model_extra["diffusion"]
-
-
 def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
     """Usage does not count the tokens of the last block that lie behind the end."""
     for example, expected in zip(examples, offline, strict=True):
         answer = ask(client, model, example.prompt)
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == expected.finish_reason
-        figures = figures_of(answer.choices[0])
+        figures = answer.choices[0].model_extra["diffusion"]
         assert figures["forward_passes"] == expected.diffusion.forward_passes
         assert figures["tokens_per_forward"] == 1.0
         assert "trace" not in figures
@@ -72,13 +65,6 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, ex
             assert usage.completion_tokens == len(expected.token_ids) <= expected.diffusion.tokens_unmasked
             assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
-
-
-def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, model, server):
-    prompts = ["Hello!", "say <|mdm_mask|>"]
-    with pytest.raises(openai.BadRequestError, match="mask token"):
-        client.completions.create(model=model, prompt=prompts, stream=True, max_tokens=GEN_LENGTH)
-    assert scrape(server.url)["vllm:num_requests_running"] == 0
 
 
 def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):

@@ -43,7 +43,6 @@ class Ask:
 
 
 def draw_ask(rng: random.Random) -> Ask:
-    """A request of a random endpoint, length and options."""
     prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[0].prompt
     chat, refused = rng.random() < 0.5, rng.random() < 0.1
     length = rng.choice([8, 16, 24, 32, 48, 64])

@@ -40,8 +40,6 @@ def server(servers):
 
 
 class Page:
-    """The playground in a browser."""
-
     def __init__(self, driver, server) -> None:
         self.driver, self.server = driver, server
 
@@ -84,7 +82,6 @@ class Page:
         )
 
     def choose_rule(self) -> None:
-        """Unmask by threshold."""
         self.js(
             "const e = document.getElementById('rule'); e.value = 'threshold'; e.dispatchEvent(new Event('change'));"
         )
@@ -136,7 +133,6 @@ class Page:
         return [e for e in entries if "status of 400" not in e and "status of 401" not in e and "favicon" not in e]
 
     def keep(self, name: str, folder: Path) -> Path:
-        """A screenshot of the whole page."""
         height = self.js("return document.documentElement.scrollHeight")
         width = self.js("return window.innerWidth")
         self.resize(width, height)

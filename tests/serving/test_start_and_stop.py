@@ -21,8 +21,6 @@ NEVER_ENDING = 1900
 
 
 class Watched:
-    """A server, its clients, and the processes below it."""
-
     def __init__(self, program, *arguments, **options):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
@@ -53,7 +51,6 @@ class Watched:
         self.process_called("")
 
     def check_the_end(self, status):
-        """Nothing is left."""
         assert self.server.process.wait(SECONDS) == status, self.server.tail()
         _, alive = psutil.wait_procs(self.processes, timeout=SECONDS)
         assert not alive
@@ -61,7 +58,6 @@ class Watched:
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts a server, which ends with the test."""
     started = []
 
     def run(*arguments, program="dllm", model="demo"):

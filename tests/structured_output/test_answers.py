@@ -1,14 +1,12 @@
 """Structured output of the demo model, in Python and over HTTP."""
 
-import asyncio
 import json
 import re
 import threading
 from itertools import cycle
 
-import httpx
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -16,7 +14,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import EngineInProcess, served
+from tests.support.http_app import answered_meanwhile, served
 
 PROMPT = "User: Tom=48. Ida=07. Give: Ida, Tom\nBot:"
 CHAT = [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida, Tom"}]
@@ -47,11 +45,6 @@ ASKED = {
     "json as text": ({"json": json.dumps(SCHEMA)}, is_person),
     "json_object": ({"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
 }
-
-
-@pytest.fixture(scope="module")
-def openai(client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
 # Python
@@ -95,46 +88,9 @@ def test_what_nothing_else_may_follow_is_still_the_models_choice(demo):
     assert texts[0] == texts[1]
 
 
-def test_asynchronous_engines_build_before_they_check(demo):
-    async def answer(regex):
-        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=regex), max_tokens=16)
-        return [output async for output in EngineInProcess(demo).generate(prompt, params, "asked")][-1]
-
-    prompt = {"type": "token", "prompt_token_ids": demo.get_tokenizer().encode(PROMPT)}
-    assert asyncio.run(answer("async|await")).outputs[0].text in ("async", "await")
-    with pytest.raises(InvalidRequestError, match="too short"):
-        asyncio.run(answer("async{30}"))
-
-
-def test_a_template_can_be_constrained_as_well(demo):
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=r" Ida=[0-9][13579], Tom=48"))
-    (output,) = demo.fill_in([PROMPT], [[" Ida=", 2, ", Tom=48"]], params)
-    assert re.fullmatch("[0-9][13579]", output.outputs[0].text)
-
-
 # HTTP
 
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-BODIES = {
-    **{name: ({"structured_outputs": fields}, matches) for name, (fields, matches) in ASKED.items()},
-    "format: schema": ({"response_format": FORMAT}, is_person),
-    "format: object": ({"response_format": {"type": "json_object"}}, ASKED["json_object"][1]),
-}
-
-
-@pytest.mark.parametrize(("body", "stream"), list(zip(BODIES, cycle((False, True)))))
-def test_completions_and_chats_match(client, body, stream):
-    fields, matches = BODIES[body]
-    fields |= {"model": "demo", "max_tokens": 48, "n": 2, "temperature": 1.0, "seed": 3, "stream": stream}
-    for path, asked in (("completions", {"prompt": PROMPT}), ("chat/completions", {"messages": CHAT})):
-        answer = client.post(f"/v1/{path}", json=fields | asked)
-        assert answer.status_code == 200, answer.text
-        texts = ["", ""]
-        for chunk in [answer.json()] if not stream else chunks_of(answer.text):
-            for choice in chunk["choices"]:
-                part = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
-                texts[choice["index"]] += part.get("content") or ""
-        assert all(map(matches, texts)), texts
 
 
 def chunks_of(events):
@@ -153,6 +109,7 @@ def chunks_of(events):
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"response_format": {"type": "grammar"}}, "response_format|grammar"),
         ({"vllm_xargs": {"constraint": "x"}}, "unknown request option 'constraint'"),
+        ({"vllm_xargs": {"reasoning": "x"}}, "unknown request option 'reasoning'"),
         ({"tools": TOOLS}, "tool_choice=.auto. needs a server with --enable-auto-tool-choice"),
         ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 2}, "too short"),
     ],
@@ -251,22 +208,8 @@ def test_others_are_served_while_an_automaton_is_built(client, monkeypatch):
         assert answered.wait(60), "the server serves nobody meanwhile"
         return build_apart(*args)
 
-    async def ask():
-        url = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
-        async with httpx.AsyncClient(**url, timeout=120) as http:
-
-            def post(**fields):
-                body = {"model": "demo", "prompt": PROMPT, "max_tokens": 16} | fields
-                return asyncio.create_task(http.post("/v1/completions", json=body))
-
-            constrained = post(structured_outputs={"regex": "built(once)?"})
-            while not building.is_set():
-                await asyncio.sleep(0.01)
-            plain = await post()
-            answered.set()
-            return plain, await constrained
-
     monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
-    plain, constrained = (answer.json()["choices"][0]["text"] for answer in asyncio.run(ask()))
-    assert plain == " Ida=07, Tom=48"
-    assert re.fullmatch("built(once)?", constrained)
+    slow = {"prompt": PROMPT, "max_tokens": 16, "structured_outputs": {"regex": "built(once)?"}}
+    constrained, plain = answered_meanwhile(client, slow, {"prompt": PROMPT, "max_tokens": 16}, building, answered)
+    assert plain.json()["choices"][0]["text"] == " Ida=07, Tom=48"
+    assert re.fullmatch("built(once)?", constrained.json()["choices"][0]["text"])

@@ -1,25 +1,21 @@
-"""A text that matches is never reported as cut off: by every way in, where it fills the response exactly too."""
+"""A text matches and is never reported as cut off: by every way in, where it fills the response exactly too."""
 
 import json
 import re
 from itertools import cycle
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
 from tests.structured_output.test_answers import ASKED, CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
 
-FORMS = {name: {"structured_outputs": fields} for name, (fields, _) in ASKED.items()}
-FORMS["format"] = {"response_format": FORMAT}
+FORMS = {name: ({"structured_outputs": fields}, matches) for name, (fields, matches) in ASKED.items()}
+FORMS["format: schema"] = {"response_format": FORMAT}, is_person
+FORMS["format: object"] = {"response_format": {"type": "json_object"}}, ASKED["json_object"][1]
 UNBOUNDED = ["[a-z]+", r"[0-9]{3}.*", "(ab|c)*"]
-
-
-@pytest.fixture(scope="module")
-def openai(client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
 def fewest_tokens(ask) -> int:
@@ -38,14 +34,21 @@ def posted(client, path, **body):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("form", "path"), list(zip(FORMS, cycle(["completions", "chat/completions"]))))
-def test_a_text_that_fills_its_response(client, form, path, stream):
-    body = FORMS[form] | ({"prompt": PROMPT} if path == "completions" else {"messages": CHAT})
-    length = fewest_tokens(lambda length: posted(client, path, max_tokens=length, **body))
+def test_completions_and_chats(client, form, path, stream):
+    fields, matches = FORMS[form]
+    body = fields | ({"prompt": PROMPT} if path == "completions" else {"messages": CHAT})
+    fewest = fewest_tokens(lambda length: posted(client, path, max_tokens=length, **body))
     sampled = {"n": 2, "temperature": 1.0, "seed": 1, "stream": stream}
-    answer = posted(client, path, max_tokens=length, **body, **sampled)
-    chunks = chunks_of(answer.text) if stream else [answer.json()]
-    reasons = [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"] is not None]
-    assert reasons == ["stop"] * 2
+    for length in (fewest, 48):
+        answer = posted(client, path, max_tokens=length, **body, **sampled)
+        texts, reasons = ["", ""], []
+        for chunk in chunks_of(answer.text) if stream else [answer.json()]:
+            for choice in chunk["choices"]:
+                part = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
+                texts[choice["index"]] += part.get("content") or ""
+                reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+        assert all(map(matches, texts)), texts
+        assert reasons == ["stop"] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -139,9 +142,3 @@ def test_a_stop_string_still_ends_a_text_before_it(demo):
     params = DiffusionParams(structured_outputs=asked, gen_length=7, stop=[";"])
     (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
     assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (6, "stop", ";")
-
-
-def test_a_response_without_structured_output_is_cut_off_as_ever(demo):
-    params = DiffusionParams(gen_length=4, ignore_eos=True)
-    (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
-    assert completion.finish_reason == "length"

@@ -55,7 +55,6 @@ def scalars(draw) -> Pair:
 
 @st.composite
 def schemas(draw, depth: int = 3) -> Pair:
-    """A schema, and values that are written by it."""
     kind = draw(st.sampled_from(["scalar", "object", "object", "array", "map", "tuple", "any"])) if depth else "scalar"
     inner = schemas(depth - 1)
     if kind == "object":

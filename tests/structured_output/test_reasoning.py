@@ -10,7 +10,6 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from openai import OpenAI
 from pydantic import BaseModel
 from tokenizers import AddedToken
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -27,7 +26,7 @@ from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, T
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import EngineInProcess, served
+from tests.support.http_app import EngineInProcess, openai_client, served
 
 MARKERS = "<think> </think> <seed:think> </seed:think> <mm:think> </mm:think> <tool_call> </tool_call>".split()
 MARKERS += "<response> </response> [THINK] [/THINK] <|START_THINKING|> <|END_THINKING|> <|im_end|>".split()
@@ -134,7 +133,7 @@ def reasoning_client(llm):
 
 @pytest.fixture(scope="module")
 def openai(reasoning_client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=reasoning_client, max_retries=0)
+    return openai_client(reasoning_client)
 
 
 class Person(BaseModel):
@@ -245,11 +244,3 @@ def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
     text = asyncio.run(answer()).text
     assert re.fullmatch("[0-9]{4}" if ended else "(.|\n)*</think>[0-9]{4}", text)
     assert params.extra_args is None
-
-
-def test_clients_cannot_send_automata(reasoning_client):
-    for name in ("reasoning", "constraint"):
-        body = {"model": "m", "prompt": "a", "structured_outputs": {"regex": "a"}, "vllm_xargs": {name: "x"}}
-        answer = reasoning_client.post("/v1/completions", json=body)
-        assert answer.status_code == 400
-        assert f"unknown request option '{name}'" in answer.text

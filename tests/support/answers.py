@@ -3,15 +3,13 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.outputs import RequestOutput
+
+from dllm_engine import LLM, DiffusionParams
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.stepped_engines import Poison, run_in_steps
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
-    from dllm_engine import LLM, DiffusionParams
 
 Request = tuple[list[int], dict[str, Any]]
 """A prompt and what is asked of it: fields of ``DiffusionParams``."""
@@ -31,7 +29,7 @@ class Answer:
 
 
 def answer_of(
-    output: "RequestOutput", gen_length: int | None = None, num_given: int = 0, whole_text: bool = False
+    output: RequestOutput, gen_length: int | None = None, num_given: int = 0, whole_text: bool = False
 ) -> Answer:
     """Its figures agree with its trace. ``gen_length``: of a response that an end token may have ended. ``num_given``:
     its tokens that a template gave. ``whole_text``: whether a constraint asks for one."""
@@ -46,15 +44,13 @@ def answer_of(
     return Answer(tokens, order, computed, figures.trace, figures.tokens_computed)
 
 
-def params_of(asked: dict[str, Any]) -> "DiffusionParams":
-    from dllm_engine import DiffusionParams
-
+def params_of(asked: dict[str, Any]) -> DiffusionParams:
     fields = {"ignore_eos": True} | asked
     constraint = fields.pop("constraint", None)
     return DiffusionParams(**fields, extra_args=None if constraint is None else {"constraint": constraint})
 
 
-def answers(llm: "LLM", requests: Sequence[Request], draw: random.Random | None = None) -> list[Answer]:
+def answers(llm: LLM, requests: Sequence[Request], draw: random.Random | None = None) -> list[Answer]:
     """Of requests that leave nothing behind, nor find anything that others have left. ``draw``: they join at random
     steps, and page memory holds NaN wherever nothing has been written for a request; otherwise they run together."""
     llm.reset_prefix_cache()

@@ -52,7 +52,6 @@ def spelled(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
 
 
 def copy_renumbered(guide: Path, folder: Path) -> None:
-    """A checkpoint with every token under another number."""
     shutil.copytree(guide, folder)
     weights = load_file(folder / "model.safetensors")
     size = weights["model.embed_tokens.weight"].shape[0]

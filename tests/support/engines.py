@@ -4,17 +4,18 @@ import gc
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+
+from dllm_engine import LLM, DiffusionParams
+from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
+from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
 from tests.support.plans import FULL_METHODS
-
-if TYPE_CHECKING:
-    import pytest
-    from vllm.outputs import RequestOutput
-
-    from dllm_engine import LLM
-    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-    from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
 EACH_METHOD_WITH_A_FAMILY = list(zip(FULL_METHODS, cycle(("LLaDA", "Dream"))))
 """Both families with each method are in ``tests/methods/test_random_requests.py``."""
@@ -27,7 +28,7 @@ class EngineFactory:
         self._engines: dict[tuple, LLM] = {}
         self._shared: set[tuple] = set()
 
-    def __call__(self, model: Path | str, **settings: Any) -> "LLM":
+    def __call__(self, model: Path | str, **settings: Any) -> LLM:
         key = (str(model), *sorted((name, repr(value)) for name, value in settings.items()))
         if key not in self._engines:
             self._engines[key] = start_engine(model, **settings)
@@ -36,7 +37,7 @@ class EngineFactory:
             self._shared.remove(key)
         return self._engines[key]
 
-    def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> "LLM":
+    def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> LLM:
         """The one engine of a model and settings, whatever its cache options: they are those of the last call.
 
         Requests carry the options from their admission on, so that an engine of its own would differ in nothing.
@@ -47,10 +48,8 @@ class EngineFactory:
         return llm
 
 
-def start_engine(model: Path | str, **settings: Any) -> "LLM":
+def start_engine(model: Path | str, **settings: Any) -> LLM:
     """A small engine; raises what a user would see. Only for engines that are not expected to start."""
-    from dllm_engine import LLM
-
     # `gpu_memory_utilization` is what vLLM wants free on a GPU, beside the engines that run already.
     defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "trace": True}
     defaults |= {"max_model_len": 256, "max_num_seqs": 64, "steps_per_dispatch": 1}
@@ -68,11 +67,8 @@ def keep(llm: Any) -> Any:
     return llm
 
 
-def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:
+def set_cache_options(llm: LLM, cache_options: dict[str, Any]) -> None:
     """Validate and settle other cache options for the requests that a running engine admits from now on."""
-    from dllm_engine.options import EngineOptions
-    from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
-
     config = llm.llm_engine.vllm_config
     options = config.additional_config["dllm"] | {"cache_options": cache_options}
     config.additional_config = {**config.additional_config, "dllm": options}
@@ -80,7 +76,7 @@ def set_cache_options(llm: "LLM", cache_options: dict[str, Any]) -> None:
     scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
 
 
-def set_steps_per_dispatch(llm: "LLM", num_steps: int, monkeypatch: "pytest.MonkeyPatch") -> None:
+def set_steps_per_dispatch(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give an engine another ``steps_per_dispatch`` until the test ends."""
     scheduler = scheduler_of(llm)
     monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
@@ -89,32 +85,26 @@ def set_steps_per_dispatch(llm: "LLM", num_steps: int, monkeypatch: "pytest.Monk
 def freeze_imports() -> None:
     """Make engines start faster: keep vLLM's modules out of each garbage collection, and have vLLM look once for the
     Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an engine."""
-    from vllm.platforms import current_platform
-
-    import dllm_engine.llm  # noqa: F401
-
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.collect()
     gc.freeze()
 
 
-def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
+def scheduler_of(llm: LLM) -> DiffusionScheduler:
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-def runner_of(llm: "LLM") -> "DiffusionModelRunner":
+def runner_of(llm: LLM) -> DiffusionModelRunner:
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def generate(llm: "LLM", prompts: Sequence[list[int]], params: Any) -> "list[RequestOutput]":
+def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutput]:
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
 
 
 def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "demo", **settings: Any) -> list[Any]:
     """The answers of one engine in this process to the questions of examples, in blocks of 8."""
-    from dllm_engine import DiffusionParams
-
     defaults = {"skip_tokenizer_init": False, "dtype": "auto", "max_model_len": 512, "trace": False}
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
     params = DiffusionParams(gen_length=32, block_length=8)
@@ -122,14 +112,11 @@ def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "
     return [output.outputs[0] for output in outputs]
 
 
-def tokens_of(llm: "LLM", prompt: list[int], **params: Any) -> list[int]:
-    """The response to one prompt."""
-    from dllm_engine import DiffusionParams
-
+def tokens_of(llm: LLM, prompt: list[int], **params: Any) -> list[int]:
     return list(generate(llm, [prompt], DiffusionParams(**params))[0].outputs[0].token_ids)
 
 
-def assert_nothing_left(llm: "LLM") -> None:
+def assert_nothing_left(llm: LLM) -> None:
     """No request, page or canvas outlives its request."""
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     llm.llm_engine.engine_core.engine_core.step()  # tells the runner of requests that finished last

@@ -119,7 +119,6 @@ class FakeGraphs:
 
 
 def record_steps(runner: DiffusionModelRunner) -> FakeGraphs:
-    """Let an engine's runner record its steps as on a GPU."""
     graphs = FakeGraphs(runner)
     runner.use_graphs(graphs)
     return graphs

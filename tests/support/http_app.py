@@ -1,6 +1,7 @@
 """vLLM's HTTP application without an engine, or with one in this process."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -77,3 +78,30 @@ def served(llm: "LLM", *arguments: str) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds, with this engine behind it."""
     arguments = ("--model", llm.model_config.model, *arguments)
     return _client(arguments, ("generate",), llm.model_config, EngineInProcess(llm))
+
+
+def openai_client(client: "TestClient") -> Any:
+    """OpenAI's own client of the application."""
+    from openai import OpenAI
+
+    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
+def answered_meanwhile(
+    client: "TestClient", slow: dict[str, Any], other: dict[str, Any], begun: threading.Event, answered: threading.Event
+) -> tuple[Any, Any]:
+    """The answers to two completions, of which the server has ``begun`` the slow one, and goes on with it when the
+    other is answered."""
+    import httpx
+
+    async def ask() -> tuple[Any, Any]:
+        url: Any = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
+        async with httpx.AsyncClient(**url, timeout=120) as http:
+            first = asyncio.create_task(http.post("/v1/completions", json={"model": "demo"} | slow))
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+            second = await http.post("/v1/completions", json={"model": "demo"} | other)
+            answered.set()
+            return await first, second
+
+    return asyncio.run(ask())

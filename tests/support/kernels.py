@@ -22,7 +22,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def all_operators() -> dict[str, Operator]:
-    """By name."""
     modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
     values = [value for module in modules for value in vars(importlib.import_module(module)).values()]
     return {value.name: value for value in values if isinstance(value, Operator)}
@@ -73,7 +72,6 @@ class CompilesForCuda:
 
     @property
     def shared_memory(self) -> list[int]:
-        """Bytes per program, of each launch."""
         return [compiled.metadata.shared for compiled in self.compiled]
 
 

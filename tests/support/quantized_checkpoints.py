@@ -28,19 +28,45 @@ def quantize(model: Path, folder: Path, scheme: str, *, ignore: Sequence[str] = 
         example.quantize(str(model), folder, scheme, ignore=ignore)
     if scheme in CONFIGS:
         tensors = load_file(folder / "model.safetensors")
-        for module in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
-            kinds = ("weight_packed", "weight_zero_point", "weight_scale", "weight_shape")
-            packed, packed_zero, scale, shape = (tensors.pop(f"{module}.{kind}") for kind in kinds)
-            values = unpack_from_int32(packed, 4, shape)
-            zero = unpack_from_int32(packed_zero, 4, torch.Size([*shape[:1], scale.shape[1]]), packed_dim=0)
+        for module, (values, zero, scale) in _unpacked(tensors).items():
             parts = _gptq(values, zero) if scheme == "gptq" else _awq(values, zero)
             tensors |= {f"{module}.{kind}": part.contiguous() for kind, part in parts.items()}
             tensors[f"{module}.scales"] = scale.t().contiguous()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"] = {"quant_method": scheme, **CONFIGS[scheme]}
-        (folder / "config.json").write_text(json.dumps(config))
+        _rewrite(folder, tensors, {"quant_method": scheme, **CONFIGS[scheme]})
     return folder
+
+
+def write_rounded(model: Path, folder: Path, scheme: str) -> Path:
+    """Write the plain copy of ``model`` with the weights that a scheme rounds to."""
+    with mock.patch.dict(example.SCHEMES, PRESETS):
+        example.quantize(str(model), folder, scheme)
+    tensors = load_file(folder / "model.safetensors")
+    for module, (values, zero, scale) in _unpacked(tensors).items():
+        zeros, scales = (groups.float().repeat_interleave(32, dim=1) for groups in (zero, scale))
+        tensors[f"{module}.weight"] = (values - zeros) * scales
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        weight = name.removesuffix("_scale")
+        tensors[weight] = tensors[weight].float() * tensors.pop(name)
+    _rewrite(folder, tensors, None)
+    return folder
+
+
+def _unpacked(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Values, zero points and scales of the modules in 4 bits, whose tensors are taken out."""
+    found = {}
+    for module in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:
+        kinds = ("weight_packed", "weight_zero_point", "weight_scale", "weight_shape")
+        packed, packed_zero, scale, shape = (tensors.pop(f"{module}.{kind}") for kind in kinds)
+        values = unpack_from_int32(packed, 4, shape)
+        zero = unpack_from_int32(packed_zero, 4, torch.Size([*shape[:1], scale.shape[1]]), packed_dim=0)
+        found[module] = values, zero, scale
+    return found
+
+
+def _rewrite(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, object] | None) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps({name: x for name, x in config.items() if x is not None}))
 
 
 def _gptq(values: torch.Tensor, zero: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,19 +2,17 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from dllm_engine import LLM
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers
-
-if TYPE_CHECKING:
-    from dllm_engine import LLM
 
 VALUES = {
     "threshold": (0.2, 0.5, 0.9),
@@ -94,6 +92,28 @@ def in_spans(requests: list[Request], number: int) -> list[Request]:
     return requests
 
 
+def in_certain_order(requests: list[Request], number: int) -> list[Request]:
+    """Some of them by the certainty prior, and with a number of tokens per step, which a rule may exceed."""
+    for i, (_, asked) in enumerate(requests[2::4]):
+        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin"):
+            asked["certainty_sigma"] = (2.0, 10.0)[i % 2]
+        asked.pop("steps", None)
+        asked["tokens_per_step"] = (2, 3, 1)[(i + number) % 3]
+    return requests
+
+
+def by_blocks(requests: list[Request], number: int) -> list[Request]:
+    """Some of them with steps per block, with and without a rule, from left to right, and with an entropy budget."""
+    for i, (_, asked) in enumerate(requests, number):
+        if i % 2 and "entropy_bound" in asked:
+            asked["entropy_budget"] = asked.pop("entropy_bound")
+        elif i % 2 and not asked.keys() & {"block_add_threshold", "slow_fast", "tokens_per_step"}:
+            if asked.pop("steps", None) and i % 4 == 1 and "certainty_sigma" not in asked:
+                asked["unmasking"] = "sequential"
+            asked["steps_per_block"] = 1 + i % 5
+    return requests
+
+
 def between_blocks(requests: list[Request]) -> list[Request]:
     """As models can take them whose attention goes by blocks, which may be longer than the response."""
     for i, (prompt, asked) in enumerate(requests):
@@ -146,7 +166,7 @@ def any_text(vocab_size: int, never: set[int]) -> Automaton:
 
 
 def assert_answers_as(
-    llm: "LLM", requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
+    llm: LLM, requests: Sequence[Request], plain: Callable[[list[int], dict[str, Any]], Decoding]
 ) -> int:
     """Ask for all requests, which join one another, and for one alone. ``plain`` decodes one; returns how many were no
     coin toss."""

@@ -1,7 +1,6 @@
 """Reference cases: outputs of the authors' own code (``tests/reference``), as requests and what they must give.
 
-One driver for all kinds. A new kind of case needs an entry in ``CACHES``; a new way to ask one a branch in
-``ReferenceRow.fields``; a new thing that cases state a check in ``assert_as_stated``.
+One driver for all kinds; ``assert_as_stated`` has a check for each thing that cases state.
 """
 
 import json
@@ -17,46 +16,10 @@ from tests.support.answers import Answer
 REFERENCE = Path(__file__).parents[1] / "reference"
 Case = dict[str, Any]
 
-KINDS = "vanilla fast_dllm dkv sparse_dllm dllm_cache es_dllm slow_fast d2_cache multi_block block".split()
+KINDS = (
+    "vanilla fast_dllm dkv sparse_dllm dllm_cache es_dllm slow_fast d2_cache multi_block block stable_diffcoder".split()
+)
 """What the files' names begin with."""
-DLLM_CACHE = {
-    "prompt_refresh_interval": "prompt_interval_steps",
-    "response_refresh_interval": "gen_interval_steps",
-    "update_ratio": "transfer_ratio",
-}
-ES_DLLM = {
-    "alpha": "importance_score_alpha",
-    "keep_schedule": "proportion_steps",
-    "prompt_refresh_interval": "prompt_update_freq",
-    "block_refresh_interval": "block_update_freq",
-}
-D2_CACHE = {"rollout_p": "rollout_p", "masked_rows": "current_k", "sigma": "cache_sigma", "gap_fill": "inflate_w"}
-CACHES: dict[str, tuple[str, dict[str, str]]] = {
-    "block": ("block", {}),
-    "dkv": ("dkv", {"refresh_interval": "cache_steps"}),
-    "sparse_dllm": ("sparse", {"retention_ratio": "keep_ratio", "pool_kernel_size": "kernel_size"}),
-    "dllm_cache": ("dllm_cache", DLLM_CACHE),
-    "slow_fast": ("dllm_cache", DLLM_CACHE),
-    "es_dllm": ("es_dllm", ES_DLLM),
-    "d2_cache": ("d2_cache", D2_CACHE),
-    "multi_block": ("delayed", {"cache_delay": "cache_delay_iter", "refresh_interval": "refresh_interval"}),
-}
-"""By kind: our method, and what the authors call its options."""
-FIELDS = {name: name for name in ("gen_length", "block_length", "threshold", "factor", "top_p", "top_k", "early_stop")}
-FIELDS |= {"block_add_threshold": "block_add_threshold", "tokens_per_step": "num_transfer_tokens"}
-FIELDS |= {"certainty_sigma": "sigma", "unmasking": "alg", "delay_eos": "delay_eos_generation"}
-"""What the authors call a request's fields."""
-SLOW_FAST = {
-    "span_steps": ("k_exploration_steps", "n_cycle_discovery_steps"),
-    "span_threshold": ("cycle_len_confidence_threshold", "conf_threshold_cycle_len_pred"),
-    "span_window": ("cycle_length_stability_window", "stabilize_count"),
-    "slow_threshold": ("high_confidence_threshold", "high_conf_for_parallel_decode_discovery"),
-    "fast_threshold": ("high_confidence_threshold", "high_conf_for_cycle_decode"),
-    "slow_minimum": ("min_tokens_for_parallel_decode_discovery",),
-    "fast_minimum": ("min_decode_in_cycle_fallback",),
-    "span_variance": ("cycle_len_variance_threshold",),
-}
-"""What SlowFast sampling's authors call its options, for LLaDA and for Dream."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
 """What the authors' code does and does not say."""
 
@@ -67,8 +30,6 @@ def reference_cases(file: str) -> list[Case]:
 
 @dataclass(frozen=True)
 class ReferenceRow:
-    """One row of an authors' batch."""
-
     kind: str
     case: Case
     row: int
@@ -93,53 +54,17 @@ class ReferenceRow:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The engine's cache."""
-        h = self.case["hyperparameters"]
-        method, names = CACHES.get(self.kind, (h.get("cache", "none"), {}))
-        if h.get("cache") == "none" or False in (h.get("use_kvcache"), h.get("kv_cache")):
-            method, names = "none", {}
-        options = {ours: h[theirs] for ours, theirs in names.items() if theirs in h}
-        repairs = h.get("upstream_repairs", ())
-        if "cache_reloading_step" in h:
-            options["refresh_interval"] = h["cache_reloading_step"]
-        if self.kind == "slow_fast" and method == "dllm_cache":
-            options |= {"refresh_first_layer": False, "interval_unit": "passes"}
-        if method == "es_dllm" and h["ESdLLM_mode"] is None:
-            options["indicator"] = "none"
-        if "confidence" in repairs:
-            options["confidence"] = "latest"
-        if "block_mask" in repairs:
-            options["range_unit"] = "block"
-        return {"cache_method": method, "cache_options": options}
+        return self.case["engine"]
 
     @property
     def fields(self) -> dict[str, Any]:
         """What the case asks for, as fields of ``DiffusionParams``."""
-        h = self.case["hyperparameters"]
-        asked = {ours: h[theirs] for ours, theirs in FIELDS.items() if h.get(theirs) is not None}
-        asked = {"ignore_eos": True, "block_length": h["gen_length"]} | asked
-        match self.kind:
-            case "block":
-                return fields_of_blocks(h)
-            case "multi_block":
-                asked |= {"entropy_threshold": asked.pop("threshold"), "unmasking": "low_entropy"}
-                return asked | ({"stop_token_ids": [h["eos_token_id"]]} if h["early_stop"] else {})
-            case "slow_fast":
-                options = {ours: h[name] for ours, theirs in SLOW_FAST.items() for name in theirs if name in h}
-                if "cycle_length_stability_std_dev_threshold" in h:
-                    options["span_variance"] = h["cycle_length_stability_std_dev_threshold"] ** 2
-                return asked | {"slow_fast": options}
-            case "d2_cache":
-                return asked
-        if h.get("alg") == "confidence_threshold":  # Fast-dLLM's name for unmasking by threshold on Dream
-            asked["unmasking"] = "maskgit_plus"
-        return asked | {"steps": h["steps"] if "steps" in h else h["gen_length"] // h["token_per_step"]}
+        return self.case["fields"]
 
     @property
     def makes_empty_passes(self) -> bool:
         """Fast-dLLM's code makes a pass that unmasks nothing where the first one completed the block."""
-        h = self.case["hyperparameters"]
-        return self.kind == "fast_dllm" and h["threshold"] is not None and h.get("alg") != "entropy"
+        return self.kind == "fast_dllm" and "threshold" in self.fields and self.fields.get("unmasking") != "entropy"
 
     @property
     def rows_per_pass(self) -> list[int] | None:
@@ -149,28 +74,11 @@ class ReferenceRow:
         return None if self.kind == "slow_fast" else self.case.get("forward_lengths")
 
 
-def fields_of_blocks(h: dict[str, Any]) -> dict[str, Any]:
-    """Of a model whose attention goes by blocks; steps count per block."""
-    ends = h.get("stopping_criteria_idx") or ([h["eos_id"]] if "eos_id" in h else [])
-    steps = h["denoising_steps"] if "denoising_steps" in h else min(h["steps"], h["gen_length"] // h["minimal_topk"])
-    asked = {"gen_length": h["gen_length"], "block_length": h["block_length"], "ignore_eos": True}
-    asked |= {"steps_per_block": steps, "stop_token_ids": ends, "early_stop": h.get("eos_early_stop", False)}
-    match h.get("remasking_strategy", "low_confidence_dynamic"):
-        case "low_confidence_dynamic":
-            asked["threshold"] = h.get("confidence_threshold", h.get("threshold"))
-        case "entropy_bounded":
-            asked["entropy_budget"] = h["eb_threshold"]
-        case "sequential":
-            asked["unmasking"] = "sequential"
-    return asked
-
-
 def reference_rows(*kinds: str) -> list[ReferenceRow]:
-    """Of all files whose names begin with a kind."""
     return [
         ReferenceRow(kind, case, row)
         for kind in kinds
-        for file in sorted(REFERENCE.glob(f"{kind}_*.json"))
+        for file in sorted(REFERENCE.glob(f"{kind}*.json"))
         for case in reference_cases(file.stem)
         if not ODD & {*case.get("quirks", ())}
         for row in range(len(case["prompt_ids"]))
@@ -181,7 +89,7 @@ def by_engine(rows: Iterable[ReferenceRow]) -> dict[str, list[ReferenceRow]]:
     """Rows that one engine can answer together, by its model and options."""
     groups: dict[str, list[ReferenceRow]] = {}
     for row in rows:
-        options = json.dumps(row.engine.get("cache_options", {}))
+        options = json.dumps(row.engine["cache_options"])
         groups.setdefault(f"{row.case['model']} {row.engine['cache_method']} {options}", []).append(row)
     return groups
 
@@ -195,13 +103,16 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
     case, name = row.case, row.name
     assert answer.tokens == row.response, name
     order = [sorted(step[row.row]) for step in case["unmasked_per_step"]]
-    if row.kind == "block":
+    if row.kind in ("block", "stable_diffcoder"):
         # The authors also decode what is behind the response or its end, and feed a finished block once more by itself.
         assert answer.order == order[: len(answer.order)], name
-        length = case["hyperparameters"]["block_length"]
+        length = row.fields["block_length"]
+        # The last block is whole, but Stable-DiffCoder's ends with the response.
+        end = len(row.prompt) + row.fields["gen_length"] + (length if row.kind == "block" else 0)
         starts = [step[0] // length * length for step in answer.order]
         kept = [0, *starts[:-1]] if row.keeps else [0] * len(starts)
-        assert answer.computed == [list(range(a, b + length)) for a, b in zip(kept, starts, strict=True)], name
+        fed = [list(range(a, min(b + length, end))) for a, b in zip(kept, starts, strict=True)]
+        assert answer.computed == fed, name
         return
     if row.makes_empty_passes:
         assert [step for step in answer.order if step] == [step for step in order if step], name
@@ -246,10 +157,10 @@ def rows_kept(selected_positions: list[list[list[int]]]) -> list[list[int]]:
 
 def num_adaptive_passes(case: Case) -> int:
     """Passes in which the response is not due."""
-    h = case["hyperparameters"]
-    if not h["transfer_ratio"]:
+    options = case["engine"]["cache_options"]
+    if not options["update_ratio"]:
         return 0
-    return sum(n % h["gen_interval_steps"] != 0 for n in range(case["num_forward_passes"]))
+    return sum(n % options["response_refresh_interval"] != 0 for n in range(case["num_forward_passes"]))
 
 
 def first_updates(row: ReferenceRow) -> list[list[list[int]]]:

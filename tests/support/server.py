@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.preloaded import Program, wait_until
@@ -51,6 +52,9 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0)
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log)

@@ -4,13 +4,11 @@ import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
+from dllm_engine import LLM
 from tests.support.engines import scheduler_of, start_engine
-
-if TYPE_CHECKING:
-    from dllm_engine import LLM
 
 
 def import_once() -> Any:
@@ -21,7 +19,7 @@ def import_once() -> Any:
 
 
 @contextmanager
-def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator["LLM"]:
+def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator[LLM]:
     """An engine of two ranks, ended afterwards.
 
     vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
@@ -35,7 +33,7 @@ def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Ite
         llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 
 
-def watch_pages(llm: "LLM") -> list[tuple[int, int, int]]:
+def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
     """Pages reserved when a step is planned, and allocated and reserved after it; a list that fills as the engine
     runs."""
     scheduler, seen = scheduler_of(llm), []
@@ -66,8 +64,7 @@ def assert_alike(answers: list[Any], expected: list[Any], *figures: str) -> None
             assert getattr(one.diffusion, name) == getattr(another.diffusion, name), (number, name)
 
 
-def run_and_abort(llm: "LLM", prompts: list[list[int]], params: list[Any]) -> None:
-    """Requests that are aborted after two steps."""
+def run_and_abort(llm: LLM, prompts: list[list[int]], params: list[Any]) -> None:
     names = [f"aborted {number}" for number in range(len(prompts))]
     for name, prompt, asked in zip(names, prompts, params, strict=True):
         llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)

@@ -1,26 +1,23 @@
 """Engines driven a step at a time: requests that join later, and memory that is poisoned."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
 
+from dllm_engine import LLM
+from dllm_engine.scheduler.step_plan import StepPlan
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
-
-if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
-    from dllm_engine import LLM
-    from dllm_engine.scheduler.step_plan import StepPlan
 
 
 @dataclass
 class Run:
-    """What became of some requests."""
-
-    outputs: list["RequestOutput"] = field(default_factory=list)
-    plans: list[list["StepPlan"]] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    plans: list[list[StepPlan]] = field(default_factory=list)
     """Of each step, the plans of all requests in it."""
 
     @property
@@ -33,7 +30,7 @@ class Run:
 
 
 def run_in_steps(
-    llm: "LLM",
+    llm: LLM,
     prompts: Sequence[list[int]],
     params: Sequence[Any],
     *,
@@ -70,7 +67,20 @@ def run_in_steps(
     return run
 
 
-def held_pages(llm: "LLM") -> set[int]:
+def streamed(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[RequestOutput]:
+    """The outputs that a streaming caller of ``LLMEngine`` gets; the requests are called 0, 1 and so on."""
+    for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
+        asked = asked.clone()
+        asked.output_kind = RequestOutputKind.DELTA
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, asked)
+    outputs = []
+    while llm.llm_engine.has_unfinished_requests():
+        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
+    assert_nothing_left(llm)
+    return outputs
+
+
+def held_pages(llm: LLM) -> set[int]:
     """Ids of the pages that requests hold now."""
     tables = scheduler_of(llm).pages._tables.values()
     return {page.block_id for of_request in tables for table in of_request for page in table}
@@ -79,7 +89,7 @@ def held_pages(llm: "LLM") -> set[int]:
 class Poison:
     """Fills page memory with NaN, all at first and then, after each step, what has been given back."""
 
-    def __init__(self, llm: "LLM") -> None:
+    def __init__(self, llm: LLM) -> None:
         self.llm, self.held = llm, held_pages(llm)
         runner_of(llm).pages.memory.fill_(torch.nan)
 

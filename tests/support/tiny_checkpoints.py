@@ -82,7 +82,6 @@ def _llada_tensors(c: Config, draw: "_Draw") -> Tensors:
 
 
 def _other_tensors(c: Config, draw: "_Draw") -> Tensors:
-    """A checkpoint of any other family."""
     d, heads, kv_heads = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"]
     head_dim, is_llada2 = c.get("head_dim", d // heads), c["model_type"] == "llada2_moe"
     embedding = "model.word_embeddings.weight" if is_llada2 else "model.embed_tokens.weight"

@@ -1,8 +1,17 @@
 """What a checkpoint's folder may hold, and how what it must not hold is refused."""
 
+import json
+import shutil
+
 import pytest
 import torch
+from tokenizers import pre_tokenizers
 
+from dllm_engine import DiffusionParams
+from dllm_engine.checkpoints import load_config
+from dllm_engine.demo import demo_model_path
+from dllm_engine.model_executor.guide.sizes import guide_config
+from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
@@ -34,11 +43,10 @@ def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, fam
             "AutoConfig": f"configuration_{family}.{config_class}",
             "AutoModel": f"modeling_{family}.{model_class}",
             "AutoModelForCausalLM": f"modeling_{family}.{model_class}",
-            "AutoTokenizer": [f"tokenization_{family}.Tokenizer", None],
         },
     )
     executed = tmp_path / "executed"
-    for module in ("configuration", "modeling", "tokenization", "generation_utils"):
+    for module in ("configuration", "modeling", "generation_utils"):
         (folder / f"{module}_{family}.py").write_text(
             f"open({str(executed)!r}, 'w').close()\nraise RuntimeError('remote code was executed')\n"
         )
@@ -158,3 +166,67 @@ def test_released_vocabulary_knows_its_end_of_turn():
     assert LLADA(vocab_size=150).end_of_turn_token_id is None
     assert DREAM().end_of_turn_token_id == 151_645
     assert DREAM(vocab_size=150, end_of_turn_token_id=7).end_of_turn_token_id == 7
+
+
+# Files that Git LFS has not downloaded
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 16060522240\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_each_file_of_a_checkpoint_that_is_a_pointer_is_named(tmp_path, name):
+    folder = shutil.copytree(demo_model_path(), tmp_path / "model")
+    (folder / name).write_text(POINTER)
+    expected = f"{folder / name} is a Git LFS pointer, not the file itself; run git lfs pull in {folder}"
+    for check in (load_config, guide_config, start_engine):
+        with pytest.raises(ValueError, match="is a Git LFS pointer") as caught:
+            check(str(folder))
+        assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_of_pointers_is_named(tiny_llada, tmp_path, name):
+    tiny_checkpoints.write_adapter(tmp_path, tiny_llada, ["model.transformer.blocks.0.q_proj"])
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=f"^{tmp_path / name} is a Git LFS pointer"):
+        LoraAdapter(str(tmp_path))
+
+
+# Dream's checkpoints name a tokenizer class in remote code; ours takes its place
+
+
+SPECIAL = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
+
+
+@pytest.fixture
+def dream_with_tokenizer(tmp_path):
+    """A random Dream checkpoint with the tokenizer files of the released ones, in small, and poisoned remote code."""
+    folder = tiny_checkpoints.write_dream(tmp_path, vocab_size=262, mask_token_id=261, eos_token_id=258)
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: i for i, character in enumerate(characters)} | {"he": 256, "ll": 257}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False) | {"special": True}
+    tokenizer_config = {
+        "tokenizer_class": "DreamTokenizer",
+        "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
+        "added_tokens_decoder": {str(i): {"content": token, **flags} for token, i in SPECIAL.items()},
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "mask_token": "<|mask|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (folder / "tokenization_dream.py").write_text("raise AssertionError('remote code was run')")
+    return folder
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_dream_tokenizes_without_its_remote_code(engines, dream_with_tokenizer, trust_remote_code):
+    llm = engines(dream_with_tokenizer, skip_tokenizer_init=False, trust_remote_code=trust_remote_code)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.encode("hello<|mask|>") == [256, 257, tokenizer.convert_tokens_to_ids("o"), 261]
+    assert tokenizer.decode(tokenizer.encode("hello you")) == "hello you"
+    (output,) = llm.generate("hello you", DiffusionParams(gen_length=8, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 8
+    assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)

@@ -162,14 +162,6 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, damage, message
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "override", [{"n_layers": 0}, lambda config: config.update({"n_layers": 0}) or config], ids=["table", "function"]
-)
-def test_what_a_caller_overrides_is_checked_as_well(tiny_llada, override):
-    with pytest.raises(ValueError, match="n_layers=0"):
-        start_engine(tiny_llada, hf_overrides=override)
-
-
 def function_that_sets(changes):
     def override(config):
         for name, value in changes.items():

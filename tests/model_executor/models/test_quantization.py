@@ -1,20 +1,16 @@
 """Quantized checkpoints of every family under vLLM's quantization methods."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.memory.weights import weight_bytes
-from examples.quantize import IN_LAYERS
 from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of
-from tests.support.quantized_checkpoints import SCHEMES, quantize
+from tests.support.quantized_checkpoints import SCHEMES, quantize, write_rounded
 
 # CPU kernels for four bits take multiples of 32.
 FAMILIES = {
@@ -39,52 +35,6 @@ def plain(tmp_path_factory):
     return {family: write(folders[family], **sizes) for family, (write, sizes) in FAMILIES.items()}
 
 
-def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Eight values of four bits of each int32, along rows."""
-    return (packed[:, :, None] >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(1)
-
-
-def per_column(groups: torch.Tensor) -> torch.Tensor:
-    """Of each column, from those of groups of 32 of them."""
-    return groups.float().repeat_interleave(32, dim=1)
-
-
-def dequantized(parts: dict[str, torch.Tensor], scheme: str) -> torch.Tensor:
-    if scheme in ("int8", "fp8"):
-        return parts["weight"].float() * parts["weight_scale"]
-    if scheme == "int4":
-        assert parts["weight_shape"].tolist() == list(unpack(parts["weight_packed"]).shape)
-        zeros = unpack(parts["weight_zero_point"].t().contiguous()).t()
-        return (unpack(parts["weight_packed"]) - per_column(zeros)) * per_column(parts["weight_scale"])
-    if scheme == "gptq":
-        zeros = unpack(parts["qzeros"]) + 1
-        return (unpack(parts["qweight"].t().contiguous()) - per_column(zeros.t())) * per_column(parts["scales"].t())
-    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])  # where AWQ has the columns 0 to 7
-    values, zeros = (
-        unpack(parts[name]).unflatten(1, (-1, 8))[:, :, order].flatten(1) for name in ("qweight", "qzeros")
-    )
-    return (values.t() - per_column(zeros.t())) * per_column(parts["scales"].t())
-
-
-def write_dequantized(quantized: Path, folder: Path, scheme: str) -> Path:
-    """The plain checkpoint of a quantized one's rounded weights."""
-    folder.mkdir()
-    tensors, layers = {}, {}
-    for name, tensor in load_file(quantized / "model.safetensors").items():
-        module, _, kind = name.rpartition(".")
-        if IN_LAYERS.fullmatch(f"{module}.weight") and "norm" not in module and kind != "bias":
-            layers.setdefault(module, {})[kind] = tensor
-        else:
-            tensors[name] = tensor
-    assert layers
-    tensors |= {f"{module}.weight": dequantized(parts, scheme).contiguous() for module, parts in layers.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((quantized / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return ((logits.float() - expected.float()).norm() / expected.float().norm()).item()
 
@@ -92,7 +42,7 @@ def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(("family", "scheme"), EACH_SCHEME)
 def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, family, scheme):
     quantized = quantize(plain[family], tmp_path / "quantized", scheme)
-    rounded = write_dequantized(quantized, tmp_path / "rounded", scheme)
+    rounded = write_rounded(plain[family], tmp_path / "rounded", scheme)
     (actual,) = dense_logits(engines(quantized, dtype="bfloat16"), IDS)
     (expected,) = dense_logits(engines(rounded), IDS)
     # 8 bits also round the inputs of each layer; 4 bits compute in bfloat16, which gives 0.03 on a CPU with AMX.
