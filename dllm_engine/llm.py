@@ -115,7 +115,13 @@ class LLM(vllm.LLM):
         return fill_in(self, prompts, templates, params or DiffusionParams())
 
     def decide(
-        self, prompts: Sequence[Any], fields: Mapping[str, Any], *, passes: int = 1, top_k: int = TOP_K
+        self,
+        prompts: Sequence[Any],
+        fields: Mapping[str, Any],
+        *,
+        template: str | None = None,
+        passes: int = 1,
+        top_k: int = TOP_K,
     ) -> list[DecisionOutput]:
         """Decide typed fields together, with the probabilities that the model gives their values.
 
@@ -123,6 +129,7 @@ class LLM(vllm.LLM):
             prompts: each as for ``generate``, or messages as for ``chat``.
             fields: by name ``bool``, a ``range``, a list of choices, a compiled regular expression that the whole value
                 matches, or a JSON schema of one; or a JSON schema of an object with all of them.
+            template: the response, with ``{name}`` for each field; unset: a JSON object with all of them.
             passes: the most forward passes. Each but the last commits the fields that it is surest of, and the others
                 are predicted again.
             top_k: values that are reported of a field with a pattern.
@@ -134,7 +141,9 @@ class LLM(vllm.LLM):
             ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
         """
         tokenizer = None if self.model_config.skip_tokenizer_init else self.get_tokenizer()
-        params = decision_params(schema_of(fields), tokenizer, self.llm_engine.vllm_config, passes=passes, top_k=top_k)
+        params = decision_params(
+            schema_of(fields), tokenizer, self.llm_engine.vllm_config, template=template, passes=passes, top_k=top_k
+        )
         return [DecisionOutput.of(output) for output in answered(self, list(prompts), params)]
 
     @property

@@ -176,7 +176,7 @@ def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
     options: dict[str, Any] = {"unmasking": first} if first in UNMASKING_POLICIES else {}
     for part in parts if options or first == ONE else (first, *parts):
         name, equals, value = part.partition("=")
-        if (name := name.replace("-", "_")) not in DENOISING or not equals:
+        if (name := name.replace("-", "_")) not in (*DENOISING, "passes") or not equals:
             raise ValueError(
                 f"unmasking rule {text!r} is unknown; give {ONE}, {GUIDED}=MODEL or one of {', '.join(RULES)} as "
                 f"NAME=VALUE, and other options of requests behind it as +NAME=VALUE"

@@ -27,11 +27,12 @@ from dllm_engine.cli.arguments import (
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
+from dllm_engine.evaluation.decision_tasks import DECISIONS, DecisionTask, demo_questions
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
-from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
+from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
@@ -84,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_own_task_arguments(parser: argparse.ArgumentParser, group: "argparse._ActionsContainer") -> None:
     """Arguments that name prompts with answers, and how these are matched."""
-    tasks = f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row), or "
+    tasks = f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row; "
+    tasks += f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), or "
     tasks += '.jsonl files with lines {"prompt": "…", "answer": "…"}'
     add_value(group, "--tasks", str, "NAME,…", tasks)
     add_value(parser, "--count", positive_int, "N", f"examples (default: {DEMO_COUNT} of each demo task, else all)")
@@ -128,13 +130,14 @@ def run(args: argparse.Namespace) -> int:
             print(table([row.values for row in comparison.scored], COLUMNS))
             finish(args, comparison)
             draw_tradeoff(comparison.scored, plot)
+            draw_reliability(comparison.scored, plot)
     return 1 if comparison.errors else 0
 
 
 def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that ``args`` name; raises ``ValueError`` for an unknown one."""
     if args.lm_eval is None and args.paper_task is None:
-        return list(own_tasks_of(args))
+        return own_tasks_of(args)
     check_lm_eval()
     if args.lm_eval is not None:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
@@ -144,14 +147,18 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     return [replace(task, with_chat_template=task.with_chat_template and args.chat_template, **own) for task in tasks]
 
 
-def own_tasks_of(args: argparse.Namespace) -> list[OwnTasks]:
+def own_tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks of ``--tasks``. Those of the demo model get a short ``gen_length`` if ``args`` have none."""
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
         args.gen_length = ANSWER_LENGTH
-    tasks = []
+    tasks: list[Task] = []
     for name in names:
         is_file = name.endswith(".jsonl")
+        if name in DECISIONS:
+            questions = demo_questions(args.count or DEMO_COUNT, args.seed, as_json=DECISIONS[name])
+            tasks.append(DecisionTask(name, questions))
+            continue
         own = read_tasks(Path(name)) if is_file else demo_tasks(name, args.count or DEMO_COUNT, args.seed)
         tasks.append(OwnTasks(name, own[: args.count] if is_file else own, args.match))
     return tasks

@@ -5,6 +5,8 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -21,19 +23,72 @@ from dllm_engine.structured_output.requests import build_input
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
 
-def automata_needed(fields: Sequence[Field], tokenizer: Any, vllm_config: Any) -> dict[str, BuildInput]:
-    """The automata of the fields with a pattern, by name."""
-    return {
-        field.name: build_input(Grammar("json", json.dumps(field.schema), spaces=False), tokenizer, vllm_config)
-        for field in fields
-        if field.values is None
-    }
+@dataclass(frozen=True)
+class Texts:
+    """Literal text, and the texts of the fields between."""
+
+    literals: list[str]
+    """Before each field, and behind the last."""
+    fields: list[Field]
+    choices: list[list[str]]
+    """Texts of each field's values; empty for a field with a pattern."""
+    is_json: list[bool]
+    """True for each field whose text is JSON."""
+
+    @classmethod
+    def as_json(cls, fields: Sequence[Field]) -> "Texts":
+        """The text of a JSON object. Quotes around strings are literal text, if a field has nothing else."""
+        literals, choices, before = [], [], "{"
+        for field in fields:
+            values = field.values or []
+            quoted = bool(values) and all(isinstance(value, str) and value for value in values)
+            texts = [json.dumps(value, ensure_ascii=False) for value in values]
+            literals.append(f"{before}{json.dumps(field.name, ensure_ascii=False)}: " + '"' * quoted)
+            choices.append([text[1:-1] for text in texts] if quoted else texts)
+            before = '"' * quoted + ", "
+        return cls([*literals, before.removesuffix(", ") + "}"], list(fields), choices, [True] * len(fields))
+
+    @classmethod
+    def in_template(cls, fields: Sequence[Field], template: str) -> "Texts":
+        """A text in which ``{name}`` stands for a field, with strings as they are; ``{{`` and ``}}`` are braces.
+
+        Raises ``InvalidRequestError`` for a template without each field once.
+        """
+        by_name, literals, asked = {field.name: field for field in fields}, [""], []
+        try:
+            for literal, name, form, conversion in Formatter().parse(template):
+                literals[-1] += literal
+                if name is not None:
+                    if form or conversion or name not in by_name:
+                        raise ValueError(f"{{{name}}} is no field")
+                    asked.append(by_name[name])
+                    literals.append("")
+            if sorted(field.name for field in asked) != sorted(by_name):
+                raise ValueError("it does not hold each field once")
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"template: {error}; write {{name}} for each field, and {{{{ for a brace"
+            ) from None
+        choices = [
+            [value if isinstance(value, str) else json.dumps(value) for value in field.values or []] for field in asked
+        ]
+        return cls(literals, asked, choices, ["pattern" not in field.schema for field in asked])
+
+    def automata_needed(self, tokenizer: Any, vllm_config: Any) -> dict[str, BuildInput]:
+        """The automata of the fields with a pattern, by name."""
+        needed = {}
+        for field, is_json in zip(self.fields, self.is_json, strict=True):
+            if field.values is None:
+                text = json.dumps(field.schema) if is_json else field.schema["pattern"]
+                grammar = Grammar("json" if is_json else "regex", text)
+                needed[field.name] = build_input(grammar, tokenizer, vllm_config)
+        return needed
 
 
 def build_decision(
-    fields: Sequence[Field], automata: Mapping[str, Automaton], tokenizer: Any, vllm_config: Any, top_k: int
+    texts: Texts, automata: Mapping[str, Automaton], tokenizer: Any, vllm_config: Any, top_k: int
 ) -> Decision:
-    """The decision that writes a JSON object with these fields.
+    """The decision that writes these texts.
 
     Args:
         automata: of the fields with a pattern, by name.
@@ -45,21 +100,20 @@ def build_decision(
     model_config = vllm_config.model_config
     tokens = _Tokens(tokenizer, vocabulary_of(tokenizer, model_config.hf_config.vocab_size))
     graph = GraphBuilder()
-    before = "{"
-    for number, field in enumerate(fields):
-        quoted = field.values is not None and all(isinstance(value, str) and value for value in field.values)
-        name = json.dumps(field.name, ensure_ascii=False)
-        graph.literal(tokens.of(f"fields.{field.name}", f"{before}{name}:{_opening(field, quoted)}"))
+    for number, (field, literal, choices) in enumerate(zip(texts.fields, texts.literals, texts.choices, strict=False)):
+        name = f"fields.{field.name}"
+        # Most tokenizers join a space with the word behind it.
+        has_space = bool(choices) and literal.endswith(" ")
+        graph.literal(tokens.of(name, literal.removesuffix(" ") if has_space else literal))
         if field.values is None:
             graph.pattern(number, field.name, automata[field.name])
+        elif all(choices) or has_space:
+            graph.choices(number, [tokens.of(name, " " * has_space + text) for text in choices])
         else:
-            texts = (json.dumps(value, ensure_ascii=False) for value in field.values)
-            pieces = (text[1:-1] if quoted else f" {text}" for text in texts)
-            graph.choices(number, [tokens.of(f"fields.{field.name}", piece) for piece in pieces])
-        before = '", ' if quoted else ", "
-    graph.literal(tokens.of("fields", before.removesuffix(", ") + "}"))
+            raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
+    graph.literal(tokens.of("the text behind the last field", texts.literals[-1]))
     edges = np.concatenate(graph.edges, axis=1)
-    made = Graph(*edges[:3])
+    made = Graph(edges[0], edges[1], edges[2], np.array(graph.ends))
     if (length := made.longest) > model_config.max_model_len:
         raise InvalidRequestError(
             f"fields: their text needs up to {length} tokens, max_model_len is {model_config.max_model_len}; give "
@@ -70,18 +124,10 @@ def build_decision(
             f"fields: a pass searches {length} positions of a graph of {edges.shape[1]} tokens, together {size}; "
             f"max_automaton_search is {limit}: simplify the patterns, or raise it"
         )
-    values = [field.values for field in fields]
+    names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
     spellings = [tokens.spelling(token) for token in np.unique(edges[1]).tolist()] if has_patterns else []
-    return Decision(made, edges[3], edges[4], [field.name for field in fields], values, spellings, top_k)
-
-
-def _opening(field: Field, quoted: bool) -> str:
-    """What is between the colon and a field's text. Most tokenizers join a space with the word behind it, so that it
-    belongs to a choice that is no string."""
-    if field.values is None:
-        return " "
-    return ' "' if quoted else ""
+    return Decision(made, edges[3], edges[4], names, values, spellings, top_k, texts.is_json)
 
 
 class _Tokens:
@@ -127,17 +173,23 @@ class GraphBuilder:
         self.ends = [end]
 
     def pattern(self, field: int, name: str, automaton: Automaton) -> None:
-        """Raises ``InvalidRequestError`` where the texts of the automaton have no bound."""
+        """Raises ``InvalidRequestError`` where texts of the automaton have no bound, or one is empty."""
         if not _is_bounded(automaton):
             raise InvalidRequestError(
                 f"fields.{name}: its texts have no longest one; begin the pattern with ^ and end it with $, and give "
                 "repetitions an upper bound, such as {1,8} for +"
             )
-        states = np.array([*self.ends, *(self._new_state() for _ in automaton.accepting[1:])])
+        if automaton.accepting[0]:
+            raise InvalidRequestError(f"fields.{name}: its pattern matches an empty text; let it match one character")
+        states = np.array([self._new_state() for _ in automaton.accepting])
         tokens = np.flatnonzero(automaton.class_of >= 0)
-        targets = automaton.next_state[:, automaton.class_of[tokens]]
-        sources, columns = np.nonzero(targets >= 0)
-        self._add(states[sources], tokens[columns], states[targets[sources, columns]], field)
+        following = automaton.next_state[:, automaton.class_of[tokens]]
+        sources, columns = np.nonzero(following >= 0)
+        targets = states[following[sources, columns]]
+        begins = sources == 0
+        self._add(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field)
+        for end in self.ends:
+            self._add(end, tokens[columns[begins]], targets[begins], field)
         self.ends = states[automaton.accepting].tolist()
 
     def _add(self, sources: Any, tokens: Any, targets: Any, field: int, choice: int = LITERAL) -> None:

@@ -8,7 +8,7 @@ from cachetools import LRUCache, cached
 from vllm import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from dllm_engine.decisions.build import automata_needed, build_decision
+from dllm_engine.decisions.build import Texts, build_decision
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.constraints.decision import Decision
@@ -30,7 +30,7 @@ class DecisionOutput(NamedTuple):
     distributions: dict[str, list[dict[str, Any]]]
     """Values of each field and their probabilities, most probable first; of a field with a pattern, the first few."""
     text: str
-    """The most probable text, a JSON object."""
+    """The most probable text: a JSON object, or the template."""
     figures: DiffusionFigures
 
     @classmethod
@@ -48,36 +48,48 @@ class DecisionOutput(NamedTuple):
 
 
 def decision_params(
-    schema: Any, tokenizer: Any, vllm_config: Any, *, passes: int = 1, top_k: int = TOP_K, **params: Any
+    schema: Any,
+    tokenizer: Any,
+    vllm_config: Any,
+    *,
+    template: str | None = None,
+    passes: int = 1,
+    top_k: int = TOP_K,
 ) -> SamplingParams:
     """Parameters of a decision. Waits until the automata of patterns are built.
 
     Args:
         schema: JSON schema of an object, with a property for each field.
         tokenizer: the model's, or None.
+        template: text with ``{name}`` for each field; None: a JSON object.
         passes: the most forward passes.
         top_k: values that are reported of a field with a pattern.
-        params: of ``SamplingParams``.
 
     Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
     """
-    decision = _decision(_checked_text(schema), tokenizer, top_k, vllm_config)
+    decision = _decision(_checked_text(schema), template, tokenizer, top_k, vllm_config)
     return SamplingParams(
         temperature=0.0,
         max_tokens=len(decision.template),
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DECISION: decision.packed, "passes": passes},
-        **params,
     )
 
 
-async def decision_params_when_built(schema: Any, tokenizer: Any, vllm_config: Any, **settings: Any) -> SamplingParams:
+async def decision_params_when_built(
+    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, **settings: int
+) -> SamplingParams:
     """As ``decision_params``, without holding up the event loop."""
-    fields = read_fields(json.loads(_checked_text(schema)))
-    for wanted in (await asyncio.to_thread(automata_needed, fields, tokenizer, vllm_config)).values():
+    texts = _texts(_checked_text(schema), template)
+    for wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).values():
         if not is_built(wanted):
             await asyncio.wrap_future(automaton(wanted))
-    return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, **settings)
+    return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, template=template, **settings)
+
+
+def _texts(schema: str, template: str | None) -> Texts:
+    fields = read_fields(json.loads(schema))
+    return Texts.as_json(fields) if template is None else Texts.in_template(fields, template)
 
 
 def _checked_text(schema: Any) -> str:
@@ -95,9 +107,9 @@ def _checked_text(schema: Any) -> str:
     return text
 
 
-@cached(LRUCache(64), key=lambda text, tokenizer, top_k, vllm_config: (text, id(tokenizer), top_k))
-def _decision(text: str, tokenizer: Any, top_k: int, vllm_config: Any) -> Decision:
-    fields = read_fields(json.loads(text))
-    needed = automata_needed(fields, tokenizer, vllm_config)
+@cached(LRUCache(64), key=lambda schema, template, tokenizer, top_k, _: (schema, template, id(tokenizer), top_k))
+def _decision(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> Decision:
+    texts = _texts(schema, template)
+    needed = texts.automata_needed(tokenizer, vllm_config)
     automata = {name: automaton(wanted).result() for name, wanted in needed.items()}
-    return build_decision(fields, automata, tokenizer, vllm_config, top_k)
+    return build_decision(texts, automata, tokenizer, vllm_config, top_k)

@@ -24,6 +24,7 @@ class DecisionRequest(PromptRequest):
 
     fields: dict[str, Any]
     """JSON schema of an object."""
+    template: str | None = None
     passes: int = Field(1, ge=1, le=MOST_TOKENS)
     top_k: int = Field(TOP_K, ge=1, le=MOST_VALUES)
     priority: int = 0
@@ -41,7 +42,12 @@ def add_route(app: Any) -> None:
         tokenizer = state.openai_serving_completion.renderer.tokenizer
         prompt = await prompt_tokens(request, state)
         params = await decision_params_when_built(
-            request.fields, tokenizer, engine.vllm_config, passes=request.passes, top_k=request.top_k
+            request.fields,
+            tokenizer,
+            engine.vllm_config,
+            template=request.template,
+            passes=request.passes,
+            top_k=request.top_k,
         )
         request_id = f"decision-{random_uuid()}"
         results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)

@@ -6,7 +6,6 @@ this module loaded first.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
@@ -15,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
-from dllm_engine.evaluation.runner import Cost, Request, answer_requests
+from dllm_engine.evaluation.runner import Cost, Request, complete_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -75,7 +74,7 @@ class DiffusionLM(TemplateLM):
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
-        self.answer = answer or partial(answer_requests, self.llm, label="Requests")
+        self.answer = answer or self._answer
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
@@ -127,6 +126,10 @@ class DiffusionLM(TemplateLM):
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
+
+    def _answer(self, requests: Sequence[Request]) -> tuple[list[str], Cost]:
+        completions, cost = complete_requests(self.llm, requests, label="Requests")
+        return [completion.text for completion in completions], cost
 
     def _params(self, task_options: dict[str, Any]) -> DiffusionParams:
         """The decoding parameters of a request of a task that has ``task_options`` as ``generation_kwargs``."""

@@ -65,5 +65,27 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
     print(f"wrote {path}")
 
 
+def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
+    """Draw the share of right values over their probability, of rows that have both. It is saved beside ``path``."""
+    rows = [row for row in measured if "reliability" in row.details]
+    if path is None or not rows:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 4.4), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.plot([0, 1], [0, 1], "--", color="gray", label="calibrated")
+    for row in rows:
+        means, shares, _ = zip(*row.details["reliability"], strict=True)
+        error = row.details["calibration_error"]
+        axes.plot(means, shares, "o-", label=f"{row.method} {row.unmasking} (error {error:.3f})")
+    axes.set(xlabel="probability of a field's value", ylabel="share of right values", xlim=(0, 1), ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    beside = path.with_name(f"{path.stem}.reliability.png")
+    figure.savefig(beside)
+    print(f"wrote {beside}")
+
+
 def _panel(row: Mapping[str, Any]) -> str:
     return f"{row['task']}: {row['metric']}"

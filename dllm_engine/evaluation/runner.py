@@ -82,20 +82,25 @@ class MeasuredEngine:
         self._at_once, self._label = at_once, label
 
     def answer(self, requests: Sequence[Request]) -> tuple[list[str], Cost]:
-        """As ``answer_requests``; the first requests of all are answered once before, to warm up."""
+        """The texts of ``complete``."""
+        completions, cost = self.complete(requests)
+        return [completion.text for completion in completions], cost
+
+    def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
+        """As ``complete_requests``; the first requests of all are answered once before, to warm up."""
         if not self.cost.requests:
-            answer_requests(self.llm, requests[:NUM_WARMUP])
+            complete_requests(self.llm, requests[:NUM_WARMUP])
         self.llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-        texts, cost = answer_requests(self.llm, requests, self._at_once, self._label)
+        completions, cost = complete_requests(self.llm, requests, self._at_once, self._label)
         self.cost.add(cost)
-        return texts, cost
+        return completions, cost
 
 
-def answer_requests(
+def complete_requests(
     llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
-) -> tuple[list[str], Cost]:
-    """The texts, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by default
-    ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
+) -> tuple[list[Any], Cost]:
+    """The completions, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by
+    default ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.evaluation.hardware import peak_bytes, reset_peak
@@ -105,7 +110,7 @@ def answer_requests(
     at_once = at_once or engine.vllm_config.scheduler_config.max_num_seqs
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
-    texts: dict[int, str] = {}
+    completions: dict[int, Any] = {}
     cost = Cost()
     pool = scheduler_of(llm).pages if is_in_process(llm) else None
     most_pages = 0
@@ -113,8 +118,8 @@ def answer_requests(
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
     try:
-        while len(texts) < len(requests):
-            while len(starts) < min(len(requests), len(texts) + at_once):
+        while len(completions) < len(requests):
+            while len(starts) < min(len(requests), len(completions) + at_once):
                 prompt, params = requests[len(starts)]
                 params = params.clone()
                 params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
@@ -132,7 +137,7 @@ def answer_requests(
                 figures, tokens = completion.diffusion, completion.token_ids
                 if figures.error:
                     raise ValueError(f"the engine ended a request: {figures.error}")
-                texts[index] = completion.text
+                completions[index] = completion
                 ends = end_token_ids(requests[index][1], config)
                 cost.requests += 1
                 cost.tokens += next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
@@ -145,11 +150,11 @@ def answer_requests(
                 bar.update()
     finally:
         bar.close()
-        if len(texts) < len(starts):
+        if len(completions) < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
     if pool is not None:
         cost.page_bytes, cost.memory_bytes = peak_bytes(runner_of(llm).pages, most_pages)
-    return [texts[index] for index in range(len(requests))], cost
+    return [completions[index] for index in range(len(requests))], cost
 
 
 def is_in_process(llm: "LLM") -> bool:

@@ -38,6 +38,8 @@ class Decision:
     """Text of each of ``tokens``; needed where a field has a pattern."""
     top_k: int
     """Values that are reported of a field with a pattern."""
+    is_json: Sequence[bool]
+    """True for each field with a pattern whose texts are JSON; its values are what JSON says."""
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -90,9 +92,9 @@ class Decision:
     def packed(self) -> bytes:
         """To be sent; ``unpacked_decision`` makes it a decision again."""
         buffer, graph = io.BytesIO(), self.graph
-        told = json.dumps([self.names, self.values, self.top_k, [text.hex() for text in self.spellings]])
+        told = json.dumps([self.names, self.values, self.top_k, self.is_json, [text.hex() for text in self.spellings]])
         edges = np.stack((graph.sources, graph.tokens, graph.targets, self.fields, self.choices))
-        np.savez_compressed(buffer, edges=edges, told=np.frombuffer(told.encode(), np.uint8))
+        np.savez_compressed(buffer, edges=edges, ends=graph.ends, told=np.frombuffer(told.encode(), np.uint8))
         return buffer.getvalue()
 
 
@@ -100,10 +102,10 @@ class Decision:
 def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        sources, tokens, targets, fields, choices = arrays["edges"]
-        names, values, top_k, spellings = json.loads(arrays["told"].tobytes())
+        (sources, tokens, targets, fields, choices), ends = arrays["edges"], arrays["ends"]
+        names, values, top_k, is_json, spellings = json.loads(arrays["told"].tobytes())
     texts = [bytes.fromhex(text) for text in spellings]
-    return Decision(Graph(sources, tokens, targets), fields, choices, names, values, texts, top_k)
+    return Decision(Graph(sources, tokens, targets, ends), fields, choices, names, values, texts, top_k, is_json)
 
 
 @dataclass(frozen=True)
@@ -161,12 +163,17 @@ class RunningDecision:
         visits[lattice.sources] -= before[lattice.closes][lattice.segments]
         path = lattice.best_path(scores)
         answers = {field: self._answer(field, path, visits, steps) for field in self._left}
-        path_steps, path_fields = steps[path], decision.edge_fields[path]
+        path_fields = decision.edge_fields[path]
+        # A text that may follow several others begins with an edge from each of them.
+        as_on_path = lattice.agrees(path) & (decision.edge_fields == path_fields[lattice.positions])
 
         def sureness(field: int) -> float:
             """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
-            own = np.flatnonzero(path_fields == field)
-            return float(visits[lattice.sources[path[own[0]]]] + path_steps[own[0] : own[-1] + 2].sum())
+            own, texts = path[path_fields == field], decision.texts[field]
+            first = np.flatnonzero(as_on_path & (lattice.positions == lattice.positions[own[0]]))
+            begins = np.logaddexp.reduce(visits[lattice.sources[first]] + steps[first])
+            ends = 0.0 if texts is None else texts.leaves(int(lattice.following[lattice.targets[own[-1]]]), steps)
+            return float(begins + steps[own[1:]].sum() + ends)
 
         # A field whose tokens are all decided is what it is; of the others each pass commits equally many.
         open_fields = {*path_fields[positions].tolist()}.intersection(self._left)
@@ -178,9 +185,8 @@ class RunningDecision:
         self._answers |= {field: answers[field] for field in committed}
         if self._left:
             # From now on these fields have their texts at the positions that they have on the path.
-            fixed = np.isin(path_fields, committed)
-            self._allowed &= ~np.isin(decision.edge_fields, committed) & ~fixed[lattice.positions]
-            self._allowed[path[fixed]] = True
+            fixed = np.isin(path_fields, committed)[lattice.positions]
+            self._allowed &= np.where(fixed, as_on_path, ~np.isin(decision.edge_fields, committed))
             left = lattice.tokens_left(self._allowed)
         else:
             left = lattice.tokens[path]
@@ -206,8 +212,10 @@ class RunningDecision:
         if texts is not None:
             text = texts.text_of(own)
             ranked = texts.top(visits, steps, decision.top_k, text)
-            value, probability = json.loads(text), dict(ranked)[text]
-            distribution = [(json.loads(each), share) for each, share in ranked]
+            probability = dict(ranked)[text]
+            read = json.loads if decision.is_json[field] else bytes.decode
+            value, *listed = (read(each) for each in (text, *dict(ranked)))
+            distribution = list(zip(listed, dict(ranked).values(), strict=True))
         else:
             assert values is not None
             begins = decision.first_edges[field]

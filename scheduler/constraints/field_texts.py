@@ -62,8 +62,8 @@ class FieldTexts:
                 continue
             leaving = self.lattice.edges_from(node)
             own = leaving[self.is_own[leaving]]
-            if len(own) < len(leaving):
-                heapq.heappush(queue, (cost - self._leaves(node, steps), next(numbers), -1, text))
+            if text and (leaves := self.leaves(node, steps)) > -np.inf:
+                heapq.heappush(queue, (cost - leaves, next(numbers), -1, text))
             # Through fewer than the best of a node's edges no more texts can be among the best.
             for edge in own[np.argsort(-steps[own])][: top_k + len(probabilities)].tolist():
                 target = int(self.lattice.following[self.lattice.targets[edge]])
@@ -87,9 +87,11 @@ class FieldTexts:
                     if edge is not None:
                         target = int(self.lattice.following[self.lattice.targets[edge]])
                         masses[stop][target] += mass * float(np.exp(steps[edge]))
-        return min(sum(mass * float(np.exp(self._leaves(node, steps))) for node, mass in masses[-1].items()), 1.0)
+        return min(sum(mass * float(np.exp(self.leaves(node, steps))) for node, mass in masses[-1].items()), 1.0)
 
-    def _leaves(self, node: int, steps: np.ndarray) -> float:
+    def leaves(self, node: int, steps: np.ndarray) -> float:
         """Log-probability that the field ends at a node."""
         leaving = self.lattice.edges_from(node)
+        if node == self.lattice.closes[-1]:
+            return 0.0
         return float(np.logaddexp.reduce(steps[leaving[~self.is_own[leaving]]], initial=-np.inf))

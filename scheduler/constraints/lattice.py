@@ -50,7 +50,7 @@ class Sweep:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Acyclic graph whose paths from state 0 to the last state are the accepted sequences, each once."""
+    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
 
     sources: np.ndarray
     """int32 ``[num_edges]``"""
@@ -58,6 +58,8 @@ class Graph:
     """int32 ``[num_edges]``"""
     targets: np.ndarray
     """int32 ``[num_edges]``"""
+    ends: np.ndarray
+    """int32 ``[num_ends]``"""
 
     @property
     def num_states(self) -> int:
@@ -89,16 +91,15 @@ class Lattice:
     """
 
     def __init__(self, graph: Graph) -> None:
-        final = graph.num_states - 1
-        ends = np.array([final]), np.array([END]), np.array([final])
-        sources, tokens, targets = (
-            np.append(own, end) for own, end in zip((graph.sources, graph.tokens, graph.targets), ends, strict=True)
-        )
-        reached = graph.reached.copy()
-        reached[:, final] = np.logical_or.accumulate(reached[:, final])
+        final, ends = graph.num_states, graph.ends
+        sources = np.concatenate((graph.sources, ends, [final]))
+        tokens = np.append(graph.tokens, [END] * (len(ends) + 1))
+        targets = np.append(graph.targets, [final] * (len(ends) + 1))
+        reached = np.column_stack((graph.reached, np.zeros(len(graph.reached), bool)))
+        reached[1:, final] = np.logical_or.accumulate(reached[:-1, ends].any(axis=1))
         self.length = graph.longest
         completable = np.zeros_like(reached)
-        completable[-1, final] = True
+        completable[-1, [*ends, final]] = True
         alive = []
         for position in range(self.length - 1, -1, -1):
             leads = completable[position + 1][targets]
@@ -109,18 +110,21 @@ class Lattice:
         self.edges = np.concatenate(alive[::-1])
         """Edge of the graph; the number behind the last one for an end token."""
         self.tokens = tokens[self.edges]
+        # At the end all states are one.
+        next_states = np.where(self.positions == self.length - 1, final, targets[self.edges])
         is_cut = (reached & completable).sum(axis=1) == 1
+        is_cut[-1] = True
         segment_of = is_cut.cumsum() - 1
         self.segments = segment_of[self.positions]
         """Segment of each edge."""
-        key, size = self.positions * graph.num_states, (self.length + 1) * graph.num_states
-        source_keys, target_keys = key + sources[self.edges], key + graph.num_states + targets[self.edges]
-        target_keys += size * is_cut[self.positions + 1]
+        num_states = final + 1
+        source_keys = self.positions * num_states + sources[self.edges]
+        target_keys = (self.positions + 1) * num_states + next_states
+        target_keys += (self.length + 1) * num_states * is_cut[self.positions + 1]
+        self.edges = np.minimum(self.edges, len(graph.tokens))
         keys, nodes = np.unique(np.concatenate((source_keys, target_keys)), return_inverse=True)
         self.sources, self.targets = np.split(nodes, 2)
         self.num_nodes = len(keys)
-        self.states = keys % graph.num_states
-        """State of each node."""
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
@@ -164,6 +168,11 @@ class Lattice:
             source = int(self.sources[edges[0]])
             node = segment_end.get(source, source)
         return path
+
+    def agrees(self, path: np.ndarray) -> np.ndarray:
+        """The edges with the token and the target of a path's edge at their position, bool ``[num_lattice_edges]``."""
+        same = path[self.positions]
+        return (self.tokens == self.tokens[same]) & (self.targets == self.targets[same])
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
         """The token of each position that all sequences of ``allowed`` edges (bool ``[num_lattice_edges]``) have there,

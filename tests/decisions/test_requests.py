@@ -171,6 +171,40 @@ def test_a_bad_body_is_refused(client, demo, change, message):
     assert_nothing_left(demo)
 
 
+def test_a_template_is_decided_as_text(client, demo):
+    """The demo model gives its own form of an answer, with every kind of field, in any order."""
+    fields = {"Tom": re.compile("[0-9]{2}"), "Ida": ["07", "48", "99"], "x": bool, "n": range(2000)}
+    template = " Ida={Ida}, Tom={Tom}{{{x}}}{n}"
+    (decision,) = demo.decide([CHAT], fields, template=template)
+    assert decision.values["Ida"] == "07"
+    assert [*decision.values] == ["Ida", "Tom", "x", "n"]
+    shown = decision.values | {"x": json.dumps(decision.values["x"])}
+    assert decision.text == template.format(**shown)
+    assert isinstance(decision.values["n"], int)
+    body = {"messages": CHAT, "fields": schema_of(fields), "template": template}
+    answer = client.post("/v1/decisions", json=body).json()
+    assert answer["values"] == decision.values
+    (alone,) = demo.decide([CHAT], {"Ida": ["07", "48"], "Tom": ["48", "07"]}, template=" Ida={Ida}, Tom={Tom}")
+    assert alone.values == {"Ida": "07", "Tom": "48"}
+    assert min(alone.probabilities.values()) > 0.9
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("no field", "does not hold each field once"),
+        ("{a}{a}", "does not hold each field once"),
+        ("{b}", "{b} is no field"),
+        ("{a!r}", "{a} is no field"),
+        ("{a", "template: "),
+        ("{a}", "a choice has no text"),
+    ],
+)
+def test_a_template_that_does_not_fit_is_refused(demo, template, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        demo.decide([PROMPT], {"a": ["", "1"]}, template=template)
+
+
 def test_fields_in_python():
     assert [field.values for field in read_fields(schema_of({"a": bool, "b": range(3), "c": [1, True, 1]}))] == [
         [True, False],

@@ -39,6 +39,7 @@ NOT_RUN = {
     "dllm eval --lm-eval examples/lm_eval/names.yaml": TAKES_MINUTES,
     "dllm eval --count 20 --methods none,": TAKES_MINUTES,
     "dllm eval --model demo-blocks --count 100": TAKES_MINUTES,
+    "dllm eval --tasks decisions,decisions-json": TAKES_MINUTES,
     "dllm eval --paper-table": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --quantization": NEEDS_CHECKPOINT,
     "python examples/quantize.py": TAKES_MINUTES,
@@ -62,6 +63,7 @@ PRINTS = {
     "curl -s localhost:8000/v1/chat/completions": '"content":" Oslo Tom Rome"',
     "import openai": "Oslo Tom Rome",
     "dllm lm-eval --model dllm": "|names|",
+    "curl -s localhost:8000/v1/decisions": '"values":{"code":"07"}',
 }
 
 

@@ -6,7 +6,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
 from dllm_engine.evaluation.comparison import Comparison
 from dllm_engine.evaluation.result_file import ResultFile
-from dllm_engine.evaluation.runner import Cost, MeasuredEngine, answer_requests
+from dllm_engine.evaluation.runner import Cost, MeasuredEngine, complete_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
@@ -27,9 +27,9 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
     outputs = generate(llm, PROMPTS, [params for _, params in requests])
     step, running = llm.llm_engine.step, []
     monkeypatch.setattr(llm.llm_engine, "step", lambda: [running.append(len(scheduler_of(llm).states)), step()][1])
-    texts, cost = answer_requests(llm, requests, at_once=2)
+    completions, cost = complete_requests(llm, requests, at_once=2)
     assert max(running) <= 2
-    assert texts == [output.outputs[0].text for output in outputs]
+    assert [completion.text for completion in completions] == [output.outputs[0].text for output in outputs]
     figures = [output.outputs[0].diffusion for output in outputs]
     assert (cost.requests, cost.tokens, cost.tokens_unmasked) == (4, 32, 32)
     assert cost.forward_passes == sum(figure.forward_passes for figure in figures)
@@ -46,13 +46,13 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
 def test_tokens_behind_the_end_do_not_count_and_nothing_is_left_of_a_failure(llm, requests, monkeypatch):
     tokens = generate(llm, PROMPTS[:1], requests[0][1])[0].outputs[0].token_ids
     params = DiffusionParams(gen_length=8, block_length=4, stop_token_ids=[tokens[2]])
-    _, cost = answer_requests(llm, [(PROMPTS[0], params)])
+    _, cost = complete_requests(llm, [(PROMPTS[0], params)])
     assert cost.tokens == list(tokens).index(tokens[2])
     assert cost.tokens_unmasked == 4
     with monkeypatch.context() as patch:
         patch.setattr(llm.llm_engine, "step", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            answer_requests(llm, requests)
+            complete_requests(llm, requests)
     assert_nothing_left(llm)
 
 

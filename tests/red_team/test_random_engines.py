@@ -5,20 +5,24 @@ than 1e-4 may go the other way in a batch: a rare failure in a long run may be s
 """
 
 import random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from dllm_engine import LLM, DiffusionParams
+from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_OPTIONS
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_decisions import decision_params, random_decision
-from tests.support.random_requests import between_blocks, by_blocks, in_certain_order, in_spans, random_requests
+from tests.support.random_requests import between_blocks, in_spans, random_requests
+from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
 from tests.support.tiny_checkpoints import VOCAB_SIZE
+
+if TYPE_CHECKING:
+    from dllm_engine import LLM
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +82,10 @@ def draw_requests(
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back, or begin alike."""
-    requests, has_blocks = [], model in MODELS["block_causal"]
+    requests, by_blocks = [], model in MODELS["block_causal"]
     number = draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
-    drawn = between_blocks(drawn) if has_blocks else in_spans(drawn, number)
-    for prompt, asked in by_blocks(in_certain_order(drawn, number), number):
+    for prompt, asked in between_blocks(drawn) if by_blocks else in_spans(drawn, number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:
@@ -91,6 +94,14 @@ def draw_requests(
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
+        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin") and draw.random() < 0.3:
+            asked["certainty_sigma"] = draw.choice([1.0, 10.0])
+        if draw.random() < 0.2:
+            asked.pop("steps", None)
+            asked["tokens_per_step"] = draw.choice([1, 3])
+        elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
+            asked.pop("steps", None)
+            asked["steps_per_block"] = draw.choice([1, 3])
         if draw.random() < 0.2:
             asked["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9) for _ in range(draw.choice([1, 40]))}
         if draw.random() < 0.2:
@@ -110,12 +121,12 @@ def draw_requests(
         if draw.random() < 0.15:
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
-        beginning = [*range(draw.choice([0, 20, 70]))] if has_blocks else []
+        beginning = [*range(draw.choice([0, 20, 70]))] if by_blocks else []
         requests.append((beginning + [token % 140 for token in prompt], asked))
     return requests
 
 
-def answer_with_aborts(llm: LLM, requests: list, draw: random.Random) -> dict[int, Any]:
+def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[int, Any]:
     """What the requests got that were not aborted; they join a few at a time, and one in five is aborted."""
     waiting = list(enumerate(requests))
     alive: set[int] = set()
@@ -141,17 +152,23 @@ def answer_with_aborts(llm: LLM, requests: list, draw: random.Random) -> dict[in
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "number" in metafunc.fixturenames:
-        metafunc.parametrize("number", range(NUM_ENGINES * metafunc.config.getoption("red_team")))
+    for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
+
+
+def draw_model(draw: random.Random, method: str) -> str:
+    """One that the method suits."""
+    return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
 
 
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
     draw = random.Random(number)
     method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
-    model = draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
-    has_blocks = model in MODELS["block_causal"]
-    settings = draw_engine(draw, method, None if has_blocks else tiny_guide)
-    trims_suffix = CACHE_METHODS[method].trims_suffix and not has_blocks
+    model = draw_model(draw, method)
+    by_blocks = model in MODELS["block_causal"]
+    settings = draw_engine(draw, method, None if by_blocks else tiny_guide)
+    trims_suffix = CACHE_METHODS[method].trims_suffix and not by_blocks
     requests = draw_requests(draw, model, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(request.getfixturevalue(model), **settings)
 
@@ -165,3 +182,21 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
         assert answer.finish_reason == alone.outputs[0].finish_reason
         assert answer.diffusion.denoising_steps == alone.outputs[0].diffusion.denoising_steps
     assert_nothing_left(llm)
+
+
+def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, sharded_number):
+    draw = random.Random(1000 + sharded_number)
+    method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
+    fixture = draw_model(draw, method)
+    model, settings = request.getfixturevalue(fixture), draw_engine(draw, method)
+    requests = draw_requests(draw, fixture)
+    prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
+    with two_ranks(model, max_model_len=256, **settings) as sharded:
+        pages = watch_pages(sharded)
+        run_and_abort(sharded, prompts[::3], params[::3])
+        answers = generate(sharded, prompts, params)
+
+    alone = engines(model, **settings)
+    assert_alike(answers, [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))])
+    assert all(allocated <= reserved for _, allocated, reserved in pages)
+    assert pages[-1][1:] == (0, 0)

@@ -24,6 +24,8 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
     graph, fields, values = GraphBuilder(), {}, []
     literals = [_tokens(rng) for _ in range(rng.randint(2, most_fields + 1))]
     for number, literal in enumerate(literals[:-1]):
+        if number and rng.random() < 0.1:
+            literal.clear()  # a field follows another one
         graph.literal(literal)
         if rng.random() < 0.3:
             most = rng.randint(1, 3)
@@ -36,11 +38,22 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
             graph.choices(number, choices)
             fields[f"f{number}"] = [(f"v{i}", [*tokens]) for i, tokens in enumerate(choices)]
             values.append([value for value, _ in fields[f"f{number}"]])
+    if rng.random() < 0.2:
+        literals[-1] = []
     graph.literal(literals[-1])
     edges = np.concatenate(graph.edges, axis=1)
     text_of = {token: text for text, token in DIGITS.items()}
     spellings = [text_of.get(token, b"") for token in np.unique(edges[1]).tolist()]
-    decision = Decision(Graph(*edges[:3]), edges[3], edges[4], [*fields], values, spellings, top_k=100)
+    decision = Decision(
+        Graph(*edges[:3], np.array(graph.ends)),
+        edges[3],
+        edges[4],
+        [*fields],
+        values,
+        spellings,
+        100,
+        [True] * len(fields),
+    )
     return unpacked_decision(decision.packed), fields, literals
 
 

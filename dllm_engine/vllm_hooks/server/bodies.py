@@ -83,7 +83,7 @@ def _check_places(fields: dict[str, Any], path: str) -> None:
     """Raise ``InvalidRequestError`` for options of ours where vLLM would ignore them."""
     own = fields.keys() - _FIELDS_OF_VLLM
     if path == _DECISIONS_ROUTE:
-        own -= {"passes"}
+        own -= {"passes", "template"}
     if not path.startswith(_MESSAGES_ROUTE):
         own -= VLLM_OPTIONS
     if path != _TOKENS_ROUTE:
