@@ -22,6 +22,10 @@ from dllm_engine.structured_output.lifting import Vocabulary
 from dllm_engine.structured_output.requests import build_input
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
+_SUM_COST, _GRAPH_SHARE = 16, 8
+"""A sum over paths costs as much for each token as so many transitions of a search; what a graph may have beside
+what its lattice takes."""
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -112,17 +116,19 @@ def build_decision(
         else:
             raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
     graph.literal(tokens.of("the text behind the last field", texts.literals[-1]))
+    if graph.longest > model_config.max_model_len:
+        raise InvalidRequestError(
+            f"fields: their text needs up to {graph.longest} tokens, max_model_len is {model_config.max_model_len}; "
+            "give fewer fields, or shorter texts"
+        )
     edges = np.concatenate(graph.edges, axis=1)
     made = Graph(edges[0], edges[1], edges[2], np.array(graph.ends))
-    if (length := made.longest) > model_config.max_model_len:
+    limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
+    is_large = graph.longest * edges.shape[1] > _GRAPH_SHARE * limit
+    if is_large or made.size > limit // _SUM_COST:
         raise InvalidRequestError(
-            f"fields: their text needs up to {length} tokens, max_model_len is {model_config.max_model_len}; give "
-            "fewer fields, or shorter texts"
-        )
-    if (size := length * edges.shape[1]) > (limit := EngineOptions.from_vllm_config(vllm_config).max_automaton_search):
-        raise InvalidRequestError(
-            f"fields: a pass searches {length} positions of a graph of {edges.shape[1]} tokens, together {size}; "
-            f"max_automaton_search is {limit}: simplify the patterns, or raise it"
+            f"fields: at {graph.longest} positions there may be too many of their {edges.shape[1]} tokens for "
+            f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
@@ -156,14 +162,18 @@ class GraphBuilder:
         self.num_states = 1
         self.ends = [0]
         """States at the end of the last piece."""
+        self.longest = 0
+        """Upper bound of the tokens of a sequence."""
 
     def literal(self, tokens: Sequence[int]) -> None:
+        self.longest += len(tokens)
         for token in tokens:
             target = self._new_state()
             self._add(self.ends, token, target, LITERAL)
             self.ends = [target]
 
     def choices(self, field: int, choices: Sequence[Sequence[int]]) -> None:
+        self.longest += max(map(len, choices))
         end = self._new_state()
         for number, tokens in enumerate(choices):
             sources, choice = self.ends, number
@@ -181,6 +191,7 @@ class GraphBuilder:
             )
         if automaton.accepting[0]:
             raise InvalidRequestError(f"fields.{name}: its pattern matches an empty text; let it match one character")
+        self.longest += len(automaton.accepting) - 1
         states = np.array([self._new_state() for _ in automaton.accepting])
         tokens = np.flatnonzero(automaton.class_of >= 0)
         following = automaton.next_state[:, automaton.class_of[tokens]]

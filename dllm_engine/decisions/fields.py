@@ -61,29 +61,29 @@ def _property(name: str, given: Any) -> dict[str, Any]:
             return {"type": "boolean"}
         case range() if given.step == 1 and len(given):
             return {"type": "integer", "minimum": given.start, "maximum": given.stop - 1}
-        case re.Pattern():
+        case re.Pattern() if isinstance(given.pattern, str) and given.flags == re.UNICODE:
             return {"type": "string", "pattern": f"^(?:{given.pattern})$"}
         case list() | tuple() | range() if len(given):
             return {"enum": list(given)}
     raise InvalidRequestError(
-        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression, a list of choices, or a JSON "
-        "schema"
+        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression without flags, a list of "
+        "choices, or a JSON schema"
     )
 
 
 def _field(name: str, schema: Any) -> Field:
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"fields.{name}: {schema!r} is no schema of a field, which is {_KINDS}")
-    kind, told = schema.get("type"), schema.keys() - _ANNOTATIONS - {"type"}
-    if told in ({"enum"}, {"const"}):
-        return Field(name, _choices(name, schema["enum"] if "enum" in told else [schema["const"]], kind), {})
-    if kind == "boolean" and not told:
+    kind, keywords = schema.get("type"), schema.keys() - _ANNOTATIONS - {"type"}
+    if keywords in ({"enum"}, {"const"}):
+        return Field(name, _choices(name, schema["enum"] if "enum" in keywords else [schema["const"]], kind), {})
+    if kind == "boolean" and not keywords:
         return Field(name, [True, False], {})
-    if kind == "string" and told == {"pattern"} and isinstance(schema["pattern"], str):
+    if kind == "string" and keywords == {"pattern"} and isinstance(schema["pattern"], str):
         return Field(name, None, {"type": "string", "pattern": schema["pattern"]})
-    if kind == "integer" and told and told <= _INTEGER_BOUNDS:
-        return _integer(name, {bound: schema[bound] for bound in told})
-    shown = json.dumps({key: schema[key] for key in schema if key in told or key == "type"}, ensure_ascii=False)
+    if kind == "integer" and keywords and keywords <= _INTEGER_BOUNDS:
+        return _integer(name, {bound: schema[bound] for bound in keywords})
+    shown = json.dumps({key: schema[key] for key in schema if key in keywords or key == "type"}, ensure_ascii=False)
     raise InvalidRequestError(f"fields.{name}: {shown[:200]} is not supported; a field is {_KINDS}")
 
 

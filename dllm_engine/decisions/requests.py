@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dllm_engine.decisions.build import Texts, build_decision
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.scheduler.constraints.decision import Decision
+from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton, is_built
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR
@@ -67,12 +67,13 @@ def decision_params(
 
     Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
     """
-    decision = _decision(_checked_text(schema), template, tokenizer, top_k, vllm_config)
+    packed = _packed(_checked_text(schema), template, tokenizer, top_k, vllm_config)
+    decision = unpacked_decision(packed)  # as the checks of the request will read it
     return SamplingParams(
         temperature=0.0,
         max_tokens=len(decision.template),
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={DECISION: decision.packed, "passes": passes},
+        extra_args={DECISION: packed, "passes": passes},
     )
 
 
@@ -108,8 +109,8 @@ def _checked_text(schema: Any) -> str:
 
 
 @cached(LRUCache(64), key=lambda schema, template, tokenizer, top_k, _: (schema, template, id(tokenizer), top_k))
-def _decision(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> Decision:
+def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
     needed = texts.automata_needed(tokenizer, vllm_config)
     automata = {name: automaton(wanted).result() for name, wanted in needed.items()}
-    return build_decision(texts, automata, tokenizer, vllm_config, top_k)
+    return build_decision(texts, automata, tokenizer, vllm_config, top_k).packed

@@ -82,8 +82,8 @@ class DecisionTask(Task):
             rights += [float(answer.get(name) == value) for name, value in question.values.items()]
         if not decides:
             return Result("fields", *mean_and_error(rights), len(rights))
-        told = (completion.diffusion.decision for completion in completions)
-        probabilities = [field["probability"] for decision in told for field in decision.values()]
+        decisions = (completion.diffusion.decision for completion in completions)
+        probabilities = [field["probability"] for decision in decisions for field in decision.values()]
         bins = reliability(probabilities, rights)
         error = sum(size * abs(mean - share) for mean, share, size in bins) / len(rights)
         return Result("fields", *mean_and_error(rights), len(rights), {"calibration_error": error, "reliability": bins})

@@ -92,9 +92,11 @@ class Decision:
     def packed(self) -> bytes:
         """To be sent; ``unpacked_decision`` makes it a decision again."""
         buffer, graph = io.BytesIO(), self.graph
-        told = json.dumps([self.names, self.values, self.top_k, self.is_json, [text.hex() for text in self.spellings]])
+        header = json.dumps(
+            [self.names, self.values, self.top_k, self.is_json, [text.hex() for text in self.spellings]]
+        )
         edges = np.stack((graph.sources, graph.tokens, graph.targets, self.fields, self.choices))
-        np.savez_compressed(buffer, edges=edges, ends=graph.ends, told=np.frombuffer(told.encode(), np.uint8))
+        np.savez_compressed(buffer, edges=edges, ends=graph.ends, header=np.frombuffer(header.encode(), np.uint8))
         return buffer.getvalue()
 
 
@@ -103,7 +105,7 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         (sources, tokens, targets, fields, choices), ends = arrays["edges"], arrays["ends"]
-        names, values, top_k, is_json, spellings = json.loads(arrays["told"].tobytes())
+        names, values, top_k, is_json, spellings = json.loads(arrays["header"].tobytes())
     texts = [bytes.fromhex(text) for text in spellings]
     return Decision(Graph(sources, tokens, targets, ends), fields, choices, names, values, texts, top_k, is_json)
 
@@ -192,10 +194,10 @@ class RunningDecision:
             left = lattice.tokens[path]
         # The best end token of a position stands for all of them.
         ends = dict(zip(positions, logits[:, num_tokens:].argmax(axis=1).tolist(), strict=True)) if self._ends else {}
-        told = {position: int(left[position]) for position in positions}
+        decided = {position: int(left[position]) for position in positions}
         tokens = {
             position: self._ends[ends[position]] if token == END else token
-            for position, token in told.items()
+            for position, token in decided.items()
             if token != OPEN and (token != END or not self._left)
         }
         logprobs = {}

@@ -9,8 +9,8 @@ import numpy as np
 
 from dllm_engine.scheduler.constraints.lattice import Lattice
 
-_MOST_PATHS = 4096
-"""Sequences of tokens that a search for the most probable texts looks at."""
+_PATHS_PER_TEXT = 40
+"""Beginnings of sequences that a search looks at for each of the most probable texts."""
 
 
 class FieldTexts:
@@ -39,8 +39,7 @@ class FieldTexts:
     def top(self, visits: np.ndarray, steps: np.ndarray, top_k: int, wanted: bytes) -> list[tuple[bytes, float]]:
         """The most probable texts, most probable first, with ``wanted`` among them, and their probabilities.
 
-        The probabilities are exact. More than ``_MOST_PATHS`` sequences are not looked at, so that a text of many
-        improbable spellings may be missing.
+        The probabilities are exact. The search is bounded, so that a text of many improbable spellings may be missing.
 
         Args:
             visits: log-probability that a text passes through each node, ``[num_nodes]``.
@@ -50,10 +49,10 @@ class FieldTexts:
         numbers = count()
         queue = [(-visits[node], next(numbers), int(node), b"") for node in self.starts]
         heapq.heapify(queue)
-        for _ in range(_MOST_PATHS):
-            ranked = sorted(probabilities.values(), reverse=True)
+        for _ in range(_PATHS_PER_TEXT * top_k):
+            best = heapq.nlargest(top_k, probabilities.values())
             # No other text is more probable than all others together.
-            if not queue or (len(ranked) >= top_k and ranked[top_k - 1] >= 1 - sum(ranked)):
+            if not queue or (len(best) == top_k and best[-1] >= 1 - sum(probabilities.values())):
                 break
             cost, _, node, text = heapq.heappop(queue)
             if node < 0:
@@ -69,10 +68,10 @@ class FieldTexts:
                 target = int(self.lattice.following[self.lattice.targets[edge]])
                 spelled = text + self.spellings[self.columns[edge]]
                 heapq.heappush(queue, (cost - steps[edge], next(numbers), target, spelled))
-        best = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
-        if wanted not in dict(best):
-            best[-1] = wanted, probabilities[wanted]
-        return best
+        ranked = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
+        if wanted not in dict(ranked):
+            ranked[-1] = wanted, probabilities[wanted]
+        return ranked
 
     def _probability(self, visits: np.ndarray, steps: np.ndarray, text: bytes) -> float:
         """Sum over all spellings of a text."""

@@ -76,6 +76,11 @@ class Graph:
         return np.stack(rows[:-1])
 
     @property
+    def size(self) -> int:
+        """Edges that follow each number of tokens, in all: no lattice has more."""
+        return sum(int(np.count_nonzero(row[self.sources])) for row in self.reached)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return len(self.reached) - 1

@@ -211,6 +211,6 @@ def test_fields_in_python():
         [0, 1, 2],
         [1, True],
     ]
-    for wrong in (int, range(0), [], "text", {1, 2}):
+    for wrong in (int, range(0), [], "text", {1, 2}, re.compile("a", re.IGNORECASE), re.compile(b"a")):
         with pytest.raises(InvalidRequestError, match=r"fields\.a="):
             schema_of({"a": wrong})
