@@ -92,7 +92,9 @@ class Denoiser:
             if not group.positions.numel():
                 continue
             if batch.canvases[group.members[0]].decision is not None:
-                filled.append(decide(self.predictor, hidden[group.rows], group))
+                decided, failures = decide(self.predictor, hidden[group.rows], group)
+                filled.append(decided)
+                self.failures |= failures
                 continue
             outcome, statistics = self._fill(hidden, group)
             filled.append(outcome)

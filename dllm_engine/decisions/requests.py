@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from threading import Lock
 from typing import Any, NamedTuple
 
 from cachetools import LRUCache, cached
@@ -108,7 +109,11 @@ def _checked_text(schema: Any) -> str:
     return text
 
 
-@cached(LRUCache(64), key=lambda schema, template, tokenizer, top_k, _: (schema, template, id(tokenizer), top_k))
+def _key(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> tuple[Any, ...]:
+    return schema, template, id(tokenizer), top_k
+
+
+@cached(LRUCache(64), key=_key, lock=Lock())  # read in several threads
 def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
     needed = texts.automata_needed(tokenizer, vllm_config)

@@ -9,14 +9,20 @@ from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
 from dllm_engine.scheduler.constraints.decision import Committed
+from dllm_engine.scheduler.messages import RequestFailure, failure_of
 
 
-def decide(predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates) -> Filled:
+def decide(
+    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
+) -> tuple[Filled, dict[str, RequestFailure]]:
     """Commit fields of each decision. Waits for the device once.
 
     Args:
         hidden: of the candidates, ``[num_candidates, hidden_size]``.
         group: candidates of decisions alone.
+
+    Returns:
+        The tokens that are filled in, and the failures of decisions whose own part raised an exception.
     """
     device, canvases = hidden.device, group.batch.canvases
     bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()
@@ -26,11 +32,15 @@ def decide(predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidat
         assert decision is not None
         asked.append((slice(*bounds[index : index + 2]), on_device(decision.columns, device)))
     logits = on_host(predictor.logits_at(hidden, asked))
-    parts = [
-        _commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64))
-        for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True)
-    ]
-    return on_device(np.concatenate(parts, axis=1), device)
+    parts, failures = [np.empty((4, 0), np.int64)], {}
+    for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True):
+        try:
+            part = _commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64))
+            parts.append(part)
+        except Exception as error:
+            request_id = group.batch.request_ids[index]
+            failures[request_id] = failure_of(request_id, error)
+    return on_device(np.concatenate(parts, axis=1), device), failures
 
 
 def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray) -> np.ndarray:
