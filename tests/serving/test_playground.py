@@ -5,6 +5,7 @@ folder to keep the screenshots, for example to renew those in ``docs/``.
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,6 +226,25 @@ def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(driver,
     page.move("step", 3)
     page.wait(lambda: "block 2" in page.text("where"))  # drawn with the next frame
     assert page.masked == 16 - 3
+    assert page.errors() == []
+
+
+def test_a_decision_shows_the_probability_of_each_choice(driver, servers):
+    page = Page(driver, blocks_server(servers)).open(key=None)
+    page.wait(lambda: page.text("model").startswith("blocks"))
+    page.element("decide").send_keys(" Ida={Ida:07|48}, Tom={Tom:07|48}")
+    page.send("Tom=48. Ida=07. Give: Ida, Tom")
+    page.wait(lambda: len(page.all(".turn.model small")) == 2)
+    assert re.fullmatch(r"Ida=(07|48), Tom=(07|48)", page.all(".turn.model span")[0].text)
+    for shown, name in zip(page.all(".turn.model small"), ("Ida", "Tom"), strict=True):
+        first, second = re.fullmatch(rf"{name}: \d\d ([\d.]+) %, \d\d ([\d.]+) %", shown.text).groups()
+        assert float(first) >= float(second)
+        assert float(first) + float(second) == pytest.approx(100, abs=0.2)
+    page.element("decide").clear()
+    page.element("decide").send_keys("no field")
+    page.send("Hello!")
+    page.wait(lambda: page.all(".turn.error"))
+    assert "fields" in page.all(".turn.error")[0].text
     assert page.errors() == []
 
 
