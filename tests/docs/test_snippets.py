@@ -107,12 +107,12 @@ ALL = [snippet for page in PAGES for snippet in snippets(page)]
 
 
 def to_run(page: str) -> list[Snippet]:
-    """Blocks of a page that are run; one that several pages print runs where it comes first."""
+    """Blocks of a page that are run; one that several pages print runs where it comes first, but a server on each."""
     first = {snippet.text: snippet for snippet in reversed(ALL)}
     return [
         snippet
         for snippet in snippets(page)
-        if snippet.is_program and snippet.of(NOT_RUN) is None and first[snippet.text] == snippet
+        if snippet.is_program and snippet.of(NOT_RUN) is None and (snippet.is_server or first[snippet.text] == snippet)
     ]
 
 
