@@ -22,9 +22,10 @@ from dllm_engine.structured_output.lifting import Vocabulary
 from dllm_engine.structured_output.requests import build_input
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
-_SUM_COST, _GRAPH_SHARE = 16, 8
-"""A sum over paths costs as much for each token as so many transitions of a search; what a graph may have beside
-what its lattice takes."""
+_SUM_COST = 16
+"""To sum over a transition takes as long as to search so many."""
+_BUILT_AT_ONCE = 8
+"""Transitions that are looked at in the time of a search of one, where a lattice is built."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Texts:
     def in_template(cls, fields: Sequence[Field], template: str) -> "Texts":
         """A text in which ``{name}`` stands for a field, with strings as they are; ``{{`` and ``}}`` are braces.
 
-        Raises ``InvalidRequestError`` for a template without each field once.
+        Raises ``InvalidRequestError`` for a template without each field once, and for choices of one text.
         """
         by_name, literals, asked = {field.name: field for field in fields}, [""], []
         try:
@@ -76,6 +77,9 @@ class Texts:
         choices = [
             [value if isinstance(value, str) else json.dumps(value) for value in field.values or []] for field in asked
         ]
+        for field, texts in zip(asked, choices, strict=True):
+            if len({*texts}) < len(texts):
+                raise InvalidRequestError(f"fields.{field.name}: two choices have the same text in a template")
         return cls(literals, asked, choices, ["pattern" not in field.schema for field in asked])
 
     def automata_needed(self, tokenizer: Any, vllm_config: Any) -> dict[str, BuildInput]:
@@ -124,7 +128,7 @@ def build_decision(
     edges = np.concatenate(graph.edges, axis=1)
     made = Graph(edges[0], edges[1], edges[2], np.array(graph.ends))
     limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = graph.longest * edges.shape[1] > _GRAPH_SHARE * limit
+    is_large = graph.longest * edges.shape[1] > _BUILT_AT_ONCE * limit
     if is_large or made.size > limit // _SUM_COST:
         raise InvalidRequestError(
             f"fields: at {graph.longest} positions there may be too many of their {edges.shape[1]} tokens for "

@@ -203,6 +203,8 @@ def test_a_template_is_decided_as_text(client, demo):
 def test_a_template_that_does_not_fit_is_refused(demo, template, message):
     with pytest.raises(InvalidRequestError, match=message):
         demo.decide([PROMPT], {"a": ["", "1"]}, template=template)
+    with pytest.raises(InvalidRequestError, match="same text"):
+        demo.decide([PROMPT], {"a": ["1", 1, True]}, template="{a}")
 
 
 def test_fields_in_python():
