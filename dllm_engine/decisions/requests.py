@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -68,7 +70,7 @@ def decision_params(
 
     Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
     """
-    packed = _packed(_checked_text(schema), template, tokenizer, top_k, vllm_config)
+    packed = _packed(_checked_text(schema), _checked_template(template), tokenizer, top_k, vllm_config)
     decision = unpacked_decision(packed)  # as the checks of the request will read it
     return SamplingParams(
         temperature=0.0,
@@ -82,10 +84,11 @@ async def decision_params_when_built(
     schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, **settings: int
 ) -> SamplingParams:
     """As ``decision_params``, without holding up the event loop."""
-    texts = _texts(_checked_text(schema), template)
-    for wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).values():
+    texts = _texts(_checked_text(schema), _checked_template(template))
+    for name, wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).items():
         if not is_built(wanted):
-            await asyncio.wrap_future(automaton(wanted))
+            with _naming(name):
+                await asyncio.wrap_future(automaton(wanted))
     return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, template=template, **settings)
 
 
@@ -109,6 +112,27 @@ def _checked_text(schema: Any) -> str:
     return text
 
 
+def _checked_template(template: str | None) -> str | None:
+    """Raises ``InvalidRequestError`` for a template that is no text, or too long."""
+    if template is not None:
+        if not isinstance(template, str) or len(template) > LONGEST_GRAMMAR:
+            raise InvalidRequestError(f"template: give a text of at most {LONGEST_GRAMMAR} characters")
+        try:
+            template.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"template: it is no valid Unicode: {error}") from None
+    return template
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Let an error about an automaton name the field that needs it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"fields.{field}: {str(error).partition(': ')[2]}") from None
+
+
 def _key(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> tuple[Any, ...]:
     return schema, template, id(tokenizer), top_k
 
@@ -116,6 +140,8 @@ def _key(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_con
 @cached(LRUCache(64), key=_key, lock=Lock())  # read in several threads
 def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
-    needed = texts.automata_needed(tokenizer, vllm_config)
-    automata = {name: automaton(wanted).result() for name, wanted in needed.items()}
+    automata = {}
+    for name, wanted in texts.automata_needed(tokenizer, vllm_config).items():
+        with _naming(name):
+            automata[name] = automaton(wanted).result()
     return build_decision(texts, automata, tokenizer, vllm_config, top_k).packed
