@@ -68,13 +68,15 @@ def add_route(app: Any) -> None:
 def _body(request_id: str, model: str, output: Any, decision: DecisionOutput) -> dict[str, Any]:
     num_prompt, num_tokens = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     figures = decision.figures.to_json()
+    fields = figures.pop("decision")
+    figures.pop("trace", None)  # a body cannot ask for it
     return {
         "id": request_id,
         "object": "decision",
         "created": int(time.time()),
         "model": model,
         "values": decision.values,
-        "fields": figures.pop("decision"),
+        "fields": fields,
         "text": decision.text,
         "usage": {
             "prompt_tokens": num_prompt,

@@ -66,6 +66,7 @@ def test_over_http(client, demo):
     assert answer["values"] == expected.values
     assert answer["text"] == expected.text
     assert answer["diffusion"]["forward_passes"] == 2
+    assert not answer["diffusion"].keys() & {"trace", "decision"}
     assert answer["usage"]["completion_tokens"] > 0
     for name, field in answer["fields"].items():
         assert field["value"] == expected.values[name]
