@@ -165,33 +165,11 @@ class RunningDecision:
         visits[lattice.sources] -= before[lattice.closes][lattice.segments]
         path = lattice.best_path(scores)
         answers = {field: self._answer(field, path, visits, steps) for field in self._left}
-        path_fields = decision.edge_fields[path]
-        # A text that may follow several others begins with an edge from each of them.
-        as_on_path = lattice.agrees(path) & (decision.edge_fields == path_fields[lattice.positions])
-
-        def sureness(field: int) -> float:
-            """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
-            own, texts = path[path_fields == field], decision.texts[field]
-            first = np.flatnonzero(as_on_path & (lattice.positions == lattice.positions[own[0]]))
-            begins = np.logaddexp.reduce(visits[lattice.sources[first]] + steps[first])
-            ends = 0.0 if texts is None else texts.leaves(int(lattice.following[lattice.targets[own[-1]]]), steps)
-            return float(begins + steps[own[1:]].sum() + ends)
-
-        # A field whose tokens are all decided is what it is; of the others each pass commits equally many.
-        open_fields = {*path_fields[positions].tolist()}.intersection(self._left)
-        count = max(len(open_fields) // self._passes_left, 1)
-        committed = [field for field in self._left if field not in open_fields]
-        committed += sorted(open_fields, key=sureness, reverse=True)[:count]
+        committed = self._left if self._passes_left == 1 else self._surest(positions, path, visits, steps)
         self._left = [field for field in self._left if field not in committed]
         self._passes_left -= 1
         self._answers |= {field: answers[field] for field in committed}
-        if self._left:
-            # From now on these fields have their texts at the positions that they have on the path.
-            fixed = np.isin(path_fields, committed)[lattice.positions]
-            self._allowed &= np.where(fixed, as_on_path, ~np.isin(decision.edge_fields, committed))
-            left = lattice.tokens_left(self._allowed)
-        else:
-            left = lattice.tokens[path]
+        left = self._tokens_left(path, committed) if self._left else lattice.tokens[path]
         # The best end token of a position stands for all of them.
         ends = dict(zip(positions, logits[:, num_tokens:].argmax(axis=1).tolist(), strict=True)) if self._ends else {}
         decided = {position: int(left[position]) for position in positions}
@@ -206,6 +184,40 @@ class RunningDecision:
                 named = [self._ends[ends[position]] if token == END else token for token in names.tolist()]
                 logprobs[position] = np.array(named), values
         return Committed(tokens, logprobs)
+
+    def _surest(self, positions: Sequence[int], path: np.ndarray, visits: np.ndarray, steps: np.ndarray) -> list[int]:
+        """The fields to commit in a pass that is not the last: those whose tokens are all decided, and an equal part of
+        the others. Arguments as of ``commit`` and ``FieldTexts.top``."""
+        decision, lattice = self.decision, self.decision.lattice
+        path_fields, as_on_path = decision.edge_fields[path], self._as_on_path(path)
+
+        def sureness(field: int) -> float:
+            """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
+            own, texts = path[path_fields == field], decision.texts[field]
+            first = np.flatnonzero(as_on_path & (lattice.positions == lattice.positions[own[0]]))
+            begins = np.logaddexp.reduce(visits[lattice.sources[first]] + steps[first])
+            ends = 0.0 if texts is None else texts.leaves(int(lattice.following[lattice.targets[own[-1]]]), steps)
+            return float(begins + steps[own[1:]].sum() + ends)
+
+        undecided = {*path_fields[positions].tolist()}.intersection(self._left)
+        count = max(len(undecided) // self._passes_left, 1)
+        decided = [field for field in self._left if field not in undecided]
+        return decided + sorted(undecided, key=sureness, reverse=True)[:count]
+
+    def _as_on_path(self, path: np.ndarray) -> np.ndarray:
+        """The edges that write what a path writes at their position, bool ``[num_lattice_edges]``.
+
+        A text that may follow several others begins with an edge from each of them.
+        """
+        fields, lattice = self.decision.edge_fields, self.decision.lattice
+        return lattice.agrees(path) & (fields == fields[path][lattice.positions])
+
+    def _tokens_left(self, path: np.ndarray, committed: list[int]) -> np.ndarray:
+        """Allow only texts that have the committed fields where the path has them; as ``Lattice.tokens_left``."""
+        fields, lattice = self.decision.edge_fields, self.decision.lattice
+        fixed = np.isin(fields[path], committed)[lattice.positions]
+        self._allowed &= np.where(fixed, self._as_on_path(path), ~np.isin(fields, committed))
+        return lattice.tokens_left(self._allowed)
 
     def _answer(self, field: int, path: np.ndarray, visits: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
         """Arguments as of ``FieldTexts.top``."""
