@@ -116,7 +116,7 @@ class LLM(vllm.LLM):
 
     def decide(
         self,
-        prompts: Sequence[Any],
+        prompts: str | Sequence[Any],
         fields: Mapping[str, Any],
         *,
         template: str | None = None,
@@ -126,7 +126,7 @@ class LLM(vllm.LLM):
         """Decide typed fields together, with the probabilities that the model gives their values.
 
         Args:
-            prompts: each as for ``generate``, or messages as for ``chat``.
+            prompts: a text, or several prompts, each as for ``generate``, or messages as for ``chat``.
             fields: by name ``bool``, a ``range``, a list of choices, a compiled regular expression that the whole value
                 matches, or a JSON schema of one; or a JSON schema of an object with all of them.
             template: the response, with ``{name}`` for each field; unset: a JSON object with all of them.
@@ -144,7 +144,8 @@ class LLM(vllm.LLM):
         params = decision_params(
             schema_of(fields), tokenizer, self.llm_engine.vllm_config, template=template, passes=passes, top_k=top_k
         )
-        return [DecisionOutput.of(output) for output in answered(self, list(prompts), params)]
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        return [DecisionOutput.of(output) for output in answered(self, prompts, params)]
 
     @property
     def has_chat_template(self) -> bool:

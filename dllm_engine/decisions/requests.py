@@ -35,14 +35,12 @@ class DecisionOutput(NamedTuple):
     text: str
     """The most probable text: a JSON object, or the template."""
     figures: DiffusionFigures
+    """If the request failed, ``figures.error`` says why, and there are no values."""
 
     @classmethod
     def of(cls, output: RequestOutput) -> "DecisionOutput":
-        """Raises ``RuntimeError`` with the reason where the request failed."""
         completion = output.outputs[0]
         figures: DiffusionFigures = completion.diffusion
-        if figures.error is not None:
-            raise RuntimeError(f"the decision failed: {figures.error}")
         values, probabilities, distributions = (
             {name: answer[key] for name, answer in figures.decision.items()}
             for key in ("value", "probability", "distribution")

@@ -54,10 +54,9 @@ def add_route(app: Any) -> None:
         (output,) = [result async for result in results]
         if output.outputs[0].finish_reason == "abort":
             raise GenerationError("the server ended the request before its decision was complete")
-        try:
-            decision = DecisionOutput.of(output)
-        except RuntimeError as error:
-            raise GenerationError(str(error)) from None
+        decision = DecisionOutput.of(output)
+        if decision.figures.error is not None:
+            raise GenerationError(decision.figures.error)
         return JSONResponse(
             _body(request_id, request.model or state.openai_serving_models.model_name(), output, decision)
         )

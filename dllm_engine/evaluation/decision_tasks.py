@@ -80,13 +80,16 @@ class DecisionTask(Task):
         for completion, question in zip(completions, self.questions, strict=True):
             answer = question.values_in(completion.text)
             rights += [float(answer.get(name) == value) for name, value in question.values.items()]
+        details: dict[str, Any] = {"scores": rights}
         if not decides:
-            return Result("fields", *mean_and_error(rights), len(rights))
+            return Result("fields", *mean_and_error(rights), len(rights), details)
         decisions = (completion.diffusion.decision for completion in completions)
         probabilities = [field["probability"] for decision in decisions for field in decision.values()]
         bins = reliability(probabilities, rights)
         error = sum(size * abs(mean - share) for mean, share, size in bins) / len(rights)
-        return Result("fields", *mean_and_error(rights), len(rights), {"calibration_error": error, "reliability": bins})
+        return Result(
+            "fields", *mean_and_error(rights), len(rights), details | {"calibration_error": error, "reliability": bins}
+        )
 
 
 def reliability(probabilities: Sequence[float], rights: Sequence[float]) -> list[tuple[float, float, int]]:

@@ -41,9 +41,8 @@ async def settle_template(request: Any, serving: Any) -> None:
     elif isinstance(given := xargs.get("response_template"), str | list):
         check_length("response_template", given, serving.model_config.max_model_len)
     if length := _options(xargs).returned_length:
-        bound = _bound(request)
-        lengths = [name for name in _LENGTHS if name in type(request).model_fields]
-        setattr(request, lengths[0], length if bound is None else min(bound, length))
+        bound = length_of(request)
+        set_length(request, length if bound is None else min(bound, length))
 
 
 def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, Any]:
@@ -55,7 +54,12 @@ def template_fields(completion: Any, request: Any, serving: Any) -> dict[str, An
     return {"holes": filled_in(completion.token_ids, template, tokenizer, with_given=options.return_given is not False)}
 
 
-def _bound(request: Any) -> int | None:
+def set_length(request: Any, length: int) -> None:
+    """Set the most tokens of a request's response."""
+    setattr(request, next(name for name in _LENGTHS if name in type(request).model_fields), length)
+
+
+def length_of(request: Any) -> int | None:
     """The length that the request names."""
     given = vars(request)  # reading one of them as an attribute is a warning
     return next((given[name] for name in _LENGTHS if given.get(name) is not None), None)
@@ -66,7 +70,7 @@ def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: A
         raise InvalidRequestError("suffix and a template both say what is given; give one")
     if getattr(request, "echo", False):
         raise InvalidRequestError("suffix is not supported with echo; leave one of them unset")
-    length = _bound(request)
+    length = length_of(request)
     if length is not None and length < 1:
         raise InvalidRequestError(f"max_tokens={length}: with suffix, at least 1 token is filled in")
     if not isinstance(suffix, str):

@@ -7,6 +7,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from dllm_engine.decisions.fields import read_fields, schema_of
+from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support.engines import assert_nothing_left
 
@@ -55,6 +56,29 @@ def test_in_python(demo, passes):
         assert by_chat.probabilities[name] in chosen
         assert sum(shares) == pytest.approx(1) or (name in ("id", "many") and len(shares) == 3 and sum(shares) < 1)
     assert_nothing_left(demo)
+
+
+def test_a_text_is_one_prompt_and_a_failure_costs_no_other_answer(demo, monkeypatch):
+    fields = {"name": FIELDS["name"]}
+    (alone,) = demo.decide("Tom", fields)
+    commit, calls = RunningDecision.commit, []
+
+    def failing_once(self, *args, **kwargs):
+        calls.append(self)
+        return 1 / 0 if len(calls) == 1 else commit(self, *args, **kwargs)
+
+    monkeypatch.setattr(RunningDecision, "commit", failing_once)
+    failed, other = demo.decide(["Tom", "Tom"], fields)
+    assert failed.values == {}
+    assert "ZeroDivisionError" in failed.figures.error
+    assert other.values == alone.values
+
+
+def test_a_failure_over_http_says_why(client, monkeypatch):
+    monkeypatch.setattr(RunningDecision, "commit", lambda self, *args, **kwargs: 1 / 0)
+    answer = client.post("/v1/decisions", json={"prompt": "Tom", "fields": schema_of({"name": FIELDS["name"]})})
+    assert answer.status_code == 500
+    assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
 
 def test_over_http(client, demo):

@@ -4,9 +4,8 @@ from typing import Any
 
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.decisions.requests import decision_params_when_built
+from dllm_engine.infill.http import length_of, set_length
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-
-_LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
 async def settle_decision(request: Any, serving: Any) -> None:
@@ -35,13 +34,11 @@ async def settle_decision(request: Any, serving: Any) -> None:
     if names != {*schema.get("required", ())}:
         return
     params = await decision_params_when_built(schema, serving.renderer.tokenizer, engine.vllm_config)
-    given = vars(request)  # reading one of them as an attribute is a warning
-    bounds = [given[name] for name in _LENGTHS if given.get(name) is not None]
-    if bounds and bounds[0] < params.max_tokens:
+    if (bound := length_of(request)) is not None and bound < params.max_tokens:
         return
     request.vllm_xargs = {**params.extra_args, **xargs}
     request.response_format, request.temperature = None, 0.0
-    setattr(request, next(name for name in _LENGTHS if name in type(request).model_fields), params.max_tokens)
+    set_length(request, params.max_tokens)
 
 
 def _schema_of(request: Any) -> Any:
