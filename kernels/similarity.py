@@ -73,7 +73,7 @@ def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
             alone are ties: matrix products of different shapes give an unchanged row different last bits.
 
     Returns:
-        int64 ``[count]`` or ``[batch, count]``, ascending.
+        int64 ``[count]`` or ``[batch, count]``, the least similar first.
     """
     alike = similarity.clamp(max=1 - _ROUNDING)
-    return alike.sort(stable=True).indices[..., :count].sort().values
+    return alike.sort(stable=True).indices[..., :count]

@@ -14,6 +14,7 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 
+ALL_LAYERS = slice(None)
 WIDTH_UNIT = 8
 
 
@@ -59,10 +60,10 @@ class FeatureTables(BatchTables):
         self.items = on_device(items, batch.device)
         """Number of each batch row's position in its span; negative: it is outside."""
 
-    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Row slots ``[n]`` of batch rows (None: all), as ``write_features`` takes them; −1 outside the spans."""
-        requests, items = (self.requests, self.items) if rows is None else (self.requests[rows], self.items[rows])
-        return self.slots(layer, requests, items.clamp(min=0), self.rows.shape[1]).masked_fill(items < 0, -1)
+    def row_slots(self) -> torch.Tensor:
+        """Row slots ``[num_layers, num_rows]``, as ``write_features`` takes those of a layer; −1 outside the spans."""
+        slots = self.slots(ALL_LAYERS, self.requests, self.items.clamp(min=0), self.rows.shape[1])
+        return slots.masked_fill_(self.items < 0, -1)
 
 
 class KVTables:
@@ -118,17 +119,15 @@ class TokenTables(BatchTables, KVTables):
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
         self.requests, self.positions = batch.requests, batch.positions
 
-    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: all)."""
-        requests, tokens = self.requests, self.positions
-        if rows is not None:
-            requests, tokens = requests[rows], tokens[rows]
-        return self.token_slots(layer, requests, tokens)
+    def row_slots(self) -> torch.Tensor:
+        """Physical slots ``[num_layers, num_rows, num_kv_heads]``."""
+        return self.token_slots(ALL_LAYERS, self.requests, self.positions)
 
     def graph_inputs(self) -> list[torch.Tensor]:
         """As ``LayerPass.graph_inputs``."""
         return [self.tables, self.head_len, self.token_lens, self.requests, self.positions]
 
-    def token_slots(self, layer: int, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of tokens; arguments as in ``slots``."""
+    def token_slots(self, layer: int | slice, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Physical slots ``[n, num_kv_heads]`` of tokens, with a first dimension for a slice of the layers; arguments
+        as of ``slots``."""
         return self.pages.slots(self.slots(layer, requests, tokens, self.pages.page_size))

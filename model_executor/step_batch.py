@@ -198,9 +198,10 @@ class RowChoice:
 
     def rows(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
         """The computed rows, from the indices of those chosen in each group, ``[group, chosen]``."""
+        if len(self.groups) == 1 and not self.fixed.numel():
+            return self.groups[0][0].gather(1, chosen[0]).flatten()  # the places of a group alone ascend
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
-        if self.fixed.numel():
-            rows[self.fixed_places] = self.fixed
+        rows[self.fixed_places] = self.fixed
         for (others, places), which in zip(self.groups, chosen, strict=True):
             rows[places] = others.gather(1, which)
         return rows

@@ -79,7 +79,7 @@ class GraphCache(Generic[_Key, _Graph]):
                 return None
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.popitem(last=False)
-            self.num_launched.clear()
+            del self.num_launched[key]
             self.graphs[key] = make()
         self.graphs.move_to_end(key)
         return self.graphs[key]

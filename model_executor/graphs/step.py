@@ -157,8 +157,9 @@ class StepGraphs:
         self._forget_outdated()
         if isinstance(layer_pass, PagedPass | DensePass):
             size = ForwardSize.of(batch, layer_pass)
-            forward = None if size is None else self.record_forward(size)
-            return None if forward is None else forward(batch, layer_pass)
+            if size is not None:
+                forward = self.record_forward(size)
+                return None if forward is None else forward(batch, layer_pass)
         layout = layer_pass.graph_layout()
         if layout is None:
             return None

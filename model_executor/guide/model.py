@@ -68,12 +68,13 @@ class CausalPass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int]) -> None:
         self.pages = pages
         self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
+        self.row_slots = self.tables.row_slots()
         # Token t of a table is the guide's token t.
         limits = (batch.positions + 1).int()
         self.row_bounds = RowBounds(batch.sizes, limits.device, limits)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.pages.write(k, v, self.tables.row_slots(layer))
+        self.pages.write(k, v, self.row_slots[layer])
         return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False)
 
 

@@ -22,6 +22,7 @@ from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
 from dllm_engine.kernels.slots import write_slots
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
@@ -32,11 +33,17 @@ from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope
 
 
+class LayerSlots(Protocol):
+    """Physical slots ``[num_rows, num_kv_heads]`` by layer; −1 where nothing is kept of a row."""
+
+    def __getitem__(self, layer: int, /) -> torch.Tensor: ...
+
+
 class CanvasTables(Protocol):
     """Places of canvas positions' keys and values in pages."""
 
-    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of batch rows (None: of all); −1 where nothing is kept of a row."""
+    def row_slots(self) -> LayerSlots:
+        """Slots of all rows of the batch."""
 
     def paged_tokens(self, layer: int) -> PagedTokens:
         """Keys and values that requests attend to in a layer."""
@@ -68,6 +75,12 @@ class AdaptivePass(LayerPass):
     """
 
     chooses = True
+    row_slots: LayerSlots
+    """``CanvasTables.row_slots``, from the beginning of the pass on."""
+    feature_slots: torch.Tensor
+    """``FeatureTables.row_slots``, likewise."""
+    kept_slots: torch.Tensor
+    """As ``feature_slots``, but −1 for rows that are computed whatever the choice."""
     whole_attends_alone: ClassVar[bool] = True
     """True if a canvas recomputed as a whole attends to what was just computed rather than to what pages keep of it;
     otherwise only in a request's first pass."""
@@ -109,6 +122,10 @@ class AdaptivePass(LayerPass):
         """Recomputed rows: those refreshed, and of the response those that have changed most."""
         adaptive = [rows.flatten() for rows, _ in self.choice.groups]
         self.verified = torch.cat(adaptive) if adaptive else None
+        self.verified_numbers = torch.zeros_like(batch.positions)
+        """Number of each batch row among those verified; 0 for others."""
+        if self.verified is not None:
+            self.verified_numbers[self.verified] = torch.arange(len(self.verified), device=device)
         self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.verified is not None and self.options.similarity == "random":
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
@@ -126,17 +143,19 @@ class AdaptivePass(LayerPass):
         return TokenTables(batch, pages, [plan.read for plan in batch.plans])
 
     def graph_layout(self) -> Hashable | None:
-        # A refreshed prompt is as long as its request's, and few requests have equally long ones.
         refreshes_prompt = any(plan.scope in (Scope.ALL, Scope.PROMPT) for plan in self.batch.plans)
-        if refreshes_prompt or any([*self.all_rows.alone.sizes, *self.some_rows.alone.sizes]):
+        if refreshes_prompt and self.batch.bounds[-1] > HOST_BOUND_ROWS:
             return None
-        shapes = [tuple(tensor.shape) for tensor in self.graph_inputs()]
-        return type(self), tuple(self.all_rows.sizes), tuple(self.some_rows.sizes), tuple(shapes)
+        computed = self.all_rows, self.all_rows.alone, self.some_rows, self.some_rows.alone
+        shapes = tuple(tuple(tensor.shape) for tensor in self.graph_inputs())
+        return type(self), tuple(tuple(rows.sizes) for rows in computed), shapes
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        verified = [] if self.verified is None else [self.verified, *(self.counters or ())]
+        verified = [] if self.verified is None else [self.verified, self.verified_numbers, *(self.counters or ())]
         rows = [self.features.requests, self.features.items, self.kept, *self.choice.graph_inputs()]
-        rows += [self.all_rows.cu_seqlens, self.some_rows.cu_seqlens]
+        computed = self.all_rows, self.some_rows
+        bounds = [*computed, *(part for rows in computed if any(rows.alone.sizes) for part in (rows.alone, rows.paged))]
+        rows += [part.cu_seqlens for part in bounds]
         return [*rows, *verified, self.features.tables, *self.tables.graph_inputs()]
 
     def graph_results(self) -> list[torch.Tensor]:
@@ -147,6 +166,8 @@ class AdaptivePass(LayerPass):
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         self.chosen = []
+        self.row_slots, self.feature_slots = self.tables.row_slots(), self.features.row_slots()
+        self.kept_slots = self.feature_slots.masked_fill(~self.kept, -1)
         for index, layer in enumerate(layers):
             if index < self.first_adaptive_layer:
                 self._recompute_all(index, layer, hidden, phases)
@@ -164,7 +185,7 @@ class AdaptivePass(LayerPass):
             return {}
         stop = self.some_rows.bounds[index + 1]
         updated = [self.batch.positions[rows[stop - count : stop]].tolist() for rows in self.chosen]
-        return {"updated_positions": updated}
+        return {"updated_positions": [sorted(positions) for positions in updated]}
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
@@ -172,7 +193,6 @@ class AdaptivePass(LayerPass):
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
     def _recompute_some(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
-        feature_slots = self.features.row_slots(index)
         rows, fresh_values = self._choose(index, layer, hidden, phases)
         if rows.numel():
             x = hidden[rows]
@@ -182,9 +202,9 @@ class AdaptivePass(LayerPass):
             update = layer.mlp(layer.mlp_norm(x))
             x += update
             update += attended
-        add_features(hidden, self.features.rows, feature_slots.masked_fill(~self.kept, -1))
+        add_features(hidden, self.features.rows, self.kept_slots[index])
         if rows.numel():
-            write_features(update, self.features.rows, feature_slots[rows])
+            write_features(update, self.features.rows, self.feature_slots[index][rows])
             hidden[rows] = x
 
     def _choose(
@@ -197,7 +217,7 @@ class AdaptivePass(LayerPass):
         """
         if self.verified is None:
             return self.choice.rows([]), None
-        values = None
+        fresh_values = None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
             similarity = uniform(*self.counters, torch.full_like(self.verified, NO_TOKEN - 1 - index))
@@ -205,23 +225,23 @@ class AdaptivePass(LayerPass):
             normed = layer.attn_norm(hidden[self.verified])
             if self.options.similarity == "value":
                 fresh, kept = layer.project(normed, phases, "v")[0], self.pages.values
-                values = fresh.new_empty(self.some_rows.bounds[-1], *fresh.shape[1:])
+                fresh_values = fresh
             else:
                 fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
-            verified_slots = self.tables.row_slots(index, self.verified)
+            verified_slots = self.row_slots[index][self.verified]
             sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
             write_slots(fresh, kept, verified_slots)
             similarity = SIMILARITIES[self.options.similarity_metric](sums)
-        first, chosen = 0, []
-        for members, places in self.choice.groups:
-            group = slice(first, first + members.numel())
-            first = group.stop
-            chosen.append(least_similar(similarity[group].view(members.shape), places.shape[1]))
-            if values is not None:
-                which = torch.arange(len(members), device=places.device)[:, None]
-                values[places] = fresh[group].unflatten(0, members.shape)[which, chosen[-1]]
-        self.chosen.append(self.choice.rows(chosen))
-        return self.chosen[-1], values
+        groups = self.choice.groups
+        similarities = similarity.split([members.numel() for members, _ in groups])
+        rows = self.choice.rows(
+            [
+                least_similar(group.view(members.shape), places.shape[1])
+                for group, (members, places) in zip(similarities, groups, strict=True)
+            ]
+        )
+        self.chosen.append(rows)
+        return rows, None if fresh_values is None else fresh_values[self.verified_numbers[rows]]
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
@@ -252,7 +272,7 @@ class AdaptivePass(LayerPass):
         elif alone.numel():
             out = torch.empty_like(q)
             out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
-        self.pages.write(k, v, self.tables.row_slots(layer, rows))
+        self.pages.write(k, v, self.row_slots[layer] if rows is None else self.row_slots[layer][rows])
         tokens = self.tables.paged_tokens(layer)
         if not alone.numel():
             out = attend_pages(tokens, q, k, v, computed, attend_fresh=False)

@@ -57,6 +57,7 @@ class RolloutPass(LayerPass):
         device = batch.device
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages, lengths)
+        self.row_slots = self.tables.row_slots()
         self.requests, self.tokens = on_device(np.stack(ranges([0] * len(lengths), lengths)), device).unbind()
         """Request and token of every position of every canvas, canvas by canvas."""
         self.lengths = lengths
@@ -68,7 +69,7 @@ class RolloutPass(LayerPass):
                 canvas.cache_state = torch.zeros(length, device=device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.pages.write(k, v, self.tables.row_slots(layer))
+        self.pages.write(k, v, self.row_slots[layer])
         tokens = self.tables.paged_tokens(layer)
         bounds, longest = self.batch.cu_seqlens, self.batch.max_seqlen
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)

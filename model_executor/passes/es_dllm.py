@@ -17,6 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.features import read_features, write_features
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
@@ -139,13 +140,16 @@ class EarlySkipPass(LayerPass):
         return confidences, on_device(bonuses, confidences.device, confidences.dtype)
 
     def graph_layout(self) -> Hashable | None:
-        if any(plan.state is not RefreshState.REUSE for plan in self.batch.plans):
+        refreshes = any(plan.state is not RefreshState.REUSE for plan in self.batch.plans)
+        if self.copied or (refreshes and self.batch.bounds[-1] > HOST_BOUND_ROWS):
             return None
-        sizes, shapes = tuple(tuple(s.sizes) for s in self.stages), tuple(x.shape for x in self.graph_inputs())
+        sizes = tuple((stage.num_paged_rows, *stage.sizes) for stage in self.stages)
+        shapes = tuple(tensor.shape for tensor in self.graph_inputs())
         return type(self), sizes, tuple(self.skips), tuple(self.reading), shapes
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        inputs = self.tables.graph_inputs() + [stage.paged.cu_seqlens for stage in self.stages]
+        parts = [part for stage in self.stages for part in (stage.paged, stage.alone) if any(part.sizes)]
+        inputs = self.tables.graph_inputs() + [part.cu_seqlens for part in parts]
         if self.copy_tokens is not None:
             inputs += [self.copy_tokens, *self.attended.graph_inputs()]
         if any(self.skips):
@@ -167,6 +171,9 @@ class EarlySkipPass(LayerPass):
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         inside = self.options.indicator != "hidden_state"
         self.stage, self.kept_rows = self.stages[0], []
+        self.row_slots = self.tables.row_slots()
+        if self.options.keeps_features and self.cuts:
+            self.feature_slots = self.features.row_slots()
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
@@ -194,7 +201,7 @@ class EarlySkipPass(LayerPass):
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         stage, pages = self.stage, self.pages
-        pages.write(k, v, self.tables.row_slots(layer, rows))
+        pages.write(k, v, self.row_slots[layer][rows])
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
             slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
@@ -241,7 +248,7 @@ class EarlySkipPass(LayerPass):
             self.stage = self.stages[len(self.kept_rows)]
         if self.options.keeps_features:
             remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features.rows, self.features.row_slots(layer, remembered_rows))
+            write_features(remembered, self.features.rows, self.feature_slots[layer][remembered_rows])
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -250,9 +257,9 @@ class EarlySkipPass(LayerPass):
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.options.keeps_features:
-            old = read_features(self.features.rows, self.features.row_slots(layer, rows))
+            old = read_features(self.features.rows, self.feature_slots[layer][rows])
         else:
-            slots = self.tables.row_slots(layer, rows)
+            slots = self.row_slots[layer][rows]
             old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
         old = old.float()
         sums = torch.stack(((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1)))

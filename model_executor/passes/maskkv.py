@@ -1,7 +1,7 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote on the prompt in the first pass, and each KV head of each layer
 retains what its budget allows; from then on dLLM-Cache's schedule, on what is retained."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,10 @@ from vllm.distributed import (
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled
 from dllm_engine.kernels.paged_attention import PagedTokens, attention_with_lse
-from dllm_engine.model_executor.batch_tables import BatchTables
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows
+from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows, LayerSlots
 from dllm_engine.model_executor.passes.base import attend_alone
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
@@ -65,10 +65,10 @@ class HeadTables(BatchTables):
         self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
         gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
-        self.lengths = self.kept + gen_lengths[:, None]
+        self.lengths = (self.kept + gen_lengths[:, None]).int()
         """Of each head's range, like ``kept``."""
         in_order = self.lengths.transpose(0, 1)
-        ends = in_order.flatten(1).cumsum(dim=1).view_as(in_order)
+        ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
         self.starts = (ends - in_order).transpose(0, 1).contiguous()
         """First slot of each head's range. In a first pass, of the layers that have voted."""
         self.requests = batch.requests
@@ -101,27 +101,40 @@ class HeadTables(BatchTables):
     def graph_inputs(self) -> list[torch.Tensor]:
         return [self.tables, self.kept, self.lengths, self.starts, self.requests, self.response_index, self.unread]
 
-    def row_slots(self, layer: int, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def row_slots(self) -> "LayerSlots":
+        # While a request votes, where a layer's ranges begin follows from the votes of the layers before it.
+        return LateSlots(self) if self.prompts else self.slots_in(ALL_LAYERS)
+
+    def slots_in(self, layer: int | slice) -> torch.Tensor:
+        """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of the layers, with a dimension of
+        them in front. A slice needs that no prompt is recomputed."""
         start = self.starts[layer]
-        requests, response = self.requests, self.response_index
-        slots = (start + self.kept[layer])[requests] + response[:, None]
-        slots.masked_fill_((response < 0)[:, None], -1)
+        slots = (start + self.kept[layer])[..., self.requests, :] + self.response_index[:, None]
+        slots.masked_fill_((self.response_index < 0)[:, None], -1)
         for i, first_row in self.prompts:
             layer_numbers = self.batch.canvases[i].cache_state.numbers
             # A request that votes in this pass has not yet, where other requests' rows are verified.
-            if layer < len(layer_numbers):
+            if isinstance(layer, int) and layer < len(layer_numbers):
                 numbers = layer_numbers[layer]
                 slots[first_row : first_row + len(numbers)] = torch.where(numbers >= 0, start[i] + numbers, -1)
-        if rows is not None:
-            requests, slots = requests[rows], slots[rows]
         per_page = self.pages.keys.shape[1]
-        physical = self.tables[0][requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
+        physical = self.tables[0][self.requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
         return torch.where(slots >= 0, physical + slots % per_page, -1)
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        start, lengths = self.starts[layer].int(), self.lengths[layer].int() - self.unread[:, None]
+        start, lengths = self.starts[layer], self.lengths[layer] - self.unread[:, None]
         k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
         return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
+
+
+@dataclass
+class LateSlots:
+    """``HeadTables.slots_in`` of a layer, when the layer asks."""
+
+    tables: HeadTables
+
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self.tables.slots_in(layer)
 
 
 class MaskKVPass(AdaptivePass):
@@ -144,6 +157,9 @@ class MaskKVPass(AdaptivePass):
     def make_tables(self, batch: StepBatch, pages: PageMemory) -> HeadTables:
         """K/V of the retained prompt and the response."""
         return HeadTables(batch, pages)
+
+    def graph_layout(self) -> Hashable | None:
+        return None if self.tables.prompts else super().graph_layout()  # what a prompt retains belongs to its request
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         layers = list(layers)

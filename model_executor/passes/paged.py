@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.batch_tables import KVTables, TokenTables
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, KVTables, TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
 from dllm_engine.scheduler.step_plan import RefreshState, RowRule
-
-ALL_LAYERS = slice(None)
 
 
 class PagedPass(LayerPass):
@@ -58,8 +56,7 @@ class OverwritePass(PagedPass):
         tokens = TokenTables(batch, pages, read)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
-        places = tokens.slots(ALL_LAYERS, tokens.requests, tokens.positions, pages.page_size)
-        super().__init__(tokens, rows, pages.slots(places), attend_fresh=False)
+        super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
         self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
 
 
@@ -95,7 +92,7 @@ class RetentionPass(PagedPass):
             self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = pages.slots(tokens.slots(ALL_LAYERS, requests, tokens_added, pages.page_size))
+            slots = tokens.token_slots(ALL_LAYERS, requests, tokens_added)
             named = [
                 (batch.rows(i).start - plan.span.start + span.start, span.size)
                 for i, plan in zip(self.updating, plans, strict=True)

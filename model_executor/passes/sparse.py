@@ -1,11 +1,14 @@
 """Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries find important."""
 
+from collections.abc import Hashable
+
 import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
@@ -32,6 +35,8 @@ class SparsePass(RetentionPass):
         all of them are retained."""
         self.candidates: list[torch.Tensor] = []
         """Of each request of ``updating``, the rows of its candidates among its own rows, as far as they are scored."""
+        self.windows: list[torch.Tensor] = []
+        """Of each request of ``updating``, the rows of its window among its own rows."""
         for members in self.groups:
             plan = batch.plans[members[0]]
             columns = [_scored(plan, retention) for retention in plan.adds]
@@ -39,6 +44,30 @@ class SparsePass(RetentionPass):
             candidates = on_device(_outside_window(plan)[:num_scored] - plan.span.start, self.device)
             self.columns.append(columns)
             self.candidates += [candidates] * len(members)
+            self.windows += [on_device(np.arange(*plan.window) - plan.span.start, self.device)] * len(members)
+
+    def graph_layout(self) -> Hashable | None:
+        batch = self.batch
+        is_small = batch.bounds[-1] <= HOST_BOUND_ROWS and batch.limits is None
+        if not (self.chooses and is_small and self.options.scorer == "mean_query"):
+            return None
+        groups = [
+            (*members, *((part.num_positions, part.count) for part in batch.plans[members[0]].adds), repr(columns))
+            for members, columns in zip(self.groups, self.columns, strict=True)
+        ]
+        shapes = (tuple(tensor.shape) for tensor in self.graph_inputs())
+        return type(self), tuple(batch.sizes), self.rows.num_paged_rows, tuple(groups), tuple(shapes)
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        parts = [part.cu_seqlens for part in (self.rows.paged, self.rows.alone) if any(part.sizes)]
+        own = self.named_rows, self.slots, *self.candidates, *self.windows
+        return [self.tokens.tables, self.tokens.head_len, self.tokens.token_lens, *parts, *own]
+
+    def graph_results(self) -> list[torch.Tensor]:
+        return [torch.stack(self.retained)]
+
+    def take_results(self, results: list[torch.Tensor]) -> None:
+        self.retained = list(results[0].clone().unbind())
 
     def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         rows = self._retained_rows(layer, q, k, v)
@@ -72,17 +101,17 @@ class SparsePass(RetentionPass):
         options = self.options
         scorer = SCORERS[options.scorer]
         scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=self.device)
-        for request_scores, i, candidates in zip(scores, self.updating, self.candidates, strict=True):
+        choices = zip(scores, self.updating, self.candidates, self.windows, strict=True)
+        for request_scores, i, candidates, window in choices:
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
             own = q[rows], k[rows], v[rows]
             if options.scorer == "mean_query":
                 # The paper's: raw products, so that heads with large queries and keys count for more.
-                block = slice(plan.window.start - plan.span.start, plan.window.stop - plan.span.start)
-                request_scores[: len(candidates)] = mean_query_scores(own[0][block], own[1][candidates])
+                request_scores[: len(candidates)] = mean_query_scores(own[0][window], own[1][candidates])
                 continue
             lse = attention_with_lse(*own, [0, plan.span.size])[1] if scorer.needs_lse else None
-            first_head, window = self.pages.first_kv_head, options.observation_window
-            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, layer, first_head, window)
+            numbers = layer, self.pages.first_kv_head, options.observation_window
+            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, *numbers)
             request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(dim=0)
         return scores
 

@@ -83,6 +83,25 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, request, method
     assert_nothing_left(llm)
 
 
+@pytest.mark.parametrize("method", [name for name in CACHE_METHODS if name not in ("block", "maskkv", "d2_cache")])
+def test_requests_like_earlier_ones_launch_no_pass(recording, tiny_llada, monkeypatch, method):
+    llm, _ = recording(tiny_llada, cache_method=method)
+    expected = answers(llm)
+    assert answers(llm) == expected
+    graphs, launched = runner_of(llm).denoiser.graphs, []
+    forward = graphs.forward
+
+    def watched(batch, layer_pass):
+        hidden = forward(batch, layer_pass)
+        if hidden is None:
+            launched.append((layer_pass, batch.sizes))
+        return hidden
+
+    monkeypatch.setattr(graphs, "forward", watched)
+    assert answers(llm) == expected
+    assert not launched
+
+
 def forward_sizes(llm) -> list[tuple[int, int]]:
     """Requests and rows of the recorded steps of blocks."""
     return [(size.num_requests, size.num_rows) for size in runner_of(llm).denoiser.graphs.forwards.graphs if size.reads]
