@@ -1,7 +1,7 @@
 """Denoising steps of one batch: forward pass, predictions of the masked positions, and what is filled of them."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ class Denoiser:
         """Of requests whose own part of the last run failed."""
 
     def run(
-        self, candidates: BatchCandidates, layer_pass: LayerPass, steps: Sequence[dict[str, StepPlan]]
+        self, candidates: BatchCandidates, layer_pass: LayerPass, steps: Iterable[dict[str, StepPlan]]
     ) -> list[StepOutcome]:
         """Run steps of one batch, which do the same work on other tokens. Between them the device is not waited for.
 

@@ -1,6 +1,7 @@
 """The model runner: holds the model, canvases and pages of one rank, and turns step plans into forward passes."""
 
 import itertools
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
@@ -271,13 +272,16 @@ class DiffusionModelRunner:
     ) -> list[dict[str, StepResult]]:
         batch, layer_pass = self._lay_out(plans)
         candidates = BatchCandidates.of(batch)
-        steps = [plans]
+        steps: Iterable[dict[str, StepPlan]] = [plans]
         if layer_pass.repeats and num_steps > 1 and not (self.options.trace and layer_pass.chooses):
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
             may_idle = not layer_pass.writes
             steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps, may_idle=may_idle)
+        steps, steps_run = itertools.tee(steps)
         outcomes = self.denoiser.run(candidates, layer_pass, steps)
-        reports = step_reports(batch, steps, outcomes, layer_pass, self.mask_token_id, with_trace=self.options.trace)
+        reports = step_reports(
+            batch, list(steps_run), outcomes, layer_pass, self.mask_token_id, with_trace=self.options.trace
+        )
         reports[-1] |= self.denoiser.failures
         return reports
 

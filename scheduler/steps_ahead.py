@@ -1,6 +1,6 @@
 """Steps whose work is known before those ahead of them have run, so that a device may get them all at once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from dllm_engine.scheduler.progress import Progress
@@ -16,8 +16,9 @@ def steps_known_ahead(
     num_steps: int,
     *,
     may_idle: bool,
-) -> list[dict[str, StepPlan]]:
-    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block.
+) -> Iterator[dict[str, StepPlan]]:
+    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block. A step is
+    planned when it is asked for, while a device runs those before it.
 
     Args:
         plans, progress: of the requests of the step, before it.
@@ -27,34 +28,36 @@ def steps_known_ahead(
         may_idle: True if a step changes nothing but the tokens that it fills. Then requests whose rules fill an open
             number of tokens run ahead too, and may have nothing to do in the last steps.
 
-    Returns:
+    Yields:
         At least one step, ``plans``. Steps that fill fixed counts leave every block unfinished, except the last.
     """
-    run, most = [plans], float(num_steps)
+    yield plans
+    most = float(num_steps)
     for request_id, first in plans.items():
         own, spec = progress[request_id], specs[request_id]
         if not _is_known_ahead(first, spec):
-            return run
+            return
         if not fills_fixed_count(first, spec):
             if not may_idle or not _depends_on_no_count(first, own, spec, plan):
-                return run
+                return
             # Half of the steps that the block takes at the pace of its last one: few of them find nothing to do.
             most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
-    while len(run) < most:
-        for request_id, last in run[-1].items():
+    last_plans, num_planned = plans, 1
+    while num_planned < most:
+        for request_id, last in last_plans.items():
             count = last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
             if count >= ahead[request_id].num_masked:
-                return run
+                return
             ahead[request_id].advance(specs[request_id], count)
         try:
-            following = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+            last_plans = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
         except Exception:
-            return run  # the step itself will fail, and only the request whose plan it is
-        if not all(does_same_work(following[request_id], first) for request_id, first in plans.items()):
-            return run
-        run.append(following)
-    return run
+            return  # the step itself will fail, and only the request whose plan it is
+        if not all(does_same_work(last_plans[request_id], first) for request_id, first in plans.items()):
+            return
+        num_planned += 1
+        yield last_plans
 
 
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
