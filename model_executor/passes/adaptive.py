@@ -119,7 +119,7 @@ class AdaptivePass(LayerPass):
         self.some_rows = ComputedRows(self.choice.sizes, attend_alone(self.choice.sizes), device)
         self.kept = torch.ones_like(batch.positions, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
-        self.kept[self.choice.fixed] = False
+        self.kept.index_fill_(0, self.choice.fixed, False)
 
     def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
         """K/V of the whole canvas, by position."""

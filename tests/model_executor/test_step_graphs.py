@@ -79,6 +79,7 @@ def test_recorded_steps_give_the_same_tokens(engines, recording, request, method
     assert mixed_answers(llm) == expected_mixed
     graphs = runner_of(llm).denoiser.graphs
     assert [size for size in graphs.forwards.graphs if size.num_requests > 2] or method["cache_method"] in CHOOSING
+    assert bool(graphs.layouts.graphs) == (method["cache_method"] in CHOOSING)
     assert graphs.fillings.graphs
     assert_nothing_left(llm)
 
