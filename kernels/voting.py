@@ -11,6 +11,7 @@ enough on a GPU; a CPU holds those of one KV head.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 
@@ -34,12 +35,36 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
 
 
 @operator("voting:summed_probabilities")
-def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The attention of each row to each key, summed over the query heads: Σ_h exp(s_{ij,h} − lse_{i,h}), float32
-    ``[num_rows, num_keys]``. Arguments are those of ``voting_scores``."""
-    total = q.new_zeros(q.shape[0], k.shape[0], dtype=torch.float32)
-    for probabilities in _probabilities(q, k, lse):
-        total += probabilities.sum(dim=1)
+def summed_probabilities(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    k_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_len: torch.Tensor,
+    num_rows: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """The attention of each row to each token that its request has in pages, summed over the query heads:
+    Σ_h exp(s_{ij,h} − lse_{i,h}).
+
+    Args:
+        q, lse: as of ``voting_scores``; ``lse`` contiguous.
+        cu_seqlens: first row of each request and, last, where rows end; int32 ``[num_requests + 1]``.
+        k_pages, page_tables, head_len: as of ``PagedTokens``, token-major.
+        num_rows, num_tokens: upper bounds of a request's.
+
+    Returns:
+        float32 ``[num_requests, num_rows, num_tokens]``; zeros behind a request's rows and tokens.
+    """
+    num_requests, num_kv_heads = head_len.shape
+    total = q.new_zeros(num_requests, num_rows, num_tokens, dtype=torch.float32)
+    pages = k_pages.unflatten(1, (-1, num_kv_heads))
+    for request, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
+        tokens = torch.arange(int(head_len[request, 0]))
+        keys = pages[page_tables[request, tokens // pages.shape[1]], tokens % pages.shape[1]]
+        for probabilities in _probabilities(q[start:stop], keys, lse[start:stop]):
+            total[request, : stop - start, : len(tokens)] += probabilities.sum(dim=1)
     return total
 
 

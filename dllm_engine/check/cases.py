@@ -112,7 +112,13 @@ def rotate(draw: Draw) -> Results:
 def vote(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
     votes = q[-32:], k, draw.normal(32, draw.sizes.num_heads).float() + 6.0  # about the log of a sum of ROWS scores
-    return [voting.voting_scores(*votes), voting.summed_probabilities(*votes)]
+    results = [voting.voting_scores(*votes)]
+    for rows, lengths in PAGED:
+        q, _, _, bounds, tokens = paged_case(draw, rows, [[n] * draw.sizes.num_kv_heads for n in lengths])
+        lse = draw.normal(*q.shape[:2]).float() + 6.0
+        pages = tokens.k_pages, tokens.page_tables, tokens.head_len
+        results.append(voting.summed_probabilities(q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5))
+    return results
 
 
 def use_features(draw: Draw) -> Results:

@@ -52,38 +52,54 @@ def _voting_kernel(
     tl.store(scores + kv_head * num_keys + key, total / SHARING, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_keys", "num_kv_heads"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "q_row", "q_head", "k_page", "table_row"],
+    do_not_specialize_on_alignment=["cu_seqlens", "page_tables", "head_len"],
+)
 def _summed_probabilities_kernel(
-    q, k, lse, sums, num_rows, num_keys, num_kv_heads, q_row, q_head, k_row, k_head, lse_row, lse_head,
+    q, lse, cu_seqlens, k_pages, page_tables, head_len, sums, num_rows, num_tokens, q_row, q_head, k_page, table_row,
     scale: tl.constexpr,
     SHARING: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a tile of keys and a tile of rows, over all heads."""
-    key = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    row = (tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
+    """One program: a tile of tokens and a tile of rows of a request, over all heads. Pages lie ``k_page`` slots
+    apart."""
+    request = tl.program_id(2).to(tl.int64)
+    start = tl.load(cu_seqlens + request).to(tl.int64)
+    own_rows = tl.load(cu_seqlens + request + 1) - start
+    own_tokens = tl.load(head_len + request * NUM_KV_HEADS)
+    first_token = tl.program_id(0) * BLOCK_K
+    first_row = tl.program_id(1) * BLOCK_P
+    token = first_token + tl.arange(0, BLOCK_K)
+    row = first_row + tl.arange(0, BLOCK_P)
     dim = tl.arange(0, BLOCK_D)
-    is_key = key < num_keys
-    is_row = row < num_rows
+    is_token = token < own_tokens
+    is_row = row < own_rows
     in_head = dim < HEAD_DIM
+    page = tl.load(page_tables + request * table_row + token // PAGE_SIZE, mask=is_token, other=0)
+    slot = page.to(tl.int64) * k_page + token % PAGE_SIZE * NUM_KV_HEADS
+    first_q = q + (start + row)[:, None] * q_row + dim[None, :]
+    first_lse = lse + (start + row) * NUM_KV_HEADS * SHARING
     total = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
-    for head in range(num_kv_heads * SHARING):
+    num_heads = tl.where((first_token < own_tokens) & (first_row < own_rows), NUM_KV_HEADS * SHARING, 0)
+    for head in range(num_heads):
         keys = tl.load(
-            k + key.to(tl.int64)[None, :] * k_row + (head // SHARING) * k_head + dim[:, None],
-            mask=is_key[None, :] & in_head[:, None],
+            k_pages + (slot + head // SHARING)[None, :] * HEAD_DIM + dim[:, None],
+            mask=is_token[None, :] & in_head[:, None],
             other=0.0,
         )
-        queries = tl.load(
-            q + row[:, None] * q_row + head * q_head + dim[None, :], mask=is_row[:, None] & in_head[None, :], other=0.0
-        )
-        denominators = tl.load(lse + row * lse_row + head * lse_head, mask=is_row, other=float("inf"))
+        queries = tl.load(first_q + head * q_head, mask=is_row[:, None] & in_head[None, :], other=0.0)
+        denominators = tl.load(first_lse + head, mask=is_row, other=float("inf"))
         powers = tl.dot(queries, keys, input_precision="ieee") * scale - denominators[:, None] * 1.4426950408889634
         total += tl.exp2(powers)
-    at = row[:, None] * num_keys + key[None, :]
-    tl.store(sums + at, total, mask=is_row[:, None] & is_key[None, :])
+    at = (request * num_rows + row)[:, None] * num_tokens + token[None, :]
+    kept = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
+    tl.store(sums + at, tl.where(is_token[None, :], total, 0.0), mask=kept)
 
 
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -100,16 +116,26 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     return scores
 
 
-def summed_probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    num_rows, num_keys, num_kv_heads = q.shape[0], *k.shape[:2]
-    sums = q.new_empty(num_rows, num_keys, dtype=torch.float32)
+def summed_probabilities(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    k_pages: torch.Tensor,
+    page_tables: torch.Tensor,
+    head_len: torch.Tensor,
+    num_rows: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    num_requests, num_kv_heads = head_len.shape
+    sums = q.new_empty(num_requests, num_rows, num_tokens, dtype=torch.float32)
     if sums.numel():
-        q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
+        q = q if q.stride(2) == 1 else q.contiguous()
         constants = _constants(q, num_kv_heads)
-        grid = triton.cdiv(num_keys, constants["BLOCK_K"]), triton.cdiv(num_rows, constants["BLOCK_P"])
+        grid = triton.cdiv(num_tokens, constants["BLOCK_K"]), triton.cdiv(num_rows, constants["BLOCK_P"]), num_requests
         _summed_probabilities_kernel[grid](
-            q, k, lse, sums, num_rows, num_keys, num_kv_heads, *q.stride()[:2], *k.stride()[:2], *lse.stride(),
-            **constants,
+            q, lse, cu_seqlens, k_pages, page_tables, head_len, sums, num_rows, num_tokens, *q.stride()[:2],
+            k_pages.stride(0) // q.shape[2], page_tables.stride(0),
+            **constants, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=k_pages.shape[1] // num_kv_heads,
         )  # fmt: skip
     return sums
 

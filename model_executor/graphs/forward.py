@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
@@ -145,9 +146,8 @@ class LayoutGraph:
 
     def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
         model, store = engine.model, engine.store
-        self.inputs = [tensor.clone() for tensor in (batch.places, batch.positions)]
-        places, positions = self.inputs
-        self.inputs += layer_pass.graph_inputs()
+        self.inputs = self._inputs(batch, layer_pass)
+        places, positions = self.inputs[:2]
         self.holds = layer_pass
         self.recorded_pass = layer_pass  # whose other tensors the recorded work reads as well
 
@@ -160,9 +160,16 @@ class LayoutGraph:
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
         if self.holds is not layer_pass:
-            torch._foreach_copy_(self.inputs, [batch.places, batch.positions, *layer_pass.graph_inputs()])
+            torch._foreach_copy_(self.inputs, self._inputs(batch, layer_pass))
             self.holds = layer_pass
         hidden: torch.Tensor
         hidden, results = self.replay()
         layer_pass.take_results(results)
-        return hidden
+        return hidden[: batch.bounds[-1]]
+
+    @staticmethod
+    def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[torch.Tensor]:
+        """Copies of the places and positions of rows, and ``graph_inputs``."""
+        more = max(layer_pass.graph_rows - batch.bounds[-1], 0)
+        rows = [F.pad(batch.places, (0, more), value=SPARE), F.pad(batch.positions, (0, more))]
+        return rows + layer_pass.graph_inputs()

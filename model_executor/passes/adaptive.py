@@ -76,7 +76,7 @@ class AdaptivePass(LayerPass):
 
     chooses = True
     row_slots: LayerSlots
-    """``CanvasTables.row_slots``, from the beginning of the pass on."""
+    """``CanvasTables.row_slots``, while the layers run."""
     feature_slots: torch.Tensor
     """``FeatureTables.row_slots``, likewise."""
     kept_slots: torch.Tensor
@@ -136,7 +136,7 @@ class AdaptivePass(LayerPass):
         self.some_rows = ComputedRows(self.choice.sizes, attend_alone(self.choice.sizes), device)
         self.kept = torch.ones_like(batch.positions, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
-        self.kept[self.choice.fixed] = False
+        self.kept.index_fill_(0, self.choice.fixed, False)
 
     def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
         """K/V of the whole canvas, by position."""
@@ -173,6 +173,7 @@ class AdaptivePass(LayerPass):
                 self._recompute_all(index, layer, hidden, phases)
             else:
                 self._recompute_some(index, layer, hidden, phases)
+        del self.row_slots, self.feature_slots, self.kept_slots  # their memory is for the next graph
         return hidden
 
     def rows_computed(self, index: int, num_rows: int) -> int:

@@ -42,6 +42,9 @@ class LayerPass:
     writes = True
     """True if the pass changes more than the tokens that its step fills."""
 
+    graph_rows = 0
+    """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
+
     def graph_layout(self) -> Hashable | None:
         """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.
         None: the pass is launched."""

@@ -5,46 +5,56 @@ These are rows that predict masked positions, by their confidence and the certai
 unmasked; and of all others those to which attention, rolled out over the layers, leads.
 """
 
+from collections.abc import Hashable, Iterable
+from itertools import chain, groupby
+
 import numpy as np
 import torch
+import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.voting import summed_probabilities
-from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
-from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
 from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.step_plan import RefreshState
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, WEIGHTED_MEASURES
 
 
 class Rollout:
-    """Attention rollout of one request: R = I, then with each layer R ← ½ (Â + I) R.
+    """Attention rollout of requests: R = I, then with each layer R ← ½ (Â + I) R.
 
     Â holds the layer's attention probabilities, averaged over heads, in the computed rows, and unit rows elsewhere. So
-    all other rows of R stay unit rows, and the computed ones are enough: float32 ``[num_rows, canvas_length]``.
+    all other rows of R stay unit rows, and the computed ones are enough: float32 ``[num_requests, num_rows,
+    num_tokens]``, zeros in the rows and tokens that a request lacks.
     """
 
-    def __init__(self, positions: torch.Tensor, canvas_length: int) -> None:
-        """``positions``: of the computed rows, ``[num_rows]``."""
+    def __init__(self, positions: torch.Tensor, exist: torch.Tensor, num_tokens: int) -> None:
+        """``positions``: of the computed rows, ``[num_requests, num_rows]``. ``exist``: which rows there are, bool."""
         self.positions = positions
-        self.rows = torch.zeros(positions.shape[0], canvas_length, device=positions.device)
-        self.rows.scatter_(1, positions[:, None], 1.0)
+        self.rows = torch.zeros(*positions.shape, num_tokens, device=positions.device)
+        self.rows.scatter_(2, positions[..., None], exist[..., None].float())
+        self.computed = self.rows.amax(dim=1, keepdim=True) > 0
+        """Whether a row is computed, by position; ``[num_requests, 1, num_tokens]``."""
 
-    def add_layer(self, probabilities: torch.Tensor) -> None:
-        """``probabilities`` ``[num_rows, canvas_length]``: averaged over heads; overwritten."""
-        computed_columns = probabilities[:, self.positions]
-        probabilities[:, self.positions] = 0
-        self.rows = self.rows.addmm(computed_columns, self.rows).add_(probabilities).mul_(0.5)
+    def add_layer(self, probabilities: torch.Tensor, share: float) -> None:
+        """``probabilities`` ``[num_requests, num_rows, num_tokens]``: times ``share``, averaged over heads;
+        overwritten."""
+        between_computed = probabilities.gather(2, self.positions[:, None].expand(-1, probabilities.shape[1], -1))
+        others = self.rows.add(probabilities.masked_fill_(self.computed, 0), alpha=share)
+        self.rows = others.baddbmm_(between_computed, self.rows, beta=0.5, alpha=0.5 * share)
 
     def importance(self) -> torch.Tensor:
-        """Column sums of R, float32 ``[canvas_length]``."""
-        return self.rows.sum(dim=0).add_(1).index_add_(0, self.positions, -torch.ones_like(self.rows[:, 0]))
+        """Column sums of R, float32 ``[num_requests, num_tokens]``."""
+        return self.rows.sum(dim=1).add_(~self.computed[:, 0])
 
 
 class RolloutPass(LayerPass):
@@ -54,40 +64,71 @@ class RolloutPass(LayerPass):
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
-        device = batch.device
+        num_rows, sizes = batch.bounds[-1], batch.sizes
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages, lengths)
-        self.row_slots = self.tables.row_slots()
-        self.requests, self.tokens = on_device(np.stack(ranges([0] * len(lengths), lengths)), device).unbind()
-        """Request and token of every position of every canvas, canvas by canvas."""
-        self.lengths = lengths
-        self.rollouts = [Rollout(batch.positions[batch.rows(i)], length) for i, length in enumerate(lengths)]
+        self.num_tokens = max(lengths)
+        """Positions of a canvas, at most. It and numbers of rows are rounded up where the pass may be recorded."""
+        if num_rows <= HOST_BOUND_ROWS and all(plan.state is RefreshState.REUSE for plan in batch.plans):
+            *sizes, self.graph_rows = (padded(size) or size for size in (*sizes, num_rows))
+            self.num_tokens = self.tables.tables.shape[2] * pages.page_size
+        self.groups = [(size, len([*alike])) for size, alike in groupby(sizes)]
+        """Rows of a request, at most, and number of the requests that it holds for; in batch order."""
+        self.rollouts: list[tuple[slice, Rollout]] = []
+        """Per group, its requests, and their rollout as far as layers have run."""
+        self.importance: list[torch.Tensor] = []
+        """Per group, ``[num_requests, num_tokens]``."""
+        places = self.tables.slots(ALL_LAYERS, batch.requests, batch.positions, pages.page_size)
+        self.places = F.pad(places, (0, max(self.graph_rows - num_rows, 0)), value=-1)
+        """Place of each row in pages, ``[num_layers, num_rows]``; −1 behind the rows of the batch."""
         self.known_before = [canvas.known[canvas.spec.prompt_length :] >= 0 for canvas in batch.canvases]
         """Tokens of each response that are known when the pass begins, bool."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
             if canvas.cache_state is None:
-                canvas.cache_state = torch.zeros(length, device=device)
+                canvas.cache_state = torch.zeros(length, device=batch.device)
+
+    def graph_layout(self) -> Hashable | None:
+        return (type(self), self.graph_rows, *self.groups, self.tables.tables.shape) if self.graph_rows else None
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [self.places, self.batch.cu_seqlens, self.tables.tables, self.tables.head_len, self.tables.token_lens]
+
+    def graph_results(self) -> list[torch.Tensor]:
+        return self.importance
+
+    def take_results(self, results: list[torch.Tensor]) -> None:
+        self.importance = [result.clone() for result in results]
+
+    def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
+        self.row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
+        first = 0
+        for num_rows, num_requests in self.groups:
+            requests = slice(first, first := first + num_requests)
+            bounds = self.batch.cu_seqlens[requests.start : requests.stop + 1, None]
+            rows = bounds[:-1] + torch.arange(num_rows, device=hidden.device)
+            exist = rows < bounds[1:]
+            positions = phases.positions[rows.clamp(max=hidden.shape[0] - 1)].masked_fill(~exist, 0)
+            self.rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
+        hidden = super().__call__(layers, hidden, phases)
+        self.importance = [rollout.importance() for _, rollout in self.rollouts]
+        self.rollouts.clear()
+        del self.row_slots  # its memory, and that of the rollouts, is for the next graph
+        return hidden
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self.pages.write(k, v, self.row_slots[layer])
-        tokens = self.tables.paged_tokens(layer)
-        bounds, longest = self.batch.cu_seqlens, self.batch.max_seqlen
+        tokens, bounds, most_rows = self.tables.paged_tokens(layer), self.batch.cu_seqlens, max(self.groups)[0]
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=longest, lse=lse)
-        slots = self.tables.token_slots(layer, self.requests, self.tokens)
-        per_page = self.pages.keys.shape[1]
-        keys = self.pages.keys[slots // per_page, slots % per_page].split(self.lengths)
-        rows = [self.batch.rows(i) for i in range(len(self.lengths))]
-        sums = [
-            summed_probabilities(q[r], request_values, lse[r]) for r, request_values in zip(rows, keys, strict=True)
-        ]
+        out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse)
         ranks = get_tensor_model_parallel_world_size()
-        if ranks > 1:
-            # Every rank has its own heads; all must choose the same rows.
-            flat = tensor_model_parallel_all_reduce(torch.cat([x.flatten() for x in sums]))
-            sums = [x.view_as(y) for x, y in zip(flat.split([x.numel() for x in sums]), sums, strict=True)]
-        for rollout, request_values in zip(self.rollouts, sums, strict=True):
-            rollout.add_layer(request_values.div_(q.shape[1] * ranks))
+        for requests, rollout in self.rollouts:
+            pages = tokens.k_pages, tokens.page_tables[requests], tokens.head_len[requests]
+            group_bounds = bounds[requests.start : requests.stop + 1]
+            sums = summed_probabilities(q, lse, group_bounds, *pages, *rollout.rows.shape[1:])
+            if ranks > 1:
+                # Every rank has its own heads; all must choose the same rows.
+                sums = tensor_model_parallel_all_reduce(sums)
+            rollout.add_layer(sums, 1 / (q.shape[1] * ranks))
         return out
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
@@ -99,8 +140,9 @@ class RolloutPass(LayerPass):
 
     def asked(self) -> list[torch.Tensor]:
         """Importance and confidence of every position, per request."""
-        pairs = zip(self.rollouts, self.batch.canvases, strict=True)
-        return [torch.stack((rollout.importance(), canvas.cache_state)) for rollout, canvas in pairs]
+        kept = [canvas.cache_state for canvas in self.batch.canvases]
+        importance = chain.from_iterable(self.importance)
+        return [torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)]
 
     def next_rows(self, index: int) -> np.ndarray | None:
         canvas = self.batch.canvases[index]

@@ -44,6 +44,10 @@ class EarlySkipPass(LayerPass):
     """Writes the K/V of every row a layer computes to its position, attends to the canvas as kept, and drops rows."""
 
     observes = True
+    row_slots: torch.Tensor
+    """``TokenTables.row_slots``, while the layers run."""
+    feature_slots: torch.Tensor
+    """``FeatureTables.row_slots``, likewise, if rows are remembered by features."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """Requests in steps that skip and in steps that do not share the pass."""
@@ -190,6 +194,9 @@ class EarlySkipPass(LayerPass):
                 kept = self._cut(index, cut, rows, x)
                 if kept is not None:
                     x, rows, phases = x[kept], rows[kept], phases[kept]
+        del self.row_slots  # its memory, and that of the other, is for the next graph
+        if hasattr(self, "feature_slots"):
+            del self.feature_slots
         if x is not hidden:
             hidden[rows] = x
             self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)

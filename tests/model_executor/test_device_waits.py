@@ -33,18 +33,19 @@ class CountsWaits(TorchFunctionMode):
         self.calls: list[str] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in WAITING or (func in INDEXING and asks_for_a_size(*args)):
+        if func in WAITING or (func in INDEXING and index_waits(*args)):
             caller = sys._getframe(1)
             if "model_executor" in Path(caller.f_code.co_filename).parts:
                 self.calls.append(f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
-def asks_for_a_size(tensor, index, value=None) -> bool:
-    """Indexing by a mask, or by a number on the device; a mask that gets one number is filled in place."""
+def index_waits(tensor, index, value=None) -> bool:
+    """Indexing by a mask, or by a number on the device, asks for a size. One number of the host that is written is
+    filled in by a mask, but copied for an index."""
     parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, torch.Tensor)]
     if value is not None and not isinstance(value, torch.Tensor):
-        parts = [part for part in parts if part.dtype != torch.bool]
+        return any(part.dtype != torch.bool for part in parts)
     return any(part.dtype == torch.bool or part.dim() == 0 for part in parts)
 
 
