@@ -37,8 +37,9 @@ def count_runs(runner, monkeypatch):
     run, lengths = runner.denoiser.run, []
 
     def counted(candidates, layer_pass, steps):
-        lengths.append(len(steps))
-        return run(candidates, layer_pass, steps)
+        outcomes = run(candidates, layer_pass, steps)
+        lengths.append(len(outcomes))
+        return outcomes
 
     monkeypatch.setattr(runner.denoiser, "run", counted)
     return lengths

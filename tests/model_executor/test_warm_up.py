@@ -83,8 +83,8 @@ class Forgetful(FakeGraphs):
         super().__init__()
         self.graphs_of = graphs_of
 
-    def __call__(self, run):
-        replay, result = super().__call__(run), copy.deepcopy(run())
+    def __call__(self, run, **options):
+        replay, result = super().__call__(run, **options), copy.deepcopy(run())
         return (lambda: result) if isinstance(result, tuple) == (self.graphs_of == "filling") else replay
 
 
