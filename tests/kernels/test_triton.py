@@ -71,7 +71,10 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 
 @runs_triton
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
-def test_filtered_logits(number):
+def test_filtered_logits(monkeypatch, number):
+    """Rows of three blocks."""
+    monkeypatch.setattr(filters, "_BLOCK", 512)
+    monkeypatch.setattr(filters, "_STEP", 128)
     dtype = (torch.float32, torch.float16)[number % 2]
     checks.check_filtered_logits(filters.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
 
