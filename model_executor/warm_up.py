@@ -69,7 +69,9 @@ class WarmUp:
 
     def compile(self) -> None:
         """Answer requests until every kernel was launched: requests alone and together, greedy and sampled, at every
-        step of a response; and the longest."""
+        step of a response; the longest; and the largest batch, which vLLM has run only if there are pages to count."""
+        if self.runner.pages is None:
+            self.runner.profile_run()
         for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
             spec = self.spec(length)
             pages = max(1, sum(map(sum, self._pages(spec).values())))

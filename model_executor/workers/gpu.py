@@ -7,6 +7,7 @@ from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
+from vllm.v1.worker.workspace import lock_workspace
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.warm_up import warm_up
@@ -30,5 +31,7 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         warm_up(self.model_runner, self.load_config.use_tqdm_on_load and is_global_first_rank())
+        # vLLM's experts compute in memory that is freed when more is needed. Graphs would go on to use it.
+        lock_workspace()
         freeze_gc_heap()  # what lives now lives as long as the process
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)

@@ -50,6 +50,15 @@ def warmed(engine):
         runner.denoiser.graphs = None
 
 
+@pytest.mark.parametrize("method", ["none", "dual"])
+def test_the_largest_batch_has_run_before_anything_is_recorded(engine, monkeypatch, method):
+    """vLLM's experts keep the memory of their largest batch. It must not grow once graphs use it."""
+    runner, ran = runner_of(engine(method)), []
+    monkeypatch.setattr(runner, "profile_run", lambda: ran.append(method))
+    WarmUp(runner).compile()
+    assert ran == ([] if runner.options.uses_pages else ["none"])
+
+
 def asked(**settings):
     return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
 
