@@ -144,16 +144,16 @@ def _constants(q: torch.Tensor, num_kv_heads: int) -> dict[str, Any]:
     """Constants of both kernels, and how they are compiled."""
     _, num_heads, head_dim = q.shape
     wide = q.dtype == torch.float32
-    # At most 96 KiB of shared memory, which every GPU since 2020 has.
-    block = 64 if not wide and head_dim <= 128 else 32
     return {
         "scale": head_dim**-0.5 * math.log2(math.e),
         "SHARING": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
-        "BLOCK_P": block,
-        "BLOCK_K": block,
+        # Small, so that a single request has programs for many multiprocessors.
+        "BLOCK_P": 32,
+        "BLOCK_K": 32,
         "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),
-        "num_stages": 1 if wide else 2,
+        # At most 96 KiB of shared memory, which every GPU since 2020 has.
+        "num_stages": 1 if wide else 4 if head_dim <= 128 else 2,
         # Four would spill in float32 on GPUs of compute capability 8.6.
         "num_warps": 8 if wide else 4,
     }
