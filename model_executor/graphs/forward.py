@@ -9,6 +9,7 @@ from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.recording import (
     HOST_BOUND_ROWS,
+    filling_rows,
     padded,
     padded_requests,
     worth_padding,
@@ -43,9 +44,9 @@ class ForwardSize(NamedTuple):
     @classmethod
     def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        sizes, num_rows = batch.sizes, batch.bounds[-1]
-        rows, longest, limited = padded(num_rows), padded(max(sizes)), batch.limits is not None
-        if rows is None or longest is None or not worth_padding(num_rows, rows):
+        num_requests, num_rows, longest = len(batch.sizes), batch.bounds[-1], max(batch.sizes)
+        rows, limited = padded(num_rows), batch.limits is not None
+        if rows is None or not worth_padding(num_rows, rows):
             return None
         if type(layer_pass).__call__ is not LayerPass.__call__ or layer_pass.chooses:
             return None
@@ -57,13 +58,18 @@ class ForwardSize(NamedTuple):
             overwrites = writes and reads and not layer_pass.attend_fresh
         if rows > HOST_BOUND_ROWS and (writes or not reads):
             return None  # launching it takes no longer, and the slots of so many rows take tens of MiB
-        return cls(padded_requests(len(sizes)), rows, longest, reads, overwrites, writes and not overwrites, limited)
+        if not reads:
+            num_requests, longest = num_requests + (rows > num_rows), max(longest, filling_rows(rows))
+        adds = writes and not overwrites
+        return cls(padded_requests(num_requests), rows, padded(longest) or rows, reads, overwrites, adds, limited)
 
 
 class ForwardGraph:
     """One recorded pass of up to so many requests, which attend to their pages and to their own rows.
 
-    Rows lie at the front. Those behind them, which fill the graph up, are no request's: no attention reaches them.
+    Rows lie at the front. Those behind them, which fill the graph up, are no request's. Where attention reads no pages
+    they attend to each other: what they compute must be numbers, because FlashAttention 3 reads values beyond a
+    sequence and multiplies them by 0.
     """
 
     def __init__(self, engine: "StepGraphs", size: ForwardSize) -> None:
@@ -79,7 +85,7 @@ class ForwardGraph:
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
         self.tokens: KVTables | None = None
         self.row_slots: torch.Tensor | None = None
-        self.longest, self.max_head_len = size.longest, 0
+        self.reads, self.longest, self.max_head_len = size.reads, size.longest, 0
         own_pass: LayerPass = DensePass(rows.alone)
         if pages is not None and (size.reads or size.adds):
             self.max_head_len = engine.max_pages * pages.page_size
@@ -129,6 +135,8 @@ class ForwardGraph:
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.bounds + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.bounds))
+        if not self.reads:
+            bounds[-1] = len(self.places)
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
         if self.limits is not None:
             self.limits[:num_rows] = NO_LIMIT if batch.limits is None else batch.limits

@@ -93,6 +93,14 @@ def padded(number: int) -> int | None:
     return next(size for size in SIZES if number <= size)
 
 
+def filling_rows(num_rows: int) -> int:
+    """The most rows that fill up a graph of ``num_rows``, which is one of the numbers of ``padded``."""
+    smaller = (
+        num_rows - SIZES[-1] if num_rows > SIZES[-1] else max((size for size in SIZES if size < num_rows), default=0)
+    )
+    return num_rows - smaller - 1
+
+
 def padded_requests(num_requests: int) -> int:
     """The number of requests that a graph for so many is recorded with: 1, 2, 4, or a multiple of 8."""
     return next((size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8)

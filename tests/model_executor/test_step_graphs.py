@@ -5,6 +5,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.passes.paged import RetentionPass
@@ -101,6 +102,23 @@ def test_requests_like_earlier_ones_launch_no_pass(recording, tiny_llada, monkey
     monkeypatch.setattr(graphs, "forward", watched)
     assert answers(llm) == expected
     assert not launched
+
+
+@pytest.mark.parametrize("method", ["none", "dual"])
+def test_rows_that_fill_up_a_graph_of_whole_canvases_compute_numbers(recording, tiny_llada, method):
+    """A library may read them beside a request's own."""
+    llm, _ = recording(tiny_llada, cache_method=method)
+    answers(llm)
+    graphs = runner_of(llm).denoiser.graphs.forwards.graphs
+    whole = [graph for size, graph in graphs.items() if not size.reads]
+    torch.use_deterministic_algorithms(True)  # memory that nothing writes is NaN
+    try:
+        assert len(whole) > 1
+        for graph in whole:
+            with torch.inference_mode():
+                assert graph.launch().isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def forward_sizes(llm) -> list[tuple[int, int]]:
