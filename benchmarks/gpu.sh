@@ -88,7 +88,7 @@ ids = {name: own[name] for name in ("vocab_size", "embedding_size", "mask_token_
 with open(f"{sys.argv[2]}/config.json", "w") as file:
     json.dump(named_shape(sys.argv[1]) | ids, file)
 MAKE
-    vllm serve "$folder/model" --load-format dummy --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
+    vllm serve "$folder/model" --load-format dummy --cache-method dual --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
     server=$!
     for ((i = 0; i < 300; i++)); do
         curl --silent --fail "localhost:$port/health" && break || sleep 1
