@@ -168,7 +168,10 @@ class LayoutGraph:
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
         if self.holds is not layer_pass:
-            torch._foreach_copy_(self.inputs, self._inputs(batch, layer_pass))
+            inputs = self._inputs(batch, layer_pass)
+            for dtype in {tensor.dtype for tensor in inputs}:  # one launch for all tensors of a type
+                pairs = [pair for pair in zip(self.inputs, inputs, strict=True) if pair[1].dtype is dtype]
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
             self.holds = layer_pass
         hidden: torch.Tensor
         hidden, results = self.replay()
