@@ -36,7 +36,7 @@ class SparsePass(RetentionPass):
         self.candidates: list[torch.Tensor] = []
         """Of each request of ``updating``, the rows of its candidates among its own rows, as far as they are scored."""
         self.windows: list[torch.Tensor] = []
-        """Of each request of ``updating``, the rows of its window among its own rows."""
+        """Rows of the window among a request's own rows, for each request of ``updating``."""
         for members in self.groups:
             plan = batch.plans[members[0]]
             columns = [_scored(plan, retention) for retention in plan.adds]
