@@ -140,6 +140,10 @@ def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, 
             raise ValueError(f"needs FlashAttention 2 or 3, and vLLM takes {version} for this GPU")
         if page_size % 16:
             raise ValueError(f"needs a page_size of a multiple of 16, here {page_size}")
+        if version == 3 and page_size >= 64:
+            # From its tile of 64 tokens or more on, it may read a whole page and multiply by 0 what is behind the
+            # tokens, which may be NaN.
+            raise ValueError(f"needs a page_size below 64, here {page_size}")
     except ValueError as error:
         logger.info("Attention to pages: own kernel, because flash %s", error)
         return None

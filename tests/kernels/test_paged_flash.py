@@ -58,6 +58,8 @@ def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada
         (CUDA, torch.float16, 16, 2, None),
         (CPU, torch.bfloat16, 32, 3, "needs a CUDA device"),
         (CUDA, torch.bfloat16, 24, 3, "needs a page_size of a multiple of 16, here 24"),
+        (CUDA, torch.bfloat16, 64, 3, "needs a page_size below 64, here 64"),
+        (CUDA, torch.bfloat16, 64, 2, None),
         (CUDA, torch.bfloat16, 32, 4, "needs FlashAttention 2 or 3, and vLLM takes 4"),
     ],
 )
