@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, head_chunks
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 @torch.inference_mode()
 def run_largest_batch(runner: "DiffusionModelRunner") -> None:
-    """The largest batch that may be asked for, and the largest chunks of logits that predictions take, for vLLM to
-    measure their memory."""
+    """The largest batch that may be asked for, with the rows that fill up its graph, and the largest chunks of logits
+    that predictions take, for vLLM to measure their memory."""
     num_rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
+    num_rows = padded(num_rows) or num_rows
     device, predictor = runner.device, runner.predictor
     held = torch.empty(runner.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)

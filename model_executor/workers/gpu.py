@@ -31,7 +31,8 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
         warm_up(self.model_runner, self.load_config.use_tqdm_on_load and is_global_first_rank())
-        # vLLM's experts compute in memory that is freed when more is needed. Graphs would go on to use it.
-        lock_workspace()
+        if self.model_runner.denoiser.graphs is not None:
+            # vLLM's experts compute in memory that is freed when more is needed. Graphs would go on to use it.
+            lock_workspace()
         freeze_gc_heap()  # what lives now lives as long as the process
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)

@@ -59,6 +59,15 @@ def test_the_largest_batch_has_run_before_anything_is_recorded(engine, monkeypat
     assert ran == ([] if runner.options.uses_pages else ["none"])
 
 
+def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch):
+    runner, rows = runner_of(engine("none")), []
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.vllm_config.scheduler_config, "max_num_batched_tokens", 130)
+    monkeypatch.setattr(runner.model, "forward", lambda ids, *others: rows.append(len(ids)) or forward(ids, *others))
+    runner.profile_run()
+    assert rows == [256]
+
+
 def asked(**settings):
     return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
 
