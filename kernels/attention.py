@@ -141,8 +141,8 @@ def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, 
         if page_size % 16:
             raise ValueError(f"needs a page_size of a multiple of 16, here {page_size}")
         if version == 3 and page_size >= 64:
-            # From its tile of 64 tokens or more on, it may read a whole page and multiply by 0 what is behind the
-            # tokens, which may be NaN.
+            # It reads whole tiles of a page that its tile of keys divides, at least 64, and multiplies by 0 what lies
+            # behind the tokens, which may be NaN. From smaller pages it reads the tokens alone.
             raise ValueError(f"needs a page_size below 64, here {page_size}")
     except ValueError as error:
         logger.info("Attention to pages: own kernel, because flash %s", error)

@@ -9,7 +9,7 @@ from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.recording import (
     HOST_BOUND_ROWS,
-    filling_rows,
+    most_padding,
     padded,
     padded_requests,
     worth_padding,
@@ -59,7 +59,7 @@ class ForwardSize(NamedTuple):
         if rows > HOST_BOUND_ROWS and (writes or not reads):
             return None  # launching it takes no longer, and the slots of so many rows take tens of MiB
         if not reads:
-            num_requests, longest = num_requests + (rows > num_rows), max(longest, filling_rows(rows))
+            num_requests, longest = num_requests + (rows > num_rows), max(longest, most_padding(rows))
         adds = writes and not overwrites
         return cls(padded_requests(num_requests), rows, padded(longest) or rows, reads, overwrites, adds, limited)
 

@@ -93,8 +93,8 @@ def padded(number: int) -> int | None:
     return next(size for size in SIZES if number <= size)
 
 
-def filling_rows(num_rows: int) -> int:
-    """The most rows that fill up a graph of ``num_rows``, which is one of the numbers of ``padded``."""
+def most_padding(num_rows: int) -> int:
+    """The most padding that a graph of ``num_rows`` has; ``num_rows`` is a result of ``padded``."""
     smaller = (
         num_rows - SIZES[-1] if num_rows > SIZES[-1] else max((size for size in SIZES if size < num_rows), default=0)
     )

@@ -47,7 +47,7 @@ class EarlySkipPass(LayerPass):
     row_slots: torch.Tensor
     """``TokenTables.row_slots``, while the layers run."""
     feature_slots: torch.Tensor
-    """``FeatureTables.row_slots``, likewise, if rows are remembered by features."""
+    """``FeatureTables.row_slots``, likewise, if the pass ``remembers``."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """Requests in steps that skip and in steps that do not share the pass."""
@@ -91,7 +91,9 @@ class EarlySkipPass(LayerPass):
         """After each cut, the rows of the batch that went on."""
         if any(self.skips):
             self.confidences, self.bonuses = self._importance_of_rows()
-        if options.keeps_features and self.cuts:
+        self.remembers = options.keeps_features and bool(self.cuts)
+        """True if rows are remembered by features."""
+        if self.remembers:
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
             specs = [canvas.spec for canvas in batch.canvases]
@@ -158,7 +160,7 @@ class EarlySkipPass(LayerPass):
             inputs += [self.copy_tokens, *self.attended.graph_inputs()]
         if any(self.skips):
             inputs += [self.confidences, self.bonuses]
-        if self.options.keeps_features and self.cuts:
+        if self.remembers:
             inputs += [self.features.requests, self.features.items, self.features.tables]
         for cut in self.cuts.values():
             inputs += cut.graph_inputs()
@@ -176,7 +178,7 @@ class EarlySkipPass(LayerPass):
         inside = self.options.indicator != "hidden_state"
         self.stage, self.kept_rows = self.stages[0], []
         self.row_slots = self.tables.row_slots()
-        if self.options.keeps_features and self.cuts:
+        if self.remembers:
             self.feature_slots = self.features.row_slots()
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
@@ -195,7 +197,7 @@ class EarlySkipPass(LayerPass):
                 if kept is not None:
                     x, rows, phases = x[kept], rows[kept], phases[kept]
         del self.row_slots  # its memory, and that of the other, is for the next graph
-        if hasattr(self, "feature_slots"):
+        if self.remembers:
             del self.feature_slots
         if x is not hidden:
             hidden[rows] = x

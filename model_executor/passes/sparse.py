@@ -51,6 +51,7 @@ class SparsePass(RetentionPass):
         is_small = batch.bounds[-1] <= HOST_BOUND_ROWS and batch.limits is None
         if not (self.chooses and is_small and self.options.scorer == "mean_query"):
             return None
+        # Slices cannot be keys before Python 3.12, their names can.
         groups = [
             (*members, *((part.num_positions, part.count) for part in batch.plans[members[0]].adds), repr(columns))
             for members, columns in zip(self.groups, self.columns, strict=True)
