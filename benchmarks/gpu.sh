@@ -8,7 +8,7 @@
 #  3  answers of every cache method against those of a CPU                            answers.json
 #  4  every cache method at batch 1, 8 and 64, with a threshold, and with FP8         bench-*.json
 #  5  paged attention over its floor                                                  attention.json
-#  6  `vllm bench serve` against `vllm serve`, 1 and 32 requests at a time            serve-*.json
+#  6  `vllm bench serve` against `dllm serve`, 1 and 32 requests at a time            serve-*.json
 #  7  kernels for heads of other sizes, and the tests                                 heads.json, tests.txt
 #
 # The first three are stopped after ten minutes in all. A command that fails or takes too long ends alone; the last lines
@@ -88,10 +88,11 @@ ids = {name: own[name] for name in ("vocab_size", "embedding_size", "mask_token_
 with open(f"{sys.argv[2]}/config.json", "w") as file:
     json.dump(named_shape(sys.argv[1]) | ids, file)
 MAKE
-    vllm serve "$folder/model" --load-format dummy --cache-method dual --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
+    dllm serve "$folder/model" --load-format dummy --cache-method dual --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
     server=$!
-    for ((i = 0; i < 300; i++)); do
-        curl --silent --fail "localhost:$port/health" && break || sleep 1
+    until curl --silent --fail "localhost:$port/health" >/dev/null; do
+        kill -0 "$server" || { status=1 summary+=("FAILED: dllm serve; see $folder/server.log"); return; }
+        sleep 1
     done
     for at_once in 1 32; do
         run 300 vllm bench serve --model "$folder/model" --port "$port" --dataset-name random --random-input-len 512 \

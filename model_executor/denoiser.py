@@ -57,9 +57,11 @@ class Denoiser:
         """
         self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
-        filled_by_step = []
+        filled_by_step: list[list[Filled]] = []
         for plans in steps:
             batch.plans = [plans[request_id] for request_id in batch.request_ids]
+            if filled_by_step and layer_pass.follows:
+                layer_pass.follow(self.store.masked)
             filled_by_step.append(self._step(batch, groups, layer_pass))
         outcomes_of_steps, layer_pass.answers = outcomes_of(filled_by_step, len(batch.plans), layer_pass.asked())
         return outcomes_of_steps

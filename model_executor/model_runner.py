@@ -292,6 +292,7 @@ class DiffusionModelRunner:
             repeated = dict(zip(batch.request_ids, batch.plans, strict=True))
             if (
                 layer_pass.repeats
+                and not layer_pass.follows
                 and plans.keys() == repeated.keys()
                 and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
             ):

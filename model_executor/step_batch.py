@@ -242,7 +242,7 @@ class StepBatch(RowBounds):
     @classmethod
     def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas]) -> "StepBatch":
         """The rows of all plans, request by request. Plans that name rows by a rule are resolved here."""
-        rows = {request_id: _row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
+        rows = {request_id: row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
         # Sequences of equal length side by side share one attention call. Those that need no pages come last.
         ordered = sorted(plans, key=lambda i: (plans[i].scope is Scope.ALL, rows[i].size, plans[i].read))
         return cls([canvases[i] for i in ordered], [rows[i] for i in ordered], [plans[i] for i in ordered], ordered)
@@ -270,7 +270,7 @@ class StepBatch(RowBounds):
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
 
 
-def _row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+def row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
     """The canvas positions of a plan's rows, ascending."""
     if plan.rows is RowRule.CHOSEN:
         assert canvas.next_rows is not None

@@ -9,7 +9,7 @@ import torch
 from vllm.v1.outputs import LogprobsLists
 
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import Canvas, StepBatch, row_positions
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
 from dllm_engine.scheduler.request import Span
@@ -61,6 +61,7 @@ def _results(
     for plan, outcome in zip(plans, outcomes, strict=True):
         if results and (canvas.known[slice(*plan.window)] >= 0).all():
             break  # it ran with others, and had nothing to do
+        rows = row_positions(plan, canvas) if results else batch.host_positions[batch.rows(index)]
         changed = outcome.positions[index]
         edited = canvas.write(changed, outcome.tokens[index])
         unmasked = canvas.last_unmasked
@@ -79,14 +80,14 @@ def _results(
         shows_step = canvas.confidences is not None and not plan.prefills
         report = StepReport(
             plan=plan,
-            rows_computed=layer_pass.rows_computed(index, batch.sizes[index]),
+            rows_computed=layer_pass.rows_computed(index, rows.size),
             num_unmasked=len(unmasked),
             masked=masked,
             num_edited=len(edited),
             revises=still_revises,
             seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if canvas.spec.slow_fast else None,
             tokens=tokens or None,
-            trace=_trace(batch, index, plan, edited, layer_pass) if with_trace else None,
+            trace=_trace(batch, index, plan, rows, edited, layer_pass) if with_trace else None,
             ends=given_up is not None,
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
@@ -110,18 +111,23 @@ def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -
 
 
 def _trace(
-    batch: StepBatch, index: int, plan: StepPlan, edited: list[tuple[int, int, int]], layer_pass: LayerPass
+    batch: StepBatch,
+    index: int,
+    plan: StepPlan,
+    rows: np.ndarray,
+    edited: list[tuple[int, int, int]],
+    layer_pass: LayerPass,
 ) -> dict[str, Any]:
-    """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
+    """Trace entries of a step, by the names of ``DiffusionFigures.trace``. ``rows``: canvas positions computed."""
     canvas = batch.canvases[index]
     spec = canvas.spec
-    whole = batch.sizes[index] == spec.canvas_length == spec.response_span.stop
+    whole = rows.size == spec.canvas_length == spec.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": canvas.last_unmasked,
         **({} if spec.edit_threshold is None else {"edited_per_step": edited}),
         "windows": tuple(plan.window),
-        "computed_positions": None if whole else batch.host_positions[batch.rows(index)].tolist(),
+        "computed_positions": None if whole else rows.tolist(),
     } | layer_pass.record(index)
 
 

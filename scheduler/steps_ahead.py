@@ -43,6 +43,8 @@ def steps_known_ahead(
             # Half of the steps that the block takes at the pace of its last one: few of them find nothing to do.
             most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
+    # Of requests whose steps may fill fewer positions than planned: the same, if they fill none.
+    behind = {i: replace(progress[i]) for i, first in plans.items() if first.skips or specs[i].delay_eos}
     last_plans, num_planned = plans, 1
     while num_planned < most:
         for request_id, last in last_plans.items():
@@ -50,8 +52,15 @@ def steps_known_ahead(
             if count >= ahead[request_id].num_masked:
                 return
             ahead[request_id].advance(specs[request_id], count)
+            if request_id in behind:
+                behind[request_id].advance(specs[request_id], 0)
         try:
             last_plans = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+            for request_id, fewest in behind.items():
+                count, last_plans[request_id] = last_plans[request_id].quota.count, plan(specs[request_id], fewest)
+                counts = count, last_plans[request_id].quota.count
+                if counts[0] != counts[1] and counts != (ahead[request_id].num_masked, fewest.num_masked):
+                    return  # neither a fixed number nor all that is left
         except Exception:
             return  # the step itself will fail, and only the request whose plan it is
         if not all(does_same_work(last_plans[request_id], first) for request_id, first in plans.items()):
@@ -63,7 +72,7 @@ def steps_known_ahead(
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if the host needs no result of a step to plan the next."""
     whole_window = plan.quota.candidates == plan.window
-    asks = spec.early_stop or spec.needs_per_step_output or spec.certainty_sigma is not None
+    asks = spec.early_stop or spec.streams_steps or spec.certainty_sigma is not None
     asks |= plan.post_step > 0  # whether its block ends is its result
     return whole_window and not asks and spec.constraint is None and spec.decision is None and spec.guidance is None
 

@@ -104,7 +104,7 @@ class ForwardGraph:
 
     def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> torch.Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
-        if self.holds is not layer_pass:  # else it runs one more step on what the last one left
+        if self.holds is not layer_pass or layer_pass.follows:  # else it runs on what the last step left
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: torch.Tensor = self.replay()
@@ -167,7 +167,7 @@ class LayoutGraph:
 
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
-        if self.holds is not layer_pass:
+        if self.holds is not layer_pass or layer_pass.follows:
             inputs = self._inputs(batch, layer_pass)
             for dtype in {tensor.dtype for tensor in inputs}:  # one launch for all tensors of a type
                 pairs = [pair for pair in zip(self.inputs, inputs, strict=True) if pair[1].dtype is dtype]

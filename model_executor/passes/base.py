@@ -42,6 +42,9 @@ class LayerPass:
     writes = True
     """True if the pass changes more than the tokens that its step fills."""
 
+    follows = False
+    """True if ``follow`` must be called between steps that run ahead."""
+
     graph_rows = 0
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
 
@@ -80,6 +83,9 @@ class LayerPass:
         ``q`` ``[num_rows, num_heads, head_dim]``, ``k`` and ``v`` ``[num_rows, num_kv_heads, head_dim]``.
         """
         raise NotImplementedError
+
+    def follow(self, masked: torch.Tensor) -> None:
+        """Take in what the last step filled, before one more step. ``masked``: ``CanvasStore.masked``."""
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         """Observe the predictions at masked positions of a request, before any of them is unmasked."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.features import read_features, write_features
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -27,7 +29,7 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import FIRST_BLOCK, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope
 
 POOL_KERNEL_SIZE = 3
 """Width of the max-pooling before eviction, as in Sparse-dLLM."""
@@ -43,7 +45,7 @@ SMALLEST_NORM = 1e-6
 class EarlySkipPass(LayerPass):
     """Writes the K/V of every row a layer computes to its position, attends to the canvas as kept, and drops rows."""
 
-    observes = True
+    chooses = observes = True
     row_slots: torch.Tensor
     """``TokenTables.row_slots``, while the layers run."""
     feature_slots: torch.Tensor
@@ -89,8 +91,11 @@ class EarlySkipPass(LayerPass):
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
-        if any(self.skips):
-            self.confidences, self.bonuses = self._importance_of_rows()
+        self.follows = any(self.skips)
+        if self.follows:
+            self.predicted, masked, filled = self._rows_that_skip()
+            self._set_importance(masked, filled)
+        self.repeats = not self.copied and all(self._repeats(i) for i in range(len(plans)))
         self.remembers = options.keeps_features and bool(self.cuts)
         """True if rows are remembered by features."""
         if self.remembers:
@@ -102,9 +107,18 @@ class EarlySkipPass(LayerPass):
             self.features = FeatureTables(batch, pages, predicting, pages.geometry.hidden_size // ranks)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
-        plan, num_unmasked = self.batch.plans[index], len(self.batch.canvases[index].last_unmasked)
-        least = min(num_unmasked + 2, plan.window.size)
+        num_unmasked = len(self.batch.canvases[index].last_unmasked)
+        least = min(num_unmasked + 2, self.batch.plans[index].window.size)
         return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
+
+    def _repeats(self, index: int) -> bool:
+        """Return True if the next steps of a request keep as many rows, though each fills another number."""
+        plan, canvas = self.batch.plans[index], self.batch.canvases[index]
+        if plan.scope is not Scope.ACTIVE or plan.rows is not RowRule.ALL:
+            return False
+        fewest = min(self.options.cuts(self.num_layers).values(), default=1.0) if plan.skips else 1.0
+        most_unmasked = max(plan.quota.count, len(canvas.last_unmasked))
+        return int(fewest * self.batch.sizes[index]) >= min(most_unmasked + 2, plan.window.size)
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
@@ -126,24 +140,43 @@ class EarlySkipPass(LayerPass):
                 tokens[rows] = torch.where(places >= 0, places + plan.num_copied, -1)
         return tokens
 
-    def _importance_of_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[num_rows]`` each: the confidence that a row last had, 0 where its token is not masked, and its bonus."""
-        confidences = torch.zeros(self.batch.positions.shape, device=self.batch.device)
-        bonuses = np.zeros(len(confidences), dtype=np.float32)
-        for i, skip in enumerate(self.skips):
-            if not skip:
-                continue
-            plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
-            # A step that skips feeds neighbouring rows; row ``place`` of them predicts position ``first + place``.
-            first = plan.span.stop - self.batch.sizes[i] + canvas.spec.shifts_logits
-            stop = first + self.batch.sizes[i]
-            confidences[rows] = canvas.cache_state[first:stop] * canvas.masked[first:stop]
-            leftmost = (canvas.known[slice(*plan.window)] < 0).argmax() + plan.window.start
-            bonuses[rows.start + leftmost - first] = LEFTMOST_BONUS
-            if self.options.alpha < 1:
-                last = [rows.start + p - first for p in canvas.last_unmasked if first <= p < stop]
-                bonuses[last] = UNMASKED_BONUS
-        return confidences, on_device(bonuses, confidences.device, confidences.dtype)
+    def _rows_that_skip(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of each row: index in the ``CanvasStore`` of the position that it predicts, whether that was masked and
+        whether the last step filled it. Rows of requests that skip none predict the spare place, which is neither."""
+        table = np.full((3, self.batch.bounds[-1]), SPARE)
+        table[1:] = 0
+        for i, skips in enumerate(self.skips):
+            if skips:
+                rows, canvas = self.batch.rows(i), self.batch.canvases[i]
+                span = self._predicted_span(i)
+                table[0, rows] = canvas.start + np.arange(*span)
+                table[1, rows] = canvas.known[slice(*span)] < 0
+                table[2, rows] = np.isin(np.arange(*span), canvas.last_unmasked)
+        places, masked, filled = on_device(table, self.batch.device).unbind()
+        return places, masked > 0, filled > 0
+
+    def _predicted_span(self, index: int) -> Span:
+        """Positions that the rows of a request in a step that skips predict; its rows are neighbours."""
+        stop = self.batch.plans[index].span.stop + self.batch.canvases[index].spec.shifts_logits
+        return Span(stop - self.batch.sizes[index], stop)
+
+    def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
+        """Take over of each row the confidence that it last had, 0 where its token is not masked, and its bonus;
+        ``[num_rows]`` each."""
+        confidences = [masked.new_zeros(size, dtype=torch.float32) for size in self.batch.sizes]
+        for i, canvas in enumerate(self.batch.canvases):
+            if self.skips[i]:
+                confidences[i] = canvas.cache_state[slice(*self._predicted_span(i))]
+        self.masked, self.confidences = masked, torch.cat(confidences) * masked
+        counts = masked.cumsum(dim=0)
+        before = F.pad(counts, (1, 0))[self.batch.cu_seqlens][self.batch.requests]
+        self.bonuses = LEFTMOST_BONUS * (masked & (counts - before == 1))
+        if self.options.alpha < 1:
+            self.bonuses = self.bonuses + UNMASKED_BONUS * filled
+
+    def follow(self, masked: torch.Tensor) -> None:
+        masked = masked[self.predicted]
+        self._set_importance(masked, self.masked & ~masked)
 
     def graph_layout(self) -> Hashable | None:
         refreshes = any(plan.state is not RefreshState.REUSE for plan in self.batch.plans)

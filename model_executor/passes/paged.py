@@ -57,7 +57,22 @@ class OverwritePass(PagedPass):
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        self.repeats = all(plan.state is RefreshState.REUSE and plan.rows is RowRule.ALL for plan in batch.plans)
+        rules = {plan.rows for plan in batch.plans}
+        self.repeats = len(rules) == 1 and all(plan.state is RefreshState.REUSE for plan in batch.plans)
+        self.repeats &= rules <= {RowRule.ALL, RowRule.MASKED_BEFORE}
+        self.follows = self.repeats and rules == {RowRule.MASKED_BEFORE}
+        if self.follows:
+            shift = int(batch.canvases[0].spec.shifts_logits)
+            known = [canvas.known for canvas in batch.canvases]
+            rows_of = [batch.host_positions[batch.rows(i)] + shift for i in range(len(known))]
+            masked = np.concatenate([k[rows] < 0 for k, rows in zip(known, rows_of, strict=True)])
+            self.predicted, self.masked = batch.places + shift, on_device(masked, batch.device, torch.bool)
+
+    def follow(self, masked: torch.Tensor) -> None:
+        """Leave out rows that predict what was decided before the last step: their keys and values stay."""
+        assert self.row_slots is not None
+        self.row_slots = self.row_slots.masked_fill(~self.masked[:, None], -1)
+        self.masked = masked[self.predicted]
 
 
 class RetentionPass(PagedPass):

@@ -233,6 +233,8 @@ def fill(
         if options is None:
             chosen &= statistics.probability > floats[Number.EDITED].float()[requests]
         statistics.written = masked | chosen
+    elif work.num_logprobs is not None:
+        statistics.written = masked  # a step that runs ahead predicts some that are decided by now
     barred = barred | ~masked
     guaranteed, least, enough = (
         numbers[number] if number in uses else None for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)

@@ -27,9 +27,19 @@ def asked(**settings):
 def engine(engines, tiny_llada, tiny_dream):
     def make(method, family="LLaDA", **options):
         checkpoint = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
-        return engines(checkpoint, cache_method=method, cache_options=options, page_size=8)
+        traced = method != "es_dllm"  # whose trace needs every step
+        return engines(checkpoint, cache_method=method, cache_options=options, page_size=8, trace=traced)
 
     return make
+
+
+def answer(output):
+    """What must not depend on the number of steps in a dispatch: the figures and tokens of a response, and its
+    log-probabilities."""
+    own = output.outputs[0]
+    numbers = [entry.logprob for position in own.logprobs or () for entry in position.values()]
+    figures = replace(own.diffusion, committed_logprobs=[], pages_held=0)
+    return (list(own.token_ids), figures), own.diffusion.committed_logprobs + numbers
 
 
 def count_runs(runner, monkeypatch):
@@ -48,15 +58,24 @@ def count_runs(runner, monkeypatch):
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("none", {}), ("sparse", {}), ("dual", {}), ("dual", {"refresh": "near"}), ("freecache", {})],
+    [
+        ("none", {}),
+        ("sparse", {}),
+        ("dual", {}),
+        ("dual", {"refresh": "near"}),
+        ("freecache", {}),
+        ("dkv", {}),
+        ("es_dllm", {"keep_schedule": [[1.0, 0.0], [0.5, 0.25]]}),
+        ("es_dllm", {"keep_schedule": [[0.5, 0.0]], "indicator": "key", "retention_ratio": 0.5}),
+    ],
 )
 def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, options, recorded):
     llm = engine(method, **options)
     params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
     params += [asked(logit_bias={3: 2.0, 5: -1.0}, min_tokens=9), asked(alg_temp=0.3, seed=1, steps=12)]
-    params += [asked(confidence_eos_eot_inf=True, logits_eos_inf=True), asked()]
+    params += [asked(confidence_eos_eot_inf=True, logits_eos_inf=True), asked(logprobs=2, return_order=True)]
     prompts = PROMPTS * 2
-    expected = [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)]
+    expected = [answer(output) for output in generate(llm, prompts, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
     runner = runner_of(llm)
     monkeypatch.setattr(runner.denoiser, "graphs", None)
@@ -69,12 +88,15 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
             return step(*args)
 
     monkeypatch.setattr(runner.denoiser, "_step", watched)
-    assert [list(output.outputs[0].token_ids) for output in generate(llm, prompts, params)] == expected
+    for output, (own, logprobs) in zip(generate(llm, prompts, params), expected, strict=True):
+        assert answer(output) == (own, pytest.approx(logprobs, abs=1e-4))
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
     lengths.clear()
-    generate(llm, PROMPTS[:1], asked())
-    assert lengths == {"none": [8], "sparse": [1, 1, 6], "dual": [1, 7], "freecache": [1, 7]}[method] * 3
+    generate(llm, PROMPTS[:1], asked(logprobs=1))
+    evicts = "retention_ratio" in options
+    runs = {"none": [8], "sparse": [1, 1, 6], "dkv": [1, 1, 6], "es_dllm": [1, 1, 6] if evicts else [1, 7]}
+    assert lengths == runs.get(method, [1, 7]) * 3
 
 
 @pytest.mark.parametrize("method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"])
