@@ -31,7 +31,7 @@ class BatchTables:
         tables = [canvas.page_tables.get(kind) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
         held = [table for table in tables if table is not None]
         num_layers = held[0].shape[0] if held else 0
-        widest = padded_width(max((table.shape[1] for table in held), default=0))
+        widest = padded_width(max((table.shape[1] for table in held), default=1) or 1)
         none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.device)
         same = [none if table is None else table for table in tables]
         same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
