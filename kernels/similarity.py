@@ -14,29 +14,33 @@ from collections.abc import Callable
 import torch
 
 from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels.slots import page_places
 
-_EPS = 1e-8
+EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@operator("similarity:similarity_sums")
-def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The three sums that ``SIMILARITIES`` need of each row, over the heads of this rank.
+@operator("similarity:replace_and_compare")
+def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Replace retained values by fresh ones. Return the three sums that ``SIMILARITIES`` need of each row, over the
+    heads of this rank.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages are whole slots apart.
         slots: the physical slot ``page · slots_per_page + offset`` of the value retained for each row and KV head;
-            int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums.
+            int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums; it is
+            written nowhere, or to page 0, which is no request's. No other slot may be named twice.
 
     Returns:
         Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
     """
     kept = (slots >= 0)[..., None]
-    slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
-    retained = pages[slots // slots_per_page, slots % slots_per_page]
+    places = page_places(slots, pages)
+    retained = pages[places]
+    pages[places] = fresh
     # A product with 0 would not do: slots without a value may hold NaN.
     a, b = (x.where(kept, 0).flatten(1).float() for x in (fresh, retained))
     # All three in the same order of additions, so that rows that have not changed get equal sums.
@@ -44,11 +48,11 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of each row, float32 ``[num_rows]``; 0 where either vector is 0.
+    """Cosine similarity of each row, float32 ``[..., num_rows]``; 0 where either vector is 0.
 
-    ``sums``: as ``similarity_sums`` returns them, of all heads of the model.
+    ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all heads of the model.
     """
-    norms = sums[1:].sqrt().clamp_(min=_EPS)
+    norms = sums[1:].sqrt().clamp_(min=EPS)
     return sums[0] / (norms[0] * norms[1])
 
 
@@ -57,23 +61,30 @@ def negative_distance(sums: torch.Tensor) -> torch.Tensor:
     ``cosine``. 0 where the vectors differ by the rounding of the sums alone."""
     squares = sums[1] + sums[2]
     distance = squares - 2 * sums[0]
-    return -distance.masked_fill(distance <= _ROUNDING * squares, 0)
+    return -distance.masked_fill(distance <= ROUNDING * squares, 0)
 
 
-SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cosine, "l2": negative_distance}
-"""By the names of dLLM-Cache's metrics (appendix A.5)."""
+DRAWN = "drawn"
+SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cosine": cosine,
+    "l2": negative_distance,
+    DRAWN: lambda sums: sums[0],
+}
+"""By the names of dLLM-Cache's metrics (appendix A.5); ``DRAWN``: random numbers in place of sums."""
 
 
-def least_similar(similarity: torch.Tensor, count: int) -> torch.Tensor:
+@operator("similarity:least_similar")
+def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
     """The rows to compute again.
 
     Args:
-        similarity: ``[num_rows]`` or ``[batch, num_rows]``.
+        sums: float32 ``[3, batch, num_rows]``, or ``[1, batch, num_rows]`` of ``DRAWN`` numbers.
+        metric: name in ``SIMILARITIES``.
         count: how many rows of each member of the batch. Ties go to the first row. Rows that differ from 1 by rounding
             alone are ties: matrix products of different shapes give an unchanged row different last bits.
 
     Returns:
-        int64 ``[count]`` or ``[batch, count]``, the least similar first.
+        int64 ``[batch, count]``, the least similar first.
     """
-    alike = similarity.clamp(max=1 - _ROUNDING)
+    alike = SIMILARITIES[metric](sums).clamp(max=1 - ROUNDING)
     return alike.sort(stable=True).indices[..., :count]

@@ -57,7 +57,7 @@ class PageView:
     """KV heads of this rank."""
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_slots`` does."""
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_kv`` does."""
         write_kv(k, v, self.keys, self.values, slots)
 
     def slots(self, places: torch.Tensor) -> torch.Tensor:

@@ -188,6 +188,9 @@ class RowChoice:
         for span, first, size, count in zip(others, firsts, fixed_sizes, counts, strict=False):
             if count is not None:
                 alike[span.size, count].append((span.start, first + size))
+        spans = [(start, size) for (size, _), members in alike.items() for start, _ in members]
+        self.chosen_from = ranges([start for start, _ in spans], [size for _, size in spans])[1]
+        """The rows to choose from, group after group, on the host."""
         self.groups = []
         """Per group of equal shape, the rows to choose from ``[group, rows]``, and the places of those chosen
         ``[group, chosen]``."""

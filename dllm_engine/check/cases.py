@@ -93,11 +93,12 @@ def use_slots(draw: Draw) -> Results:
     slots_per_page = draw.sizes.page_size * draw.sizes.num_kv_heads
     pool = draw.normal(-(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim)
     targets = draw.slots(pool[:, 1], *keys.shape[:2])
-    sums = similarity.similarity_sums(keys, pool[:, 1], targets)
-    slots.write_slots(keys, pool[:, 1], targets)
+    sums = similarity.replace_and_compare(keys, pool[:, 1], targets)
     written = pool[1:, 1].clone()
     slots.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
-    return [sums, written, pool[1:]]
+    numbers = draw.integers(1, 9, 6 * ROWS).float().view(3, 2, ROWS)  # many are equal
+    chosen = [similarity.least_similar(numbers, metric, ROWS // 3) for metric in similarity.SIMILARITIES]
+    return [sums, written, pool[1:], *chosen]
 
 
 def rotate(draw: Draw) -> Results:
@@ -145,7 +146,7 @@ Case = Callable[[Draw], Results]
 BY_HEADS: dict[str, Case] = {
     "paged_attention, token-major": partial(attend_to_pages, packed=False),
     "paged_attention, ranges per head": partial(attend_to_pages, packed=True),
-    "write_slots, write_kv, similarity_sums": use_slots,
+    "write_kv, replace_and_compare, least_similar": use_slots,
     "rotate_": rotate,
     "voting_scores, summed_probabilities": vote,
 }

@@ -1,13 +1,16 @@
-"""Sums for the similarity of fresh and retained values, on CUDA devices."""
+"""Similarity of fresh and retained values, and the rows where it is least, on CUDA devices."""
 
 import torch
 
 import triton
 import triton.language as tl
+from dllm_engine.kernels.similarity import EPS, ROUNDING
+
+BLOCK = 64
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _similarity_kernel(
+def _replace_kernel(
     fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -22,8 +25,9 @@ def _similarity_kernel(
     slot = tl.load(slots + row * NUM_KV_HEADS + head, mask=head < NUM_KV_HEADS, other=-1)
     kept = (slot >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
     a = tl.load(fresh + row * fresh_row + head[:, None] * fresh_head + dim[None, :], mask=kept, other=0.0)
-    source = slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM
-    b = tl.load(pages + source[:, None] + dim[None, :], mask=kept, other=0.0)
+    place = (slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM)[:, None] + dim[None, :]
+    b = tl.load(pages + place, mask=kept, other=0.0)
+    tl.store(pages + place, a, mask=kept)
     a = a.to(tl.float32)
     b = b.to(tl.float32)
     tl.store(sums + row, tl.sum(tl.sum(a * b, axis=1), axis=0))
@@ -31,13 +35,13 @@ def _similarity_kernel(
     tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
 
 
-def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     num_rows, num_kv_heads, head_dim = fresh.shape
     sums = fresh.new_empty(3, num_rows, dtype=torch.float32)
     if not num_rows:
         return sums
     fresh = fresh if fresh.stride(2) == 1 else fresh.contiguous()
-    _similarity_kernel[(num_rows,)](
+    _replace_kernel[(num_rows,)](
         fresh, pages, slots.contiguous(), sums, num_rows, *fresh.stride()[:2], pages.stride(0),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -46,3 +50,51 @@ def similarity_sums(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tenso
         BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
     return sums
+
+
+@triton.jit
+def _similarity(sums, row, exists, sum_stride, METRIC: tl.constexpr, EPS: tl.constexpr, ROUNDING: tl.constexpr):
+    """Similarity of rows; infinite where it is no number."""
+    similarity = tl.load(sums + row, mask=exists, other=0.0)
+    if METRIC != "drawn":
+        fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
+        retained = tl.load(sums + sum_stride * 2 + row, mask=exists, other=0.0)
+        if METRIC == "cosine":
+            norms = tl.maximum(tl.sqrt_rn(fresh), EPS) * tl.maximum(tl.sqrt_rn(retained), EPS)
+            similarity = tl.div_rn(similarity, norms)
+        else:
+            distance = fresh + retained - 2 * similarity
+            similarity = -tl.where(distance <= ROUNDING * (fresh + retained), 0.0, distance)
+    return tl.where(similarity == similarity, tl.minimum(similarity, 1 - ROUNDING), float("inf"))
+
+
+@triton.jit(do_not_specialize=["sum_stride", "member_stride", "num_rows", "count"])
+def _least_similar_kernel(
+    sums, chosen, sum_stride, member_stride, num_rows, count,
+    METRIC: tl.constexpr,
+    EPS: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: the ranks of some rows of a member of the batch among all of its rows."""
+    sums += tl.program_id(1).to(tl.int64) * member_stride
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = _similarity(sums, row, row < num_rows, sum_stride, METRIC, EPS, ROUNDING)[:, None]
+    rank = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        exists = other < num_rows
+        similarity = _similarity(sums, other, exists, sum_stride, METRIC, EPS, ROUNDING)[None, :]
+        is_first = (similarity < own) | ((similarity == own) & (other[None, :] < row[:, None]))
+        rank += tl.sum((is_first & exists[None, :]).to(tl.int32), axis=1)
+    tl.store(chosen + tl.program_id(1) * count + rank, row.to(tl.int64), mask=(row < num_rows) & (rank < count))
+
+
+def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
+    _, batch, num_rows = sums.shape
+    chosen = sums.new_empty(batch, count, dtype=torch.int64)
+    sums = sums if sums.stride(2) == 1 else sums.contiguous()
+    _least_similar_kernel[(triton.cdiv(num_rows, BLOCK), batch)](
+        sums, chosen, *sums.stride()[:2], num_rows, count, METRIC=metric, EPS=EPS, ROUNDING=ROUNDING, BLOCK=BLOCK
+    )
+    return chosen

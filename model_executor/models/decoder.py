@@ -43,7 +43,7 @@ class RotaryPhases:
     table: torch.Tensor
     """``rotary_table`` of the model."""
 
-    def __getitem__(self, rows: torch.Tensor) -> "RotaryPhases":
+    def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
         """Phases of some of the rows."""
         return RotaryPhases(self.positions[rows], self.table)
 

@@ -13,14 +13,14 @@ costs one layer and lets changed tokens enter all others.
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.features import add_features, write_features
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.kernels.paged_attention import PagedTokens
-from dllm_engine.kernels.similarity import SIMILARITIES, least_similar, similarity_sums
-from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.similarity import DRAWN, least_similar, replace_and_compare
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -120,12 +120,17 @@ class AdaptivePass(LayerPass):
             responses.append(Span(response, stop))
         self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
         """Recomputed rows: those refreshed, and of the response those that have changed most."""
-        adaptive = [rows.flatten() for rows, _ in self.choice.groups]
-        self.verified = torch.cat(adaptive) if adaptive else None
-        self.verified_numbers = torch.zeros_like(batch.positions)
-        """Number of each batch row among those verified; 0 for others."""
-        if self.verified is not None:
-            self.verified_numbers[self.verified] = torch.arange(len(self.verified), device=device)
+        verified = self.choice.chosen_from
+        self.verified: torch.Tensor | slice | None = None
+        """Rows whose values are compared; a slice if these are all rows of the batch, in order."""
+        self.verified_numbers: torch.Tensor | None = None
+        """Number of each batch row among those verified, 0 for others; None: it is the row's own number."""
+        if np.array_equal(verified, np.arange(batch.bounds[-1])):
+            self.verified = slice(None)
+        elif verified.size:
+            numbers = np.zeros(batch.bounds[-1], dtype=np.int64)
+            numbers[verified] = np.arange(verified.size)
+            self.verified, self.verified_numbers = on_device(verified, device), on_device(numbers, device)
         self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         if self.verified is not None and self.options.similarity == "random":
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
@@ -151,7 +156,8 @@ class AdaptivePass(LayerPass):
         return type(self), tuple(tuple(rows.sizes) for rows in computed), shapes
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        verified = [] if self.verified is None else [self.verified, self.verified_numbers, *(self.counters or ())]
+        verified = [x for x in (self.verified, self.verified_numbers) if isinstance(x, torch.Tensor)]
+        verified += self.counters or ()
         rows = [self.features.requests, self.features.items, self.kept, *self.choice.graph_inputs()]
         computed = self.all_rows, self.some_rows
         bounds = [*computed, *(part for rows in computed if any(rows.alone.sizes) for part in (rows.alone, rows.paged))]
@@ -221,7 +227,8 @@ class AdaptivePass(LayerPass):
         fresh_values = None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
-            similarity = uniform(*self.counters, torch.full_like(self.verified, NO_TOKEN - 1 - index))
+            no_token = torch.full_like(self.counters[2], NO_TOKEN - 1 - index)
+            sums, metric = uniform(*self.counters, no_token)[None], DRAWN
         else:
             normed = layer.attn_norm(hidden[self.verified])
             if self.options.similarity == "value":
@@ -229,20 +236,21 @@ class AdaptivePass(LayerPass):
                 fresh_values = fresh
             else:
                 fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
-            verified_slots = self.row_slots[index][self.verified]
-            sums = tensor_model_parallel_all_reduce(similarity_sums(fresh, kept, verified_slots))
-            write_slots(fresh, kept, verified_slots)
-            similarity = SIMILARITIES[self.options.similarity_metric](sums)
+            sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
+            sums = tensor_model_parallel_all_reduce(sums)
+            metric = self.options.similarity_metric
         groups = self.choice.groups
-        similarities = similarity.split([members.numel() for members, _ in groups])
+        parts = sums.split([members.numel() for members, _ in groups], dim=1)
         rows = self.choice.rows(
             [
-                least_similar(group.view(members.shape), places.shape[1])
-                for group, (members, places) in zip(similarities, groups, strict=True)
+                least_similar(part.unflatten(1, members.shape), metric, places.shape[1])
+                for part, (members, places) in zip(parts, groups, strict=True)
             ]
         )
         self.chosen.append(rows)
-        return rows, None if fresh_values is None else fresh_values[self.verified_numbers[rows]]
+        if fresh_values is None:
+            return rows, None
+        return rows, fresh_values[rows if self.verified_numbers is None else self.verified_numbers[rows]]
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None

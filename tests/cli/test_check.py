@@ -16,7 +16,7 @@ from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, as_table, 
 from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
 from dllm_engine.kernels.rotary import rotate_
-from dllm_engine.kernels.slots import write_slots
+from dllm_engine.kernels.slots import write_kv
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.kernels import all_operators
 
@@ -81,13 +81,13 @@ def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cas
             raise RuntimeError("no kernel image\nis available")
 
     monkeypatch.setattr(rotate_, "cpu", wrong_in_float16)
-    monkeypatch.setattr(write_slots, "cpu", raises_in_bfloat16)
+    monkeypatch.setattr(write_kv, "cpu", raises_in_bfloat16)
     assert main(["check", "--only", "kernels"]) == 1
     printed = capsys.readouterr().out
     first, wrong, last = rows_of(printed, "rotate_")
     assert " float16, 4 heads of 32 share 4 " in wrong
     assert [row.endswith(FAILED) for row in (first, wrong, last)] == [False, True, False]
-    assert rows_of(printed, "write_slots, write_kv, similarity_sums")[-1].endswith(
+    assert rows_of(printed, "write_kv, replace_and_compare, least_similar")[-1].endswith(
         "FAILED: RuntimeError: no kernel image is available"
     )
     assert "2 failed" in printed

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, similarity_sums
+from dllm_engine.kernels.similarity import DRAWN, cosine, least_similar, negative_distance, replace_and_compare
 from tests.kernels.checks import draw
 from tests.support.kernels import TOLERANCE, error
 
@@ -31,7 +31,10 @@ def test_sums_equal_the_formula_and_read_only_what_is_retained(rows, kv_heads, d
     pages[slots[kept] // slots_per_page, slots[kept] % slots_per_page] = retained[kept]
     a, b = (x.double().masked_fill(~kept[..., None], 0.0).flatten(1) for x in (fresh, retained))
     expected = torch.stack(((a * b).sum(1), a.square().sum(1), b.square().sum(1)))
-    sums = similarity_sums(fresh, pages, slots)
+    replaced = pages.clone()
+    replaced[slots[kept] // slots_per_page, slots[kept] % slots_per_page] = fresh[kept]
+    sums = replace_and_compare(fresh, pages, slots)
+    torch.testing.assert_close(pages[1:], replaced[1:], rtol=0, atol=0, equal_nan=True)
     assert sums.dtype == torch.float32
     assert error(sums, expected) < 1e-5  # the products are exact in float32 whatever the type of the inputs
 
@@ -64,8 +67,8 @@ def test_least_similar_takes_the_first_of_equals_alone_and_in_a_batch(similarity
     count = int(len(similarity) * fraction)
     shuffled = alone[torch.randperm(len(alone), generator=torch.Generator().manual_seed(seed))]
     batch = torch.stack((alone, shuffled))
-    chosen = least_similar(batch, count)
+    chosen = least_similar(batch[None], DRAWN, count)
     for row, member in zip(chosen, batch, strict=True):
         by_rank = sorted(range(len(member)), key=lambda i: (float(member[i]), i))
         assert row.tolist() == by_rank[:count]
-        assert torch.equal(row, least_similar(member, count))
+        assert torch.equal(row, least_similar(member[None, None], DRAWN, count)[0])
