@@ -112,7 +112,7 @@ class EarlySkipPass(LayerPass):
         return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
 
     def _repeats(self, index: int) -> bool:
-        """Return True if the next steps of a request keep as many rows, though each fills another number."""
+        """Return True if the next steps of a request keep as many rows, however many positions each of them fills."""
         plan, canvas = self.batch.plans[index], self.batch.canvases[index]
         if plan.scope is not Scope.ACTIVE or plan.rows is not RowRule.ALL:
             return False
@@ -141,8 +141,8 @@ class EarlySkipPass(LayerPass):
         return tokens
 
     def _rows_that_skip(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each row: index in the ``CanvasStore`` of the position that it predicts, whether that was masked and
-        whether the last step filled it. Rows of requests that skip none predict the spare place, which is neither."""
+        """Per row: the ``CanvasStore`` index of the position that it predicts, whether that is masked, and whether the
+        last step filled it. Rows of requests that skip none get the spare place, which is neither."""
         table = np.full((3, self.batch.bounds[-1]), SPARE)
         table[1:] = 0
         for i, skips in enumerate(self.skips):
@@ -161,8 +161,7 @@ class EarlySkipPass(LayerPass):
         return Span(stop - self.batch.sizes[index], stop)
 
     def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
-        """Take over of each row the confidence that it last had, 0 where its token is not masked, and its bonus;
-        ``[num_rows]`` each."""
+        """Set the last confidence of each row, 0 where its token is not masked, and its bonus; ``[num_rows]`` each."""
         confidences = [masked.new_zeros(size, dtype=torch.float32) for size in self.batch.sizes]
         for i, canvas in enumerate(self.batch.canvases):
             if self.skips[i]:

@@ -58,15 +58,16 @@ class OverwritePass(PagedPass):
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
         rules = {plan.rows for plan in batch.plans}
-        self.repeats = len(rules) == 1 and all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        self.repeats &= rules <= {RowRule.ALL, RowRule.MASKED_BEFORE}
-        self.follows = self.repeats and rules == {RowRule.MASKED_BEFORE}
+        reuses = all(plan.state is RefreshState.REUSE for plan in batch.plans)
+        self.follows = reuses and rules == {RowRule.MASKED_BEFORE}
+        self.repeats = self.follows or (reuses and rules == {RowRule.ALL})
         if self.follows:
             shift = int(batch.canvases[0].spec.shifts_logits)
-            known = [canvas.known for canvas in batch.canvases]
-            rows_of = [batch.host_positions[batch.rows(i)] + shift for i in range(len(known))]
-            masked = np.concatenate([k[rows] < 0 for k, rows in zip(known, rows_of, strict=True)])
-            self.predicted, self.masked = batch.places + shift, on_device(masked, batch.device, torch.bool)
+            masked = [c.known[batch.host_positions[batch.rows(i)] + shift] < 0 for i, c in enumerate(batch.canvases)]
+            self.predicted = batch.places + shift
+            """Index in the ``CanvasStore`` of the position that each row predicts."""
+            self.masked = on_device(np.concatenate(masked), batch.device, torch.bool)
+            """Rows whose position was masked when the last step began."""
 
     def follow(self, masked: torch.Tensor) -> None:
         """Leave out rows that predict what was decided before the last step: their keys and values stay."""
