@@ -8,6 +8,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
+from vllm.platforms import current_platform
 
 from dllm_engine.kernels.vllm_operators import silu_and_mul
 from dllm_engine.model_executor.models.config_keys import ExpertShape
@@ -65,8 +66,8 @@ class ExpertMLP(nn.Module):
     ) -> None:
         super().__init__()
         self.shape = shape
-        # In the groups of LLaDA2 experts may be 4e-6 apart, which half precision would not tell.
-        self.router_type = torch.float32 if shape.num_groups else torch.get_default_dtype()
+        in_model_type = not shape.num_groups or current_platform.is_cuda()
+        self.router_type = torch.get_default_dtype() if in_model_type else torch.float32
         self.gate = ReplicatedLinear(
             hidden_size, shape.num_experts, bias=False, params_dtype=self.router_type, prefix=prefix_of("mlp.gate")
         )
@@ -98,7 +99,15 @@ class ExpertMLP(nn.Module):
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
         """``[num_rows, hidden_size]`` to the same shape, within ``DiffusionDecoder.forward_context``."""
-        return self.experts(normed, self.gate(normed.to(self.router_type))[0])
+        return self.experts(normed, self._router_logits(normed))
+
+    def _router_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, num_experts]``. In the groups of LLaDA2 experts may be 4e-6 apart, which half precision would
+        not tell: float32 logits of weights in the model's type, as in its code."""
+        if self.shape.num_groups and normed.is_cuda and normed.dtype != torch.float32:
+            # Products of half precision are exact in float32.
+            return torch.mm(normed, self.gate.weight.t(), out_dtype=torch.float32)
+        return self.gate(normed.to(self.router_type))[0]
 
     def _route(
         self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
