@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         search.run(60 * args.budget)
     finally:
         comparison.stop()
-        if search.plain.result is not None:
+        if search.plain.is_measured:
             rows = sorted(comparison.scored, key=lambda row: -row.cost.tokens_per_second)
             print(table([row.values for row in rows], COLUMNS))
             _finish(args, search, comparison)

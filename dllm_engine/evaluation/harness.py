@@ -59,7 +59,7 @@ class HarnessTask(Task):
         if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            DiffusionLM(engine.llm, answer=engine.answer, **own | decoding),
+            DiffusionLM(engine.llm, answer=engine.complete, **own | decoding),
             tasks=[self.name],
             limit=self.count,
             num_fewshot=self.num_fewshot,
