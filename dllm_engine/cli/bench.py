@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
-    comparison = Comparison(result_file(args, "bench"), _load)
+    comparison = Comparison(result_file(args), _load)
     comparison.add(combinations(args, max(args.batch)), workloads)
     try:
         comparison.run()

@@ -15,7 +15,6 @@ from dllm_engine.cli.arguments import add_value
 from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
 from dllm_engine.text import is_text
 
-SOME_FAILED = 1
 _SETTINGS = ("model", "dtype", "raw", "cache_method", "cache_option", "guide_model", "guide_tokens_per_token")
 """Arguments that change responses, beside those about decoding; a run resumes only an output of the same ones."""
 
@@ -27,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--output", Path, "FILE", "JSON lines, in the order of finishing")
     parser.add_argument("--raw", action="store_true", help="give prompts to the model as they are, no chat template")
     given = parser.add_mutually_exclusive_group()
-    suffix = "write --gen-length tokens between PROMPT, taken as it is, and this text"
-    add_value(given, "--suffix", str, "TEXT", suffix)
+    add_value(given, "--suffix", str, "TEXT", "write --gen-length tokens between PROMPT, taken as it is, and this text")
     template = 'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
     add_value(given, "--template", str, "TEXT", template)
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
@@ -90,4 +88,4 @@ def _answer_file(args: argparse.Namespace) -> int:
             f"run; errors: {results.num_errors}",
             file=sys.stderr,
         )
-        return SOME_FAILED if results.num_errors else 0
+        return 1 if results.num_errors else 0
