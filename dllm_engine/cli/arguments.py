@@ -116,7 +116,8 @@ def add_options(group: argparse._ActionsContainer, options: type[BaseModel], nam
 
 
 def add_value(group: argparse._ActionsContainer, names: str, read: Any, metavar: str, help: str, **more: Any) -> None:
-    """An option with a value; ``names`` has spaces between."""
+    """An option with a value; ``names`` has spaces between. The help ends with the default in ``more``."""
+    help += " (default: %(default)s)" if more.get("default") else ""
     group.add_argument(*names.split(), type=read, metavar=metavar, help=help, **more)
 
 

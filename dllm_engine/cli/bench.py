@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a first look: short prompts and responses, small batches")
     add_value(parser, "--batch --batch-size", positive_ints, "N,…", "requests at once (default: 1,8)")
     add_value(parser, "--prompt --input-len", positive_ints, "N,…", "prompt tokens (default: 128,512)")
-    add_value(parser, "--repeats", positive_int, "N", "measured rounds (default: %(default)s)", default=3)
+    add_value(parser, "--repeats", positive_int, "N", "measured rounds", default=3)
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured")
     add_comparison_arguments(parser, "--unmasking", "--response --output-len")
     parser.set_defaults(methods="all", seed=0)

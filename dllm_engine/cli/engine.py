@@ -62,9 +62,8 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """A model as the command's first word."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    )
+    meaning = "checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
+    parser.add_argument("model", metavar="MODEL", help=meaning)
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:

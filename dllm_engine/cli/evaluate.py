@@ -49,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(asked, "--lm-eval", str, "TASK,…", "tasks or groups of lm_eval by name, or YAML files")
     add_value(asked, "--paper-task", str, "BENCHMARK,…", "gsm8k, …, with the lengths and shots of a paper")
     add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
-    add_value(
-        parser, "--batch --batch-size", positive_int, "N", "requests at once (default: the engine's max_num_seqs)"
-    )
+    batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
+    add_value(parser, "--batch --batch-size", positive_int, "N", batch)
     output = "write each row as it is measured, with a .png of the same name beside it"
     add_value(parser, "--output", Path, "FILE.json", output)
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
@@ -60,9 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(harness, "--num-fewshot", int, "N", "examples in the prompt (default: the task's)")
     add_value(harness, "--metric", str, "METRIC,FILTER", "the one to show (default: the first; --output has all)")
     add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
-    add_value(
-        harness, "--mc-num", positive_int, "N", "masks per likelihood (default: %(default)s)", default=NUM_SAMPLES
-    )
+    add_value(harness, "--mc-num", positive_int, "N", "masks per continuation in likelihoods", default=NUM_SAMPLES)
     plain = "give prompts as plain text, even where the tokenizer has a chat template"
     harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=plain)
     unsafe = "run the programs that the model writes, which tasks such as humaneval score"

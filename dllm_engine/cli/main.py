@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     args.argv, args.unknown = argv, unknown
     try:
-        status: int = args.run(args)
-        return status
+        return args.run(args)
     except KeyboardInterrupt:
         print("dllm: interrupted", file=sys.stderr)
         return 130

@@ -24,13 +24,11 @@ from dllm_engine.evaluation.result_file import ResultFile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_own_task_arguments(parser, parser)
-    add_value(
-        parser, "--loss", float, "POINTS", "percentage points to lose at most (default: %(default)s)", default=1.0
-    )
-    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once (default: %(default)s)", default=16)
-    add_value(parser, "--budget", float, "MINUTES", "time for the search (default: %(default)s)", default=60.0)
+    add_value(parser, "--loss", float, "POINTS", "the most accuracy to lose, in percentage points", default=1.0)
+    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once", default=16)
+    add_value(parser, "--budget", float, "MINUTES", "the search ends in this time", default=60.0)
     add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the checkpoint's)")
-    output = "all rows and the chosen setting, with a plot of the same name (default: %(default)s)"
+    output = "all rows and the chosen setting, with a plot of the same name"
     add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
     add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")

@@ -111,15 +111,16 @@ class DiffusionLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Responses, without the stop string that ended them."""
-        params = [self._params(request.args[1]) for request in requests]
-        asked: Counter[int] = Counter()
-        for request, wanted in zip(requests, params, strict=True):
-            if wanted.seed is not None:
-                wanted.seed += asked[id(request)]  # a task that repeats its requests wants different responses
-                asked[id(request)] += 1
-        contexts = [self.tok_encode(request.args[0]) for request in requests]
-        prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        completions, _ = self.answer(list(zip(prompts, params, strict=True)))
+        times: Counter[int] = Counter()
+        asked = []
+        for request in requests:
+            context, options = request.args
+            params = self._params(options)
+            if params.seed is not None:
+                params.seed += times[id(request)]  # a task that repeats its requests wants different responses
+                times[id(request)] += 1
+            asked.append((self._fit(self.tok_encode(context), params.gen_length or 1), params))
+        completions, _ = self.answer(asked)
         for request, completion in zip(requests, completions, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, completion.text)
         return [completion.text for completion in completions]
