@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.cli.arguments import add_value, positive_int, positive_ints
-from dllm_engine.cli.engine import load
+from dllm_engine.cli.engine import given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, finish, result_file
 from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
 from dllm_engine.evaluation.comparison import Comparison, table
@@ -37,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value in (QUICK if args.quick else DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    preset = QUICK if args.quick else DEFAULTS
+    vars(args).update(preset | given(args, preset))
     longest = max(args.prompt), args.gen_length, args.block_length, args.max_model_len
     args.max_model_len = canvas_limit(load_config(args.model), *longest)
     args.engine_arg = [("max_num_batched_tokens", max(args.batch) * args.max_model_len), *args.engine_arg]

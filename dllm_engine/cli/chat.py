@@ -9,7 +9,6 @@ import io
 import re
 import signal
 import sys
-import unicodedata
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -124,4 +123,4 @@ def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
 
 def _printable(text: str) -> str:
     """The text without surrounding whitespace and without control characters."""
-    return "".join(" " if unicodedata.category(c) == "Cc" and c != "\n" else c for c in text.strip())
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text.strip())

@@ -51,8 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
     batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
     add_value(parser, "--batch --batch-size", positive_int, "N", batch)
-    output = "write each row as it is measured, with a .png of the same name beside it"
-    add_value(parser, "--output", Path, "FILE.json", output)
+    add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured, with a .png beside it")
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
     add_value(harness, "--paper", str, "NAME", f"whose settings: {', '.join(PAPERS)} (default: the first)")
@@ -60,8 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(harness, "--metric", str, "METRIC,FILTER", "the one to show (default: the first; --output has all)")
     add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
     add_value(harness, "--mc-num", positive_int, "N", "masks per continuation in likelihoods", default=NUM_SAMPLES)
-    plain = "give prompts as plain text, even where the tokenizer has a chat template"
-    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=plain)
+    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help="prompts as plain text")
     unsafe = "run the programs that the model writes, which tasks such as humaneval score"
     harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
     add_comparison_arguments(parser)
