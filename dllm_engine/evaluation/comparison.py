@@ -114,8 +114,7 @@ class Row(Combination):
     @property
     def values(self) -> dict[str, Any]:
         """Names, score and cost, as columns name them."""
-        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        return names | vars(self.result) | self.cost.figures
+        return vars(self) | vars(self.result) | self.cost.figures
 
 
 class Comparison:

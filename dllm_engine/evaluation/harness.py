@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness."""
 
 import os
+import statistics
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -112,6 +113,5 @@ def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[st
     if len(entries) == 1:
         stderr = first.get(chosen.replace(",", "_stderr,", 1))
         return chosen, float(first[chosen]), float(stderr) if isinstance(stderr, float | int) else None
-    weights = {task: examples[task]["effective"] for task in entries}
-    total = sum(weights[task] * float(entry[chosen]) for task, entry in entries.items())
-    return chosen, total / sum(weights.values()), None
+    scores = [float(entry[chosen]) for entry in entries.values()]
+    return chosen, statistics.fmean(scores, [examples[task]["effective"] for task in entries]), None

@@ -25,8 +25,6 @@ PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
     for row in paper["tasks"]
 )
 """A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
-
-
 PAPER_TABLES: dict[str, dict[str, str]] = {
     f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"}
     | table

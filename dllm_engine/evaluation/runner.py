@@ -146,10 +146,9 @@ def complete_requests(
         if len(completions) < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
     if pool is not None:
-        pages = runner_of(llm).pages  # None where the cache method has no pages
-        cost.page_bytes, reserved = (
-            (0, 0) if pages is None else (most_pages * pages.memory[0].nbytes, pages.memory.nbytes)
-        )
+        cost.page_bytes = reserved = 0
+        if (pages := runner_of(llm).pages) is not None:  # not every cache method has pages
+            cost.page_bytes, reserved = most_pages * pages.memory[0].nbytes, pages.memory.nbytes
         cost.memory_bytes = torch.cuda.max_memory_allocated() - reserved + cost.page_bytes if has_gpu else None
     return [completions[index] for index in range(len(requests))], cost
 
