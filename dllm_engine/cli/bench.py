@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
-from dllm_engine.cli.arguments import add_value, positive_int, positive_ints
+from dllm_engine.cli.arguments import add_value, positive_int, positive_ints, whole_number
 from dllm_engine.cli.engine import given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, finish, result_file
 from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--prompt --input-len", positive_ints, "N,…", "prompt tokens (default: 128,512)")
     add_value(parser, "--repeats", positive_int, "N", "measured rounds", default=3)
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured")
-    add_comparison_arguments(parser, "--unmasking", "--response --output-len")
+    add_comparison_arguments(parser)
+    add_value(parser, "--unmasking", str, "RULE,…", "as --unmasking-rules", dest="unmasking_rules")
+    add_value(parser, "--response --output-len", whole_number, "N", "as --gen-length", dest="gen_length")
     parser.set_defaults(methods="all", seed=0)
 
 

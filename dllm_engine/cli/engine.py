@@ -92,13 +92,10 @@ def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[st
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 
-def add_decoding_arguments(
-    parser: argparse.ArgumentParser, names_of_length: str = "", without: Iterable[str] = ()
-) -> None:
-    """Arguments about responses, but for options ``without``; the length may have more names."""
+def add_decoding_arguments(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
+    """Arguments about responses, but for options ``without``."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
-    length = f"--gen-length {names_of_length}"
-    add_value(group, length, whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
+    add_value(group, "--gen-length", whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
     add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
     add_options(group, RequestOptions, ("top_p", "top_k"))

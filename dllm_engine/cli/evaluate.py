@@ -32,10 +32,6 @@ from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
 DEMO_COUNT = 50
-ANSWER_LENGTH = 32
-"""Response tokens that hold the answers of the demo tasks."""
-VARIED = (*RULES, "unmasking", "guided", *GUIDE_OPTIONS)
-"""Request options that ``--unmasking-rules`` names."""
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output"),
     *("argv", "command", "run", "traceback", "unknown"),
@@ -78,17 +74,15 @@ def add_own_task_arguments(parser: argparse.ArgumentParser, group: argparse._Act
     parser.add_argument("--match", choices=MATCHES, default="exact", help=match)
 
 
-def add_comparison_arguments(
-    parser: argparse.ArgumentParser, names_of_rules: str = "", names_of_length: str = ""
-) -> None:
+def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``combinations``."""
     group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
     methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` "
     add_value(group, "--methods", str, "NAME,…", methods + "(default: none)")
     rules = "`one` for one token per step (the default), a policy such as `low_confidence`, NAME=VALUE with one of "
     rules += f"{', '.join(RULES)}, or guided=MODEL with a guide, and behind it +NAME=VALUE of other options"
-    add_value(group, f"--unmasking-rules {names_of_rules}", str, "RULE,…", rules, dest="unmasking_rules")
-    add_decoding_arguments(parser, names_of_length, without=VARIED)
+    add_value(group, "--unmasking-rules", str, "RULE,…", rules)
+    add_decoding_arguments(parser, without=(*RULES, "unmasking", "guided", *GUIDE_OPTIONS))
     add_engine_arguments(parser)
 
 
@@ -134,7 +128,7 @@ def own_tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks of ``--tasks``. Those of the demo model get a short ``gen_length`` if ``args`` have none."""
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
-        args.gen_length = ANSWER_LENGTH
+        args.gen_length = 32  # enough for all of their answers
     tasks: list[Task] = []
     count = args.count or DEMO_COUNT
     for name in names:

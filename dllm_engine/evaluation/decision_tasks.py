@@ -15,8 +15,6 @@ from dllm_engine.evaluation.runner import MeasuredEngine
 
 DECISIONS = {"decisions": False, "decisions-json": True}
 """Names of the tasks, and True for the one with JSON."""
-TEXT_LENGTH = 64
-"""Response tokens that hold an object of four fields."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class DecisionTask(Task):
                 params = decision_params(schema, tokenizer, config, template=question.template, passes=passes)
             else:
                 text = StructuredOutputsParams(**question.constraint)
-                params = DiffusionParams(gen_length=TEXT_LENGTH, structured_outputs=text, **others)
+                params = DiffusionParams(gen_length=64, structured_outputs=text, **others)  # enough for four fields
             requests.append((prompt_tokens(question.prompt, tokenizer), params))
         completions, _ = engine.complete(requests)
         rights = []
