@@ -6,18 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 
-from dllm_engine.scheduler.options.request_fields import (
-    COUNT_OPTIONS,
-    DEFAULTABLE_OPTIONS,
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
+from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import assignments, choices, did_you_mean
 
@@ -25,10 +20,6 @@ DENOISING = tuple(name for name in DEFAULTABLE_OPTIONS if name != "retention_rat
 """Arguments about how a response is denoised, under the names of request options."""
 RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
 """Options that say how many tokens a step fills."""
-ONE = "one"
-"""The unmasking rule of one token per step."""
-GUIDED = "guided"
-"""The unmasking rule that leaves the choice to a guide, whose model is its value."""
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -84,22 +75,9 @@ def positive_ints(text: str) -> list[int]:
 def json_value(text: str) -> Any:
     """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it is."""
     for read in (json.loads, whole_number):
-        try:
+        with suppress(ValueError, argparse.ArgumentTypeError):
             return read(text)
-        except (ValueError, argparse.ArgumentTypeError):
-            pass
     return text
-
-
-def json_schema(text: str) -> dict[str, Any]:
-    """A JSON object, or that of a file."""
-    try:
-        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
-    if not isinstance(schema, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(schema).__name__}, not an object")
-    return schema
 
 
 def key_value(text: str) -> tuple[str, Any]:
@@ -119,7 +97,7 @@ _READ: dict[Any, tuple[Any, str]] = {
 """Reader of an option's value, and its name in the help."""
 
 
-def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], names: Iterable[str]) -> None:
+def add_options(group: argparse._ActionsContainer, options: type[BaseModel], names: Iterable[str]) -> None:
     """Options as arguments, with what their model says of each; None where it is not given."""
     for name in names:
         field = options.model_fields[name]
@@ -137,18 +115,10 @@ def add_options(group: "argparse._ActionsContainer", options: type[BaseModel], n
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
 
 
-def add_value(
-    group: "argparse._ActionsContainer", names: str, read: Any, metavar: str, meaning: str, **more: Any
-) -> None:
-    """An option with a value; ``names`` has spaces between."""
-    group.add_argument(*names.split(), type=read, metavar=metavar, help=meaning, **more)
-
-
-def add_denoising_arguments(group: "argparse._ArgumentGroup", without: Iterable[str] = ()) -> None:
-    """Options of requests; a request can set them itself under the same names."""
-    alternatives = group.add_mutually_exclusive_group()
-    for name in (name for name in DENOISING if name not in without):
-        add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
+def add_value(group: argparse._ActionsContainer, names: str, read: Any, metavar: str, help: str, **more: Any) -> None:
+    """An option with a value; ``names`` has spaces between. The help ends with the default in ``more``."""
+    help += " (default: %(default)s)" if more.get("default") else ""
+    group.add_argument(*names.split(), type=read, metavar=metavar, help=help, **more)
 
 
 def split_names(text: str) -> list[str]:
@@ -174,15 +144,15 @@ def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
     ``threshold=0.9+block_add_threshold=0.2``, with a guide ``guided=MODEL+guide_top_k=2``."""
     first, *parts = text.split("+")
     options: dict[str, Any] = {"unmasking": first} if first in UNMASKING_POLICIES else {}
-    for part in parts if options or first == ONE else (first, *parts):
+    for part in parts if options or first == "one" else (first, *parts):
         name, equals, value = part.partition("=")
         if (name := name.replace("-", "_")) not in (*DENOISING, "passes") or not equals:
             raise ValueError(
-                f"unmasking rule {text!r} is unknown; give {ONE}, {GUIDED}=MODEL or one of {', '.join(RULES)} as "
+                f"unmasking rule {text!r} is unknown; give one, guided=MODEL or one of {', '.join(RULES)} as "
                 f"NAME=VALUE, and other options of requests behind it as +NAME=VALUE"
             )
-        options[name] = value if name == GUIDED else json_value(value)
-    return options.pop(GUIDED, None), options
+        options[name] = value if name == "guided" else json_value(value)
+    return options.pop("guided", None), options
 
 
 def as_words(options: dict[str, Any]) -> list[str]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
-from dllm_engine.cli.arguments import add_value, positive_int, positive_ints
-from dllm_engine.cli.engine import load
+from dllm_engine.cli.arguments import add_value, positive_int, positive_ints, whole_number
+from dllm_engine.cli.engine import given, load
 from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, finish, result_file
 from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
 from dllm_engine.evaluation.comparison import Comparison, table
@@ -30,16 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a first look: short prompts and responses, small batches")
     add_value(parser, "--batch --batch-size", positive_ints, "N,…", "requests at once (default: 1,8)")
     add_value(parser, "--prompt --input-len", positive_ints, "N,…", "prompt tokens (default: 128,512)")
-    add_value(parser, "--repeats", positive_int, "N", "measured rounds (default: %(default)s)", default=3)
+    add_value(parser, "--repeats", positive_int, "N", "measured rounds", default=3)
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured")
-    add_comparison_arguments(parser, "--unmasking", "--response --output-len")
+    add_comparison_arguments(parser)
+    add_value(parser, "--unmasking", str, "RULE,…", "as --unmasking-rules", dest="unmasking_rules")
+    add_value(parser, "--response --output-len", whole_number, "N", "as --gen-length", dest="gen_length")
     parser.set_defaults(methods="all", seed=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name, value in (QUICK if args.quick else DEFAULTS).items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+    preset = QUICK if args.quick else DEFAULTS
+    vars(args).update(preset | given(args, preset))
     longest = max(args.prompt), args.gen_length, args.block_length, args.max_model_len
     args.max_model_len = canvas_limit(load_config(args.model), *longest)
     args.engine_arg = [("max_num_batched_tokens", max(args.batch) * args.max_model_len), *args.engine_arg]
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
-    comparison = Comparison(result_file(args, "bench"), _load)
+    comparison = Comparison(result_file(args), _load)
     comparison.add(combinations(args, max(args.batch)), workloads)
     try:
         comparison.run()

@@ -9,10 +9,10 @@ import io
 import re
 import signal
 import sys
-import unicodedata
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.batch.files import Message, prompt_tokens
 from dllm_engine.cli.engine import add_request_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
             print(DEMO_HINT)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # `is_text` finds bytes that are not UTF-8
-    messages: list[dict[str, str]] = []
+    messages: list[Message] = []
     while True:
         try:
             line = input(PROMPT if on_terminal else "")
@@ -70,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
             answer(said, messages, llm, params, on_terminal=on_terminal)
 
 
-def answer(
-    said: str, messages: list[dict[str, str]], llm: "LLM", params: "DiffusionParams", *, on_terminal: bool
-) -> None:
+def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionParams", *, on_terminal: bool) -> None:
     """Print the answer to a message, on a terminal while it is denoised. Both are kept in ``messages`` unless the
     answer fails or is stopped."""
     from vllm.exceptions import VLLMClientError
@@ -81,26 +79,20 @@ def answer(
     params = params.clone()
     params.output_kind = RequestOutputKind.CUMULATIVE
     params.stream_granularity = "step" if on_terminal else None
-    asked = [*messages, {"role": "user", "content": said}]
-    tokens = llm.get_tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    asked = [*messages, Message(role="user", content=said)]
+    tokens = prompt_tokens(asked, llm.get_tokenizer())
     try:
         request_id = llm.llm_engine.add_request("chat", {"prompt_token_ids": tokens}, params)
     except (ValueError, VLLMClientError) as error:
         hint = "; /clear forgets the conversation so far" if messages else ""
         print(f"dllm: error: {one_line(error)}{hint}", file=sys.stderr)
         return
-    try:
-        if on_terminal:
-            print(ALTERNATE_SCREEN, end="")
-        completion = _completion(llm, request_id, said if on_terminal else None)
-    finally:
-        if on_terminal:
-            print(MAIN_SCREEN, end="", flush=True)
+    completion = _completion(llm, request_id, said if on_terminal else None)
     if completion is None:
         print("(stopped)")
     elif completion.finish_reason in ("stop", "length"):
         print(_printable(completion.text) if on_terminal else completion.text.strip(), flush=True)
-        messages[:] = [*asked, {"role": "assistant", "content": completion.text}]
+        messages[:] = [*asked, Message(role="assistant", content=completion.text)]
     else:
         print(f"dllm: error: the engine ended the request: {completion.finish_reason}", file=sys.stderr)
 
@@ -108,9 +100,11 @@ def answer(
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
     """Step the engine until the answer is complete, and draw it behind a message unless that is None; returns the
     completion, or None after Ctrl-C, which is noted instead of interrupting a step."""
+    on_screen, off_screen = ("", "") if drawn_after is None else (ALTERNATE_SCREEN, MAIN_SCREEN)
     interrupts: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
+        print(end=on_screen)
         while not interrupts:
             for output in llm.llm_engine.step():
                 completion = output.outputs[0]
@@ -124,8 +118,9 @@ def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
         return None
     finally:
         signal.signal(signal.SIGINT, before)
+        print(end=off_screen, flush=True)
 
 
 def _printable(text: str) -> str:
     """The text without surrounding whitespace and without control characters."""
-    return "".join(" " if unicodedata.category(c) == "Cc" and c != "\n" else c for c in text.strip())
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text.strip())

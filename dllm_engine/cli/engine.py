@@ -1,28 +1,21 @@
 """Shared by commands that run a model: their arguments, the engine, the decoding parameters."""
 
 import argparse
+import json
 import os
 import signal
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.cli.arguments import (
-    DENOISING,
-    add_denoising_arguments,
-    add_options,
-    add_value,
-    json_schema,
-    key_value,
-    positive_int,
-    whole_number,
-)
+from dllm_engine.cli.arguments import DENOISING, add_options, add_value, key_value, positive_int, whole_number
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS, RequestOptions
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now
@@ -44,6 +37,17 @@ def retention_ratio(text: str) -> tuple[str, float]:
     return "retention_ratio", float(text)
 
 
+def json_schema(text: str) -> dict[str, Any]:
+    """A JSON object, or that of a file."""
+    try:
+        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
+    if not isinstance(schema, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(schema).__name__}, not an object")
+    return schema
+
+
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     methods = f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)"
@@ -51,8 +55,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     more: dict[str, Any] = {"action": "append", "default": []}
     meaning = "an option of the cache method, repeatable; `dllm models` lists them"
     add_value(group, "--cache-option", key_value, "KEY=VALUE", meaning, **more)
-    ratio = "share of the tokens outside the running block that pages keep, for cache methods that evict; short for "
-    ratio += "--cache-option retention_ratio=R"
+    ratio = "share of tokens outside the running block that pages keep; short for --cache-option retention_ratio=R"
     add_value(group, "--retention-ratio", retention_ratio, "R", ratio, dest="cache_option", **more)
     add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
@@ -63,7 +66,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=meaning)
 
 
-def add_model_arguments(group: "argparse._ArgumentGroup") -> None:
+def add_model_arguments(group: argparse._ArgumentGroup) -> None:
     """Arguments of loading a model."""
     group.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     add_value(group, "--max-model-len", positive_int, "N", "most tokens of prompt and response together")
@@ -82,13 +85,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     add_value(group, "--engine-arg", key_value, "KEY=VALUE", other, action="append", default=[])
 
 
-def add_decoding_arguments(
-    parser: argparse.ArgumentParser, names_of_length: str = "", without: Iterable[str] = ()
-) -> None:
-    """Arguments about responses, but for options ``without``; the length may have more names."""
+def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[str] = ()) -> None:
+    """Options of requests; a request can set them itself under the same names."""
+    alternatives = group.add_mutually_exclusive_group()
+    for name in (name for name in DENOISING if name not in without):
+        add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
+    """Arguments about responses, but for options ``without``."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
-    length = "response tokens (default: the checkpoint's, else 256)"
-    add_value(group, f"--gen-length {names_of_length}", whole_number, "N", length)
+    add_value(group, "--gen-length", whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
     add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
     add_options(group, RequestOptions, ("top_p", "top_k"))
@@ -157,9 +164,9 @@ def load(arguments: dict[str, Any]) -> "LLM":
 
     # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
-    progress: dict[str, Any] = {"use_tqdm_on_load": sys.stderr.isatty()}
+    arguments = {"use_tqdm_on_load": sys.stderr.isatty()} | arguments
     try:
-        return LLM(**progress | arguments)
+        return LLM(**arguments)
     except OSError as error:
         raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
     finally:

@@ -9,21 +9,12 @@ stopped.
 import argparse
 import shlex
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.cli.arguments import (
-    GUIDED,
-    ONE,
-    RULES,
-    add_value,
-    parse_method,
-    parse_rule,
-    positive_int,
-    split_names,
-)
+from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule, positive_int, split_names
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
@@ -41,15 +32,6 @@ from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
 DEMO_COUNT = 50
-ANSWER_LENGTH = 32
-"""Response tokens that hold the answers of the demo tasks."""
-HARNESS = (
-    *("num_fewshot", "metric", "max_prompt_tokens", "seed", "mc_num", "count", "include_path"),
-    "confirm_run_unsafe_code",
-)
-"""Arguments that are settings of a ``HarnessTask``."""
-VARIED = (*RULES, "unmasking", GUIDED, *GUIDE_OPTIONS)
-"""Request options that ``--unmasking-rules`` names."""
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output"),
     *("argv", "command", "run", "traceback", "unknown"),
@@ -65,25 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
     batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
     add_value(parser, "--batch --batch-size", positive_int, "N", batch)
-    output = "write each row as it is measured, with a .png of the same name beside it"
-    add_value(parser, "--output", Path, "FILE.json", output)
+    add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured, with a .png beside it")
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
     add_value(harness, "--paper", str, "NAME", f"whose settings: {', '.join(PAPERS)} (default: the first)")
     add_value(harness, "--num-fewshot", int, "N", "examples in the prompt (default: the task's)")
     add_value(harness, "--metric", str, "METRIC,FILTER", "the one to show (default: the first; --output has all)")
     add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
-    masks = "masks per continuation in likelihoods (default: %(default)s)"
-    add_value(harness, "--mc-num", positive_int, "N", masks, default=NUM_SAMPLES)
-    plain = "give prompts as plain text, even where the tokenizer has a chat template"
-    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help=plain)
+    add_value(harness, "--mc-num", positive_int, "N", "masks per continuation in likelihoods", default=NUM_SAMPLES)
+    harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help="prompts as plain text")
     unsafe = "run the programs that the model writes, which tasks such as humaneval score"
     harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
     add_comparison_arguments(parser)
     parser.set_defaults(seed=0)  # it also draws the examples
 
 
-def add_own_task_arguments(parser: argparse.ArgumentParser, group: "argparse._ActionsContainer") -> None:
+def add_own_task_arguments(parser: argparse.ArgumentParser, group: argparse._ActionsContainer) -> None:
     """Arguments that name prompts with answers, and how these are matched."""
     tasks = f"tasks of the demo model ({', '.join(TASKS)}, or `{DEMO_TASKS}`, the default, for all in a row; "
     tasks += f"{' and '.join(DECISIONS)} with the rules passes=N, or others to generate the text), or "
@@ -95,17 +74,15 @@ def add_own_task_arguments(parser: argparse.ArgumentParser, group: "argparse._Ac
     parser.add_argument("--match", choices=MATCHES, default="exact", help=match)
 
 
-def add_comparison_arguments(
-    parser: argparse.ArgumentParser, names_of_rules: str = "", names_of_length: str = ""
-) -> None:
+def add_comparison_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``combinations``."""
     group = parser.add_argument_group("comparison", "A row per cache method and unmasking rule.")
     methods = "cache methods, with options as in sparse:retention_ratio=0.25:0.5+pool_kernel_size=1; or `all` "
     add_value(group, "--methods", str, "NAME,…", methods + "(default: none)")
-    rules = f"`{ONE}` for one token per step (the default), a policy such as `low_confidence`, NAME=VALUE with one of "
-    rules += f"{', '.join(RULES)}, or {GUIDED}=MODEL with a guide, and behind it +NAME=VALUE of other options"
-    add_value(group, f"--unmasking-rules {names_of_rules}", str, "RULE,…", rules, dest="unmasking_rules")
-    add_decoding_arguments(parser, names_of_length, without=VARIED)
+    rules = "`one` for one token per step (the default), a policy such as `low_confidence`, NAME=VALUE with one of "
+    rules += f"{', '.join(RULES)}, or guided=MODEL with a guide, and behind it +NAME=VALUE of other options"
+    add_value(group, "--unmasking-rules", str, "RULE,…", rules)
+    add_decoding_arguments(parser, without=(*RULES, "unmasking", "guided", *GUIDE_OPTIONS))
     add_engine_arguments(parser)
 
 
@@ -120,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     for task in tasks:
         if isinstance(task, HarnessTask):
             task.check()  # before a model is loaded: the data is what is missing most often
-    comparison = Comparison(result_file(args, "eval"), load)
+    comparison = Comparison(result_file(args), load)
     comparison.add(wanted, tasks)
     try:
         comparison.run()
@@ -143,7 +120,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
         tasks = tasks_of_papers(args.model, args.paper_task.split(","), args.paper)
-    own = given(args, HARNESS)
+    own = given(args, (field.name for field in fields(HarnessTask)))
     return [replace(task, with_chat_template=task.with_chat_template and args.chat_template, **own) for task in tasks]
 
 
@@ -151,16 +128,16 @@ def own_tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks of ``--tasks``. Those of the demo model get a short ``gen_length`` if ``args`` have none."""
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
-        args.gen_length = ANSWER_LENGTH
+        args.gen_length = 32  # enough for all of their answers
     tasks: list[Task] = []
+    count = args.count or DEMO_COUNT
     for name in names:
-        is_file = name.endswith(".jsonl")
         if name in DECISIONS:
-            questions = demo_questions(args.count or DEMO_COUNT, args.seed, as_json=DECISIONS[name])
-            tasks.append(DecisionTask(name, questions))
-            continue
-        own = read_tasks(Path(name)) if is_file else demo_tasks(name, args.count or DEMO_COUNT, args.seed)
-        tasks.append(OwnTasks(name, own[: args.count] if is_file else own, args.match))
+            tasks.append(DecisionTask(name, demo_questions(count, args.seed, as_json=DECISIONS[name])))
+        elif name.endswith(".jsonl"):
+            tasks.append(OwnTasks(name, read_tasks(Path(name))[: args.count], args.match))
+        else:
+            tasks.append(OwnTasks(name, demo_tasks(name, count, args.seed), args.match))
     return tasks
 
 
@@ -174,9 +151,9 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
         methods = methods_for(family_of(load_config(args.model)).attention)
     made = []
     for method, options in (chosen for text in methods for chosen in parse_method(text)):
-        for rule in split_names(args.unmasking_rules or ONE):
+        for rule in split_names(args.unmasking_rules or "one"):
             guide, decoding = parse_rule(rule)
-            own = {"cache_method": method, "cache_options": options} | ({} if guide is None else {"guide_model": guide})
+            own = {"cache_method": method, "cache_options": options, "guide_model": guide}
             EngineOptions.parse(own)
             decoding = given(args, DECODING) | decoding
             DiffusionParams(**decoding)
@@ -185,9 +162,9 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     return made
 
 
-def result_file(args: argparse.Namespace, command: str) -> ResultFile:
+def result_file(args: argparse.Namespace) -> ResultFile:
     """The file of ``--output``; raises ``ValueError`` if it is of another model or other settings."""
-    return ResultFile(args.output, command, {name: value for name, value in vars(args).items() if name not in FREE})
+    return ResultFile(args.output, args.command, {name: own for name, own in vars(args).items() if name not in FREE})
 
 
 def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dllm_engine.batch.files import BatchRequest, ResultFile, read_input, settings_digest
-from dllm_engine.batch.run import answer_lines, enqueue, outcome
+from dllm_engine.batch.files import Message, ResultFile, read_input, settings_digest
+from dllm_engine.batch.run import answer_lines, outcome
 from dllm_engine.cli.arguments import add_value
 from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
 from dllm_engine.text import is_text
 
-SOME_FAILED = 1
 _SETTINGS = ("model", "dtype", "raw", "cache_method", "cache_option", "guide_model", "guide_tokens_per_token")
 """Arguments that change responses, beside those about decoding; a run resumes only an output of the same ones."""
 
@@ -27,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--output", Path, "FILE", "JSON lines, in the order of finishing")
     parser.add_argument("--raw", action="store_true", help="give prompts to the model as they are, no chat template")
     given = parser.add_mutually_exclusive_group()
-    suffix = "write --gen-length tokens between PROMPT, taken as it is, and this text"
-    add_value(given, "--suffix", str, "TEXT", suffix)
+    add_value(given, "--suffix", str, "TEXT", "write --gen-length tokens between PROMPT, taken as it is, and this text")
     template = 'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
     add_value(given, "--template", str, "TEXT", template)
     parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
@@ -50,22 +48,19 @@ def run(args: argparse.Namespace) -> int:
 def _answer_prompt(args: argparse.Namespace) -> int:
     if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
         raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
-    request, pieces = BatchRequest(prompt=args.prompt), None
-    if args.suffix is not None:  # as for LLM.infill: the length is the hole's, the prompt is taken as it is
-        if args.gen_length is None:
-            raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
-        pieces, args.gen_length, args.raw = [args.gen_length, args.suffix], None, True
+    if args.suffix is not None and args.gen_length is None:
+        raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
     llm, params = start_engine(args)
-    if args.template is not None:
+    use_chat = not args.raw and llm.has_chat_template
+    prompt = [Message(role="user", content=args.prompt)] if use_chat else args.prompt
+    if args.suffix is not None:
+        (output,) = llm.infill(args.prompt, args.suffix, params)
+    elif args.template is not None:
         from dllm_engine.infill.template import parse_template  # imports vLLM
 
-        pieces = parse_template(args.template)
-    use_chat = not args.raw and llm.has_chat_template
-    if pieces is not None:
-        (output,) = llm.fill_in([request.as_messages() if use_chat else args.prompt], [pieces], params)
+        (output,) = llm.fill_in([prompt], [parse_template(args.template)], params)
     else:
-        enqueue(llm, request, params, use_chat=use_chat)
-        (output,) = llm.wait_for_completion(use_tqdm=False)
+        (output,) = (llm.chat if use_chat else llm.generate)(prompt, params, use_tqdm=False)
     completion = output.outputs[0]
     if "error" in (ended := outcome(completion)):
         raise ValueError(ended["error"])
@@ -90,4 +85,4 @@ def _answer_file(args: argparse.Namespace) -> int:
             f"run; errors: {results.num_errors}",
             file=sys.stderr,
         )
-        return SOME_FAILED if results.num_errors else 0
+        return 1 if results.num_errors else 0

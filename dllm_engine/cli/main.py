@@ -12,7 +12,6 @@ from dllm_engine.text import one_line
 from dllm_engine.version import __version__
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
-ERROR, INTERRUPTED = 2, 130
 COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate, "lm-eval": lm_eval, "tune": tune}
 COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models, "demo-path": demo_path}
 
@@ -24,16 +23,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(argv)
     args.argv, args.unknown = argv, unknown
     try:
-        status: int = args.run(args)
-        return status
+        return args.run(args)
     except KeyboardInterrupt:
         print("dllm: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return 130
     except Exception as error:
         if args.traceback or os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
             raise
         print(f"dllm: error: {one_line(error)}", file=sys.stderr)
-        return ERROR
+        return 2
 
 
 def build_parser() -> argparse.ArgumentParser:

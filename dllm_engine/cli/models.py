@@ -49,9 +49,8 @@ def as_tables(supported: dict[str, Any]) -> str:
     methods = [("CACHE METHOD", "OPTION", "VALUES", "MEANING")]
     for name, options in supported["cache_methods"].items():
         lines = [(option, _allowed(schema), _first_sentence(schema)) for option, schema in options.items()]
-        # The first option is on the method's own line, the others are below.
-        names = (name, *[""] * len(lines))
-        methods += [(of, *line) for of, line in zip(names, lines or [("(no options)", "", "")], strict=False)]
+        first, *others = lines or [("(no options)", "", "")]
+        methods += [(name, *first), *(("", *line) for line in others)]
     policies = [("UNMASKING POLICY", "DEFAULT FOR")]
     for name in supported["unmasking"]:
         policies.append((name, ", ".join(f["name"] for f in families if f["default_unmasking"] == name)))

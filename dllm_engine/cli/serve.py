@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import DENOISING, add_denoising_arguments, add_options, add_value
-from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_model, given
+from dllm_engine.cli.arguments import DENOISING, add_options, add_value
+from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_denoising_arguments, add_model, given
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
@@ -70,14 +70,14 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
     model = [model_path(args.model)]
     if args.model in DEMO_MODELS and "served_model_name" not in stated_arguments(args.unknown):
         model += ["--served-model-name", args.model]
-    if not (additional := merged_config(args)):
-        return ["serve", *model, *args.unknown]
-    if any(word.replace("_", "-").startswith(f"{ADDITIONAL_CONFIG}.") for word in args.unknown):
+    additional = merged_config(args)
+    if additional and any(word.replace("_", "-").startswith(f"{ADDITIONAL_CONFIG}.") for word in args.unknown):
         raise ValueError(
             f"{ADDITIONAL_CONFIG}.NAME cannot be given beside options of this command, which it would replace; give "
             f"{ADDITIONAL_CONFIG} as JSON"
         )
-    return ["serve", *model, ADDITIONAL_CONFIG, json.dumps(additional), *args.unknown]
+    own = [ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []
+    return ["serve", *model, *own, *args.unknown]
 
 
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:

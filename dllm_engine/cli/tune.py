@@ -24,13 +24,11 @@ from dllm_engine.evaluation.result_file import ResultFile
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_own_task_arguments(parser, parser)
-    loss = "the most accuracy to lose, in percentage points (default: %(default)s)"
-    add_value(parser, "--loss", float, "POINTS", loss, default=1.0)
-    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once (default: %(default)s)", default=16)
-    budget = "the search ends in this time (default: %(default)s)"
-    add_value(parser, "--budget", float, "MINUTES", budget, default=60.0)
+    add_value(parser, "--loss", float, "POINTS", "the most accuracy to lose, in percentage points", default=1.0)
+    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once", default=16)
+    add_value(parser, "--budget", float, "MINUTES", "the search ends in this time", default=60.0)
     add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the checkpoint's)")
-    output = "all rows and the chosen setting, with a plot of the same name (default: %(default)s)"
+    output = "all rows and the chosen setting, with a plot of the same name"
     add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
     add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         search.run(60 * args.budget)
     finally:
         comparison.stop()
-        if search.plain.result is not None:
+        if search.plain.is_measured:
             rows = sorted(comparison.scored, key=lambda row: -row.cost.tokens_per_second)
             print(table([row.values for row in rows], COLUMNS))
             _finish(args, search, comparison)

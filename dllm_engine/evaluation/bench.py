@@ -38,7 +38,7 @@ class Workload(Task):
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The median of the rounds' tokens per second."""
         requests = self.requests(engine.llm, decoding)
-        rates = [engine.answer(requests)[1].tokens_per_second for _ in range(self.repeats)]
+        rates = [engine.complete(requests)[1].tokens_per_second for _ in range(self.repeats)]
         about = {"batch": self.at_once, "prompt": self.prompt, "lowest": min(rates), "highest": max(rates)}
         return Result("tokens/s", statistics.median(rates), None, len(requests), about)
 
@@ -63,9 +63,9 @@ def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
 
 def values_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The values of each row, and its speed over that without a cache."""
-    plain = {(row.unmasking, row.task): row.score for row in rows if row.method == "none"}
+    plain = {(row.unmasking, row.task): row.result.score for row in rows if row.method == "none"}
     values = []
     for row in rows:
         none = plain.get((row.unmasking, row.task))
-        values.append(row.values | row.details | {"over_none": row.score / none if none else None})
+        values.append(row.values | row.result.details | {"over_none": row.result.score / none if none else None})
     return values

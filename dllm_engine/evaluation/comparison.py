@@ -20,7 +20,6 @@ from dllm_engine.text import format_table, one_line
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
-UNKNOWN = "–"
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
     "TOKENS/PASS": ("tokens_per_pass", ".2f"),
@@ -62,6 +61,9 @@ class Result:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+UNMEASURED = Result("", math.nan, None, 0)
+
+
 @dataclass(frozen=True)
 class Task(ABC):
     """Examples, how they are asked where a combination does not say otherwise, and how responses are scored."""
@@ -95,10 +97,10 @@ class Task(ABC):
 
 @dataclass
 class Row(Combination):
-    """A combination on a task. ``result`` is None until it is measured."""
+    """A combination on a task."""
 
     task: str
-    result: Result | None = None
+    result: Result = UNMEASURED
     cost: Cost = field(default_factory=Cost)
 
     @property
@@ -106,19 +108,13 @@ class Row(Combination):
         return f"{self.method} {self.unmasking} {self.task}"
 
     @property
-    def score(self) -> float:
-        """NaN until it is measured."""
-        return self.result.score if self.result else math.nan
-
-    @property
-    def details(self) -> dict[str, Any]:
-        return self.result.details if self.result else {}
+    def is_measured(self) -> bool:
+        return self.result is not UNMEASURED
 
     @property
     def values(self) -> dict[str, Any]:
         """Names, score and cost, as columns name them."""
-        names = {"method": self.method, "unmasking": self.unmasking, "task": self.task}
-        return names | (vars(self.result) if self.result else {}) | self.cost.figures
+        return vars(self) | vars(self.result) | self.cost.figures
 
 
 class Comparison:
@@ -155,12 +151,12 @@ class Comparison:
     @property
     def is_through(self) -> bool:
         """True if each row that was asked for is measured, or cannot be."""
-        return all(row.result is not None or key in self.errors for key, row in self._asked.items())
+        return all(row.is_measured or key in self.errors for key, row in self._asked.items())
 
     @property
     def scored(self) -> list[Row]:
         """Measured rows: first those that were asked for, then the others of the file."""
-        return [row for row in (self._asked | self._stored).values() if row.result is not None]
+        return [row for row in (self._asked | self._stored).values() if row.is_measured]
 
     def save(self, **about: Any) -> None:
         """Write all of it, after ``about``."""
@@ -169,7 +165,7 @@ class Comparison:
     def run(self, deadline: float = math.inf) -> None:
         """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
         can be measured."""
-        missing = [key for key, row in self._asked.items() if row.result is None and key not in self.errors]
+        missing = [key for key, row in self._asked.items() if not (row.is_measured or key in self.errors)]
         engines = [self._asked[key].engine for key in missing]
         # Rows that share an engine follow each other.
         for key in sorted(missing, key=lambda key: engines.index(self._asked[key].engine)):
@@ -214,9 +210,7 @@ class Comparison:
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
     """Rows of values as text, under a header."""
-    cells = [
-        [UNKNOWN if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows
-    ]
+    cells = [["–" if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows]
     return format_table([tuple(columns), *cells])
 
 

@@ -2,10 +2,11 @@
 
 import json
 import re
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from dllm_engine.batch.files import prompt_tokens
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, make_examples
@@ -14,9 +15,6 @@ from dllm_engine.evaluation.runner import MeasuredEngine
 
 DECISIONS = {"decisions": False, "decisions-json": True}
 """Names of the tasks, and True for the one with JSON."""
-TEXT_LENGTH = 64
-"""Response tokens that hold an object of four fields."""
-_BINS = 10
 
 
 @dataclass(frozen=True)
@@ -63,17 +61,16 @@ class DecisionTask(Task):
 
         tokenizer, requests = engine.llm.get_tokenizer(), []
         others = {name: value for name, value in decoding.items() if name not in ("passes", "gen_length", "seed")}
-        decides = "passes" in decoding
-        if decides and others:
+        passes = decoding.get("passes")
+        if passes is not None and others:
             raise ValueError(f"{min(others)}: a decision commits whole fields; leave it out beside passes")
         for question in self.questions:
-            if decides:
-                config, settings = engine.llm.llm_engine.vllm_config, {"passes": decoding["passes"]}
-                schema = schema_of(question.choices)
-                params = decision_params(schema, tokenizer, config, template=question.template, **settings)
+            if passes is not None:
+                schema, config = schema_of(question.choices), engine.llm.llm_engine.vllm_config
+                params = decision_params(schema, tokenizer, config, template=question.template, passes=passes)
             else:
                 text = StructuredOutputsParams(**question.constraint)
-                params = DiffusionParams(gen_length=TEXT_LENGTH, structured_outputs=text, **others)
+                params = DiffusionParams(gen_length=64, structured_outputs=text, **others)  # enough for four fields
             requests.append((prompt_tokens(question.prompt, tokenizer), params))
         completions, _ = engine.complete(requests)
         rights = []
@@ -81,15 +78,12 @@ class DecisionTask(Task):
             answer = question.values_in(completion.text)
             rights += [float(answer.get(name) == value) for name, value in question.values.items()]
         details: dict[str, Any] = {"scores": rights}
-        if not decides:
-            return Result("fields", *mean_and_error(rights), len(rights), details)
-        decisions = (completion.diffusion.decision for completion in completions)
-        probabilities = [field["probability"] for decision in decisions for field in decision.values()]
-        bins = reliability(probabilities, rights)
-        error = sum(size * abs(mean - share) for mean, share, size in bins) / len(rights)
-        return Result(
-            "fields", *mean_and_error(rights), len(rights), details | {"calibration_error": error, "reliability": bins}
-        )
+        if passes is not None:
+            decisions = (completion.diffusion.decision for completion in completions)
+            bins = reliability([field["probability"] for fields in decisions for field in fields.values()], rights)
+            error = sum(size * abs(mean - share) for mean, share, size in bins) / len(rights)
+            details |= {"calibration_error": error, "reliability": bins}
+        return Result("fields", *mean_and_error(rights), len(rights), details)
 
 
 def reliability(probabilities: Sequence[float], rights: Sequence[float]) -> list[tuple[float, float, int]]:
@@ -97,11 +91,10 @@ def reliability(probabilities: Sequence[float], rights: Sequence[float]) -> list
 
     The mean of their differences, weighted by the numbers, is the expected calibration error.
     """
-    pairs: list[list[tuple[float, float]]] = [[] for _ in range(_BINS)]
-    for pair in zip(probabilities, rights, strict=True):
-        pairs[min(int(pair[0] * _BINS), _BINS - 1)].append(pair)
-    means = ([statistics.fmean(values) for values in zip(*each, strict=True)] for each in pairs if each)
-    return [(mean, share, len(each)) for (mean, share), each in zip(means, filter(None, pairs), strict=True)]
+    pairs = np.column_stack((probabilities, rights))
+    numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
+    bins = (pairs[numbers == number] for number in np.unique(numbers))
+    return [(each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins]
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:

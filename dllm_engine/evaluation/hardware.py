@@ -1,4 +1,4 @@
-"""The machine that figures are made on, and the memory that an engine takes of it."""
+"""The machine that figures are made on."""
 
 import datetime
 import platform
@@ -44,16 +44,3 @@ def provenance() -> dict[str, Any]:
 def machine_line(machine: dict[str, Any]) -> str:
     """``provenance`` in a line, for the head of a table."""
     return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
-
-
-def reset_peak() -> None:
-    """Forget the peak of GPU memory that ``peak_bytes`` reads."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes(pages: Any, most_pages: int) -> tuple[int, int | None]:
-    """Bytes of the most pages that requests held at once, and PyTorch's peak on the GPU without the pages that were
-    free then; None without a GPU. ``pages`` is the model runner's page memory, None where its method has no pages."""
-    held, pool = (0, 0) if pages is None else (most_pages * pages.memory[0].nbytes, pages.memory.nbytes)
-    return held, torch.cuda.max_memory_allocated() - pool + held if torch.cuda.is_available() else None

@@ -1,6 +1,7 @@
 """Tasks of lm-evaluation-harness."""
 
 import os
+import statistics
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -59,7 +60,7 @@ class HarnessTask(Task):
         if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
         results: dict[str, Any] = lm_eval.simple_evaluate(
-            DiffusionLM(engine.llm, answer=engine.answer, **own | decoding),
+            DiffusionLM(engine.llm, answer=engine.complete, **own | decoding),
             tasks=[self.name],
             limit=self.count,
             num_fewshot=self.num_fewshot,
@@ -112,6 +113,5 @@ def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[st
     if len(entries) == 1:
         stderr = first.get(chosen.replace(",", "_stderr,", 1))
         return chosen, float(first[chosen]), float(stderr) if isinstance(stderr, float | int) else None
-    weights = {task: examples[task]["effective"] for task in entries}
-    total = sum(weights[task] * float(entry[chosen]) for task, entry in entries.items())
-    return chosen, total / sum(weights.values()), None
+    scores = [float(entry[chosen]) for entry in entries.values()]
+    return chosen, statistics.fmean(scores, [examples[task]["effective"] for task in entries]), None

@@ -37,8 +37,8 @@ def log_likelihoods(
         raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")
     terms, ahead = itertools.tee(weighted_canvases(pairs, num_samples, seed))
     totals = [0.0] * len(pairs)
-    for logprobs in llm.masked_logprobs(canvas for _, _, canvas in ahead):
-        index, weight, _ = next(terms)
+    computed = llm.masked_logprobs(canvas for _, _, canvas in ahead)
+    for (index, weight, _), logprobs in zip(terms, computed, strict=True):
         totals[index] += weight * sum(logprobs)
     return totals
 

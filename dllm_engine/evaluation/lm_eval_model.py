@@ -6,6 +6,7 @@ this module loaded first.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - its own models are registered only where no other was before
@@ -22,13 +23,9 @@ from dllm_engine.text import choices
 
 DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
 """Decoding options that lm_eval has no name for."""
-DECODING_OPTIONS = (*DIFFUSION_OPTIONS, "temperature", "top_p", "top_k", "seed", "ignore_eos")
 _TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
 """Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
-
-
-Continuation = tuple[tuple[str, str] | None, list[int], list[int]]
-"""Texts, where a cache may keep them, and tokens of a prompt and its continuation, as lm_eval hands them on."""
+DECODING_OPTIONS = (*DIFFUSION_OPTIONS, *_TASK_OPTIONS, "ignore_eos")
 
 
 @register_model("dllm")
@@ -46,7 +43,7 @@ class DiffusionLM(TemplateLM):
             of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
             fit.
-        answer: what answers the requests; None: the engine, all at once.
+        answer: what answers the requests, as ``complete_requests`` does; None: that, all at once.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
-        answer: Callable[[Sequence[Request]], tuple[list[str], Cost]] | None = None,
+        answer: Callable[[Sequence[Request]], tuple[list[Any], Cost]] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -74,7 +71,7 @@ class DiffusionLM(TemplateLM):
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
-        self.answer = answer or self._answer
+        self.answer = answer or partial(complete_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
     # What lm_eval asks of the tokenizer
@@ -114,22 +111,19 @@ class DiffusionLM(TemplateLM):
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Responses, without the stop string that ended them."""
-        params = [self._params(request.args[1]) for request in requests]
-        asked: Counter[int] = Counter()
-        for request, wanted in zip(requests, params, strict=True):
-            if wanted.seed is not None:
-                wanted.seed += asked[id(request)]  # a task that repeats its requests wants different responses
-                asked[id(request)] += 1
-        contexts = [self.tok_encode(request.args[0]) for request in requests]
-        prompts = [self._fit(tokens, p.gen_length or 1) for tokens, p in zip(contexts, params, strict=True)]
-        texts, _ = self.answer(list(zip(prompts, params, strict=True)))
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
-
-    def _answer(self, requests: Sequence[Request]) -> tuple[list[str], Cost]:
-        completions, cost = complete_requests(self.llm, requests, label="Requests")
-        return [completion.text for completion in completions], cost
+        times: Counter[int] = Counter()
+        asked = []
+        for request in requests:
+            context, options = request.args
+            params = self._params(options)
+            if params.seed is not None:
+                params.seed += times[id(request)]  # a task that repeats its requests wants different responses
+                times[id(request)] += 1
+            asked.append((self._fit(self.tok_encode(context), params.gen_length or 1), params))
+        completions, _ = self.answer(asked)
+        for request, completion in zip(requests, completions, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, completion.text)
+        return [completion.text for completion in completions]
 
     def _params(self, task_options: dict[str, Any]) -> DiffusionParams:
         """The decoding parameters of a request of a task that has ``task_options`` as ``generation_kwargs``."""
@@ -163,10 +157,7 @@ class DiffusionLM(TemplateLM):
     # Likelihoods
 
     def _loglikelihood_tokens(
-        self,
-        requests: Sequence[Continuation],
-        disable_tqdm: bool = False,
-        **kwargs: Any,
+        self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs = [(self._fit(prompt, len(continuation)), continuation) for _, prompt, continuation in requests]
         bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)

@@ -39,8 +39,9 @@ class OwnTasks(Task):
         if not engine.llm.has_chat_template and any(isinstance(task.prompt, list) for task in self.tasks):
             raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
         tokenizer, params = engine.llm.get_tokenizer(), DiffusionParams(**decoding)
-        texts, _ = engine.answer([(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
-        scores = [float(MATCHES[self.match](text, own.answer)) for text, own in zip(texts, self.tasks, strict=True)]
+        answers, _ = engine.complete([(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
+        is_right = MATCHES[self.match]
+        scores = [float(is_right(own.text, task.answer)) for own, task in zip(answers, self.tasks, strict=True)]
         return Result(self.match, *mean_and_error(scores), len(scores), {"scores": scores})
 
 
@@ -52,9 +53,8 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
             f"unknown task {name!r}{did_you_mean(name, known)} (tasks: {', '.join(known)}, or a FILE.jsonl); tasks of "
             f"lm_eval are named by --lm-eval"
         )
-    examples = [
-        example for part in (TASKS if name == DEMO_TASKS else [name]) for example in make_examples(part, count, seed)
-    ]
+    parts = TASKS if name == DEMO_TASKS else (name,)
+    examples = (example for part in parts for example in make_examples(part, count, seed))
     return [OwnTask(prompt=example.prompt, answer=example.answer) for example in examples]
 
 

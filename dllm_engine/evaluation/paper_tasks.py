@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path, PurePath
 from typing import Any
 
+from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.harness import HarnessTask
 from dllm_engine.families import ModelFamily, family_of
 from dllm_engine.text import choices
@@ -24,8 +25,6 @@ PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
     for row in paper["tasks"]
 )
 """A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
-
-
 PAPER_TABLES: dict[str, dict[str, str]] = {
     f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"}
     | table
@@ -87,8 +86,6 @@ def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTa
 
 def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
     """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
-    from dllm_engine.checkpoints import load_config
-
     family, is_base = family_of(load_config(model)), "base" in model.lower()
     rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
     return [harness_task(row, model, is_base=is_base) for row in rows]

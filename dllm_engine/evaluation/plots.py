@@ -1,10 +1,9 @@
 """Plots of accuracy against its cost."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from dllm_engine.evaluation.comparison import Row
 
@@ -32,12 +31,12 @@ def plot_beside(output: Path | None) -> Path | None:
 
 def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
     """Draw a row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule."""
-    rows = [row.values for row in measured if row.cost.requests]
+    rows = [row.values | {"panel": f"{row.task}: {row.result.metric}"} for row in measured if row.cost.requests]
     if path is None or not rows:
         return
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys(_panel(row) for row in rows))
+    panels = list(dict.fromkeys(row["panel"] for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     rules = list(dict.fromkeys(row["unmasking"] for row in rows))
     figure = Figure(figsize=(4.2 * len(COSTS) + 2.6, 3.8 * len(panels) + 0.4), dpi=150, layout="constrained")
@@ -48,14 +47,11 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
             axes.grid(alpha=0.3)
         line[0].set_ylabel(f"{panel} (%)")
     for row in rows:
-        look = {
-            "color": f"C{methods.index(row['method'])}",
-            "marker": MARKS[rules.index(row["unmasking"]) % len(MARKS)],
-        }
+        mark = MARKS[rules.index(row["unmasking"]) % len(MARKS)]
         error = None if row["stderr"] is None else 100 * row["stderr"]
-        for axes, cost in zip(grid[panels.index(_panel(row))], COSTS, strict=True):
+        for axes, cost in zip(grid[panels.index(row["panel"])], COSTS, strict=True):
             if row[cost] is not None:
-                axes.errorbar(row[cost], 100 * row["score"], error, linestyle="none", **look)
+                axes.errorbar(row[cost], 100 * row["score"], error, fmt=mark, color=f"C{methods.index(row['method'])}")
     for index, method in enumerate(methods):
         axes.plot([], [], "s", color=f"C{index}", label=method)
     for index, rule in enumerate(rules if len(rules) > 1 else ()):
@@ -67,7 +63,7 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
 
 def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
     """Draw the share of right values over their probability, of rows that have both. It is saved beside ``path``."""
-    rows = [row for row in measured if "reliability" in row.details]
+    rows = [row for row in measured if "reliability" in row.result.details]
     if path is None or not rows:
         return
     from matplotlib.figure import Figure
@@ -76,8 +72,8 @@ def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
     axes = figure.subplots()
     axes.plot([0, 1], [0, 1], "--", color="gray", label="calibrated")
     for row in rows:
-        means, shares, _ = zip(*row.details["reliability"], strict=True)
-        error = row.details["calibration_error"]
+        means, shares, _ = zip(*row.result.details["reliability"], strict=True)
+        error = row.result.details["calibration_error"]
         axes.plot(means, shares, "o-", label=f"{row.method} {row.unmasking} (error {error:.3f})")
     axes.set(xlabel="probability of a field's value", ylabel="share of right values", xlim=(0, 1), ylim=(0, 1))
     axes.grid(alpha=0.3)
@@ -85,7 +81,3 @@ def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
     beside = path.with_name(f"{path.stem}.reliability.png")
     figure.savefig(beside)
     print(f"wrote {beside}")
-
-
-def _panel(row: Mapping[str, Any]) -> str:
-    return f"{row['task']}: {row['metric']}"

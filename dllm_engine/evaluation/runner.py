@@ -48,11 +48,8 @@ class Cost:
     def add(self, other: "Cost") -> None:
         """Count another measurement in."""
         for name, value in vars(other).items():
-            own = getattr(self, name)
-            if name.endswith("_bytes"):
-                setattr(self, name, max((size for size in (own, value) if size is not None), default=None))
-            else:
-                setattr(self, name, own + value)
+            known = [own for own in (getattr(self, name), value) if own is not None]
+            setattr(self, name, max(known, default=None) if name.endswith("_bytes") else sum(known))
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,11 +78,6 @@ class MeasuredEngine:
         self.llm, self.cost = llm, Cost()
         self._at_once, self._label = at_once, label
 
-    def answer(self, requests: Sequence[Request]) -> tuple[list[str], Cost]:
-        """The texts of ``complete``."""
-        completions, cost = self.complete(requests)
-        return [completion.text for completion in completions], cost
-
     def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
         """As ``complete_requests``; the first requests of all are answered once before, to warm up."""
         if not self.cost.requests:
@@ -101,9 +93,9 @@ def complete_requests(
 ) -> tuple[list[Any], Cost]:
     """The completions, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by
     default ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
+    import torch
     from vllm.sampling_params import RequestOutputKind
 
-    from dllm_engine.evaluation.hardware import peak_bytes, reset_peak
     from dllm_engine.scheduler.options.resolve import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
@@ -114,7 +106,8 @@ def complete_requests(
     cost = Cost()
     pool = scheduler_of(llm).pages if is_in_process(llm) else None
     most_pages = 0
-    reset_peak()
+    if has_gpu := torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     bar = tqdm(total=len(requests), desc=label, leave=False, disable=not label)
     begin = time.perf_counter()
     try:
@@ -153,7 +146,10 @@ def complete_requests(
         if len(completions) < len(starts):
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
     if pool is not None:
-        cost.page_bytes, cost.memory_bytes = peak_bytes(runner_of(llm).pages, most_pages)
+        cost.page_bytes = reserved = 0
+        if (pages := runner_of(llm).pages) is not None:  # not every cache method has pages
+            cost.page_bytes, reserved = most_pages * pages.memory[0].nbytes, pages.memory.nbytes
+        cost.memory_bytes = torch.cuda.max_memory_allocated() - reserved + cost.page_bytes if has_gpu else None
     return [completions[index] for index in range(len(requests))], cost
 
 

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task
+from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task, mean_and_error
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
@@ -142,15 +142,17 @@ class Search:
     @property
     def best(self) -> tuple[Setting, Row]:
         """The fastest setting whose observed loss is allowed; plain decoding's is none."""
-        allowed = [(setting, row) for setting, row in self.rows if self.plain.score - row.score <= self.limit]
+        allowed = [
+            (setting, row) for setting, row in self.rows if self.plain.result.score - row.result.score <= self.limit
+        ]
         return max(allowed, key=lambda pair: pair[1].cost.tokens_per_second)
 
     def figures(self) -> dict[str, float]:
         """The loss of the best setting with its 90 % interval, and the speeds."""
         best, plain = self.best[1], self.plain
-        lowest, highest = loss_interval(plain.details["scores"], best.details["scores"])
+        lowest, highest = loss_interval(plain.result.details["scores"], best.result.details["scores"])
         return {
-            "loss": plain.score - best.score,
+            "loss": plain.result.score - best.result.score,
             "loss_lowest": lowest,
             "loss_highest": highest,
             "examples": best.cost.requests,
@@ -167,8 +169,6 @@ def loss_interval(plain: Sequence[float], scores: Sequence[float]) -> tuple[floa
     Statistics 37), which holds for few examples and for none that differ.
     """
     differences = [a - b for a, b in zip(plain, scores, strict=True)]
-    count = len(differences) + 2
-    centre = sum(differences) / count
-    error = math.sqrt(((sum(value**2 for value in differences) + 2) / count - centre**2) / count)
+    centre, error = mean_and_error([*differences, 1.0, -1.0])
     bound = NormalDist().inv_cdf(0.95) * error
     return centre - bound, centre + bound

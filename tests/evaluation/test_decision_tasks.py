@@ -29,17 +29,8 @@ def test_reliability():
 def test_decisions_beside_generated_text(tmp_path, capsys):
     output = tmp_path / "decisions.json"
     rules = "passes=1,passes=2,threshold=0.9"
-    asked = [
-        "eval",
-        "--tasks",
-        "decisions,decisions-json",
-        "--count",
-        "2",
-        "--unmasking-rules",
-        rules,
-        "--output",
-        str(output),
-    ]
+    asked = ["eval", "--tasks", "decisions,decisions-json", "--count", "2", "--unmasking-rules", rules]
+    asked += ["--output", str(output)]
     assert main(asked) == 0, capsys.readouterr().err
     rows = json.loads(output.read_text())["rows"]
     assert [row["unmasking"] for row in rows[::2]] == rules.split(",")

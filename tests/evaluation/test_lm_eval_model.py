@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,7 +97,11 @@ def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(make,
 
 def test_repeated_requests_get_different_seeds(make, monkeypatch):
     model = make(seed=5)
-    monkeypatch.setattr(model, "answer", lambda requests: ([str(wanted.seed) for _, wanted in requests], None))
+
+    def answer(requests):
+        return [SimpleNamespace(text=str(params.seed)) for _, params in requests], None
+
+    monkeypatch.setattr(model, "answer", answer)
     first, second = requests("generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
     assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
 

@@ -68,7 +68,11 @@ def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
     monkeypatch.setattr(module, "stop_engine", stopped.append)
     comparison = Comparison(ResultFile(None, "eval", {}), lambda arguments: started.append(arguments) or llm)
     engine = MeasuredEngine(comparison._engine({"cache_method": "dual"}))
-    assert (len(engine.answer(requests[:1])[0]), len(engine.answer(requests[1:])[0]), engine.cost.requests) == (1, 3, 4)
+    assert (len(engine.complete(requests[:1])[0]), len(engine.complete(requests[1:])[0]), engine.cost.requests) == (
+        1,
+        3,
+        4,
+    )
     comparison._engine({"cache_method": "dual"})
     assert (len(started), stopped) == (1, [])
     comparison._engine({"cache_method": "none"})
