@@ -19,7 +19,6 @@ import numpy as np
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.structured_output.expression import Either, Expression, literal
-from dllm_engine.structured_output.json_schema import schema_expression
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
 from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
 from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine
@@ -56,6 +55,9 @@ class Grammar:
             case "choice":
                 return Either(list(map(literal, json.loads(self.text))))
             case "json":
+                # Other expressions need not wait for it.
+                from dllm_engine.structured_output.json_schema import schema_expression
+
                 return schema_expression(json.loads(self.text), style)
         return style.map(style.anything(OBJECT_DEPTH - 1))
 

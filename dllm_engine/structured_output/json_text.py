@@ -11,6 +11,7 @@ from typing import Any
 
 from dllm_engine.structured_output.expression import (
     ANY,
+    LAST_CODE_POINT,
     Chars,
     Either,
     Expression,
@@ -19,7 +20,6 @@ from dllm_engine.structured_output.expression import (
     literal,
     one_of,
     optional,
-    without,
 )
 
 OBJECT_DEPTH = 4
@@ -27,7 +27,8 @@ OBJECT_DEPTH = 4
 VALUE_DEPTH = 2
 """Objects and arrays inside each other in a value of which a schema says nothing."""
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-_ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
+_PLAIN = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
+"""Characters that a string holds as themselves: neither control characters nor quotes and backslashes."""
 _DIGIT = one_of("0123456789")
 INTEGER = (optional(literal("-")), Either((literal("0"), (one_of("123456789"), Repeated(_DIGIT, 0, None)))))
 NUMBER = (
@@ -41,8 +42,9 @@ def in_string(expression: Expression) -> Expression:
     """Spelling of an expression as a JSON string."""
     match expression:
         case Chars(ranges):
+            plain = ((max(a, first), min(b, last)) for a, b in ranges for first, last in _PLAIN)
             holds = [letter for char, letter in _ESCAPES.items() if any(a <= ord(char) <= b for a, b in ranges)]
-            return Either((Chars(without(ranges, _ESCAPED)), (one_of("\\"), one_of("".join(holds)))))
+            return Either((Chars((*plain,)), (one_of("\\"), one_of("".join(holds)))))
         case tuple():
             return tuple(map(in_string, expression))
         case Either(branches):

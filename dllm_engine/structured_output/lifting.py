@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.machine import Machine, TooManyStatesError, distinct_rows, minimal
+from dllm_engine.structured_output.expression import Bytes, Repeated
+from dllm_engine.structured_output.machine import Machine, TooManyStatesError, byte_machine, distinct_rows, minimal
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Reasoning(NamedTuple):
 def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_states: int) -> Automaton:
     """Reads any text up to the marker, which ends its last token. Beside tokens that spell text there are those of
     ``reasoning``: with an ``end_token`` nothing else spells the marker. Arguments and errors as ``token_automaton``."""
-    free = token_automaton(_up_to(reasoning.end.encode()), vocabulary, most_states)
+    free = token_automaton(_up_to(reasoning.end.encode(), most_states), vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
     columns = []
@@ -105,13 +106,9 @@ def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_state
     return Automaton(class_of, table.astype(np.int32), free.accepting)
 
 
-def _up_to(marker: bytes) -> Machine:
-    """Reads bytes up to the first ``marker`` (Knuth, Morris and Pratt's automaton)."""
-    table = np.zeros((len(marker) + 1, 256), np.int32)
-    fallback = 0
-    for read, byte in enumerate(marker):
-        table[read] = table[fallback]
-        fallback = int(table[fallback, byte]) if read else 0
-        table[read, byte] = read + 1
-    table[-1] = -1
-    return Machine(table, np.arange(len(table)) == len(marker))
+def _up_to(marker: bytes, most_states: int) -> Machine:
+    """Reads bytes up to the first ``marker``."""
+    anything = Repeated(Bytes(tuple(range(256))), 0, None)
+    machine = byte_machine((anything, *(Bytes((byte,)) for byte in marker)), most_states)
+    machine.next_state[machine.accepting] = -1
+    return machine

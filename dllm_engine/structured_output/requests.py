@@ -41,9 +41,8 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             raise InvalidRequestError("structured_outputs.choice: the list is empty")
         grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
     elif structured.json is not None:
-        schema = structured.json
         try:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
+            schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
             grammar = Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
@@ -68,8 +67,7 @@ async def prepare(
     """
     for grammar in (grammar_of(structured), *reasoning):
         wanted = await asyncio.to_thread(build_input, grammar, tokenizer, vllm_config)
-        if not is_built(wanted):
-            await asyncio.wrap_future(automaton(wanted))
+        await asyncio.wrap_future(automaton(wanted))
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
