@@ -52,11 +52,11 @@ def _size(future: Future[Automaton]) -> int:
 
 
 def _build_apart(wanted: BuildInput) -> Automaton:
-    grammar, limits = wanted.grammar, wanted.limits
+    grammar = wanted.grammar
     status, answer, errors = _run_apart(pickle.dumps(wanted))
     if not status:
         return unpacked(answer)
-    reason = f"its automaton takes over max_automaton_seconds={limits.build_seconds:g} to build"
+    reason = f"its automaton takes over max_automaton_seconds={wanted.build_seconds:g} to build"
     if status in (REFUSED, -signal.SIGXCPU, -signal.SIGALRM):
         reason = answer.decode() if status == REFUSED else reason
         if len(reason) > _LONGEST_REASON:

@@ -99,7 +99,13 @@ class _Reader:
         if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
             raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
         if keyword == "$ref":
-            return self._referred(value, here, types)
+            target = self._target(value, here)
+            if value in self.references:
+                raise ValueError(f"{here}: recursion is not supported ({value!r} refers to itself)")
+            self.references.append(value)
+            text = self.read(target, value, types)
+            self.references.pop()
+            return text
         if keyword in ("enum", "const"):
             values = [value] if keyword == "const" else value
             has_type = Draft202012Validator({"type": types or [*_BY_TYPE]}).is_valid
@@ -117,15 +123,6 @@ class _Reader:
                 "that each requires, with another const)"
             )
         return Either(texts)
-
-    def _referred(self, reference: Any, path: str, within: list[str] | None) -> Expression:
-        target = self._target(reference, path)
-        if reference in self.references:
-            raise ValueError(f"{path}: recursion is not supported ({reference!r} refers to itself)")
-        self.references.append(reference)
-        read = self.read(target, reference, within)
-        self.references.pop()
-        return read
 
     def _target(self, reference: Any, path: str) -> Any:
         if not f"{reference}/".startswith("#/"):

@@ -78,15 +78,13 @@ class Style:
         return (literal("["), Listed([(item, True) for item in items], self.mark(",")), literal("]"))
 
     def object(self, fields: dict[str, Expression], required: list[str]) -> Expression:
-        items = [(self._field(self.constant(name), value), name in required) for name, value in fields.items()]
+        colon = self.mark(":")
+        items = [((self.constant(name), colon, value), name in required) for name, value in fields.items()]
         return (literal("{"), Listed(items, self.mark(",")), literal("}"))
 
     def map(self, value: Expression) -> Expression:
         """An object of any keys."""
-        return (literal("{"), Repeated(self._field(ANY_STRING, value), 0, None, self.mark(",")), literal("}"))
-
-    def _field(self, key: Expression, value: Expression) -> Expression:
-        return (key, self.mark(":"), value)
+        return (literal("{"), Repeated((ANY_STRING, self.mark(":"), value), 0, None, self.mark(",")), literal("}"))
 
     def anything(self, depth: int = VALUE_DEPTH) -> Expression:
         """Any value with up to ``depth`` objects and arrays inside each other."""
@@ -109,27 +107,26 @@ class Style:
 def decimals(low: int | None, high: int | None, places: int) -> Expression:
     """n / 10^places, written with as many digits behind the point, for integers n from ``low`` to ``high``; without a
     bound where one is None."""
-    texts: list[Expression] = []
+    texts: list[tuple[Expression, ...]] = []
     if high is None or high >= 0:
         texts += _naturals(max(low or 0, 0), high, places)
     if low is None or low < 0:
         least = 1 if high is None else max(1, -high)
-        texts += ((literal("-"), text) for text in _naturals(least, None if low is None else -low, places))
-    return Either(texts)
+        texts += ((literal("-"), *text) for text in _naturals(least, None if low is None else -low, places))
+    return Either([(*text[:-places], literal("."), *text[-places:]) if places else text for text in texts])
 
 
-def _naturals(low: int, high: int | None, places: int) -> Iterator[Expression]:
+def _naturals(low: int, high: int | None, places: int) -> Iterator[tuple[Expression, ...]]:
+    """Digits of the integers, with at least one before the last ``places``."""
     length = max(len(str(low)), places + 1)
     while high is None or low <= high:
         largest = 10**length - 1
         top = largest if high is None else min(high, largest)
-        for digits in _between(str(low).zfill(length), str(top).zfill(length)):
-            yield (*digits[: length - places], *literal("." if places else ""), *digits[length - places :])
-        low, length = largest + 1, length + 1
+        yield from _between(str(low).zfill(length), str(top).zfill(length))
         if high is None:
-            behind = (*literal("."), *[_DIGIT] * places) if places else ()
-            yield (one_of("123456789"), Repeated(_DIGIT, length - 1 - places, None), *behind)
+            yield (one_of("123456789"), Repeated(_DIGIT, length - places, None), *[_DIGIT] * places)
             break
+        low, length = largest + 1, length + 1
 
 
 def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:

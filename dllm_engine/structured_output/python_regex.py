@@ -6,16 +6,7 @@ from functools import cache, lru_cache
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from dllm_engine.structured_output.expression import (
-    ANY,
-    EMPTY,
-    LAST_CODE_POINT,
-    Chars,
-    Either,
-    Expression,
-    Ranges,
-    Repeated,
-)
+from dllm_engine.structured_output.expression import ANY, EMPTY, LAST_CODE_POINT, Chars, Either, Expression, Repeated
 
 _REFUSED = {
     "ASSERT": "look-around",
@@ -74,31 +65,32 @@ def _node(code: str, argument: Any, flags: int, left: Expression | None, right: 
             read: Expression = Chars(((argument, argument),))
         case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
             node = (getattr(_constants, code), tuple(argument) if code == "IN" else argument)
-            read = Chars(_matched(node, flags))
+            read = _matched(node, flags)
         case "MAX_REPEAT" | "MIN_REPEAT":
             least, most, item = argument
             # An anchor is at an end of the text only where the item is there at most once.
             edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
             most = None if most is _constants.MAXREPEAT else most
             read = Repeated(_read(item, flags, *edges), least, most)
-        case "AT" if (_constants.AT, argument) in _STARTS + _ENDS:
-            raise NotImplementedError("an anchor (^, $, \\A, \\Z) that is not at an end of the text")
         case "AT":
-            raise NotImplementedError("\\b or \\B")
+            is_anchor = (_constants.AT, argument) in _STARTS + _ENDS
+            anchor = "an anchor (^, $, \\A, \\Z) that is not at an end of the text"
+            raise NotImplementedError(anchor if is_anchor else "\\b or \\B")
         case _:
             raise NotImplementedError(_REFUSED.get(code, code))
     return (left or EMPTY, read, right or EMPTY)
 
 
 @lru_cache(maxsize=1024)
-def _matched(node: tuple[Any, Any], flags: int) -> Ranges:
+def _matched(node: tuple[Any, Any], flags: int) -> Chars:
     """Characters that one node matches."""
     state = _parser.State()
     state.flags = flags
     one = _parser.SubPattern(state, [node])
     runs = _parser.SubPattern(state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))])
     text = _all_characters()
-    return tuple((ord(text[m.start()]), ord(text[m.end() - 1])) for m in _compiler.compile(runs, flags).finditer(text))
+    found = _compiler.compile(runs, flags).finditer(text)
+    return Chars(tuple((ord(text[run.start()]), ord(text[run.end() - 1])) for run in found))
 
 
 @cache

@@ -49,9 +49,8 @@ def reasoning_before(
     if not settings.reasoning_parser or settings.enable_in_reasoning or arguments.ended:
         return None
     try:
-        parser = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)(
-            tokenizer, **(arguments.parser or {})
-        )
+        parser_class = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)
+        parser = parser_class(tokenizer, **(arguments.parser or {}))
     except Exception as error:  # each parser raises its own
         raise InvalidRequestError(
             f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r} fails: {error}"

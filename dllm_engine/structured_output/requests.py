@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton, is_built
-from dllm_engine.structured_output.build import BuildInput, Grammar, Limits
+from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
@@ -89,21 +89,20 @@ def constrained(
     """
     if params.structured_outputs is None:
         return params
-    grammar = grammar_of(params.structured_outputs)
-    carried = {CONSTRAINT: automaton(build_input(grammar, tokenizer, vllm_config)).result().packed}
-    reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
-    if reasoning is not None:
-        carried[REASONING] = automaton(build_input(reasoning, tokenizer, vllm_config)).result().packed
-    asked = {
-        name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
+    grammars = {
+        CONSTRAINT: grammar_of(params.structured_outputs),
+        REASONING: reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config),
     }
+    built = {name: automaton(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items() if each}
+    given = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
-    params.extra_args = carried | asked
+    params.extra_args = {name: future.result().packed for name, future in built.items()}
+    params.extra_args |= {name: value for name, value in given.items() if not isinstance(value, ReasoningArguments)}
     return params
 
 
 def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
-    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), limits)
+    limits = (engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
+    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), *limits)
