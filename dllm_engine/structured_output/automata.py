@@ -97,12 +97,6 @@ def take_counts() -> dict[str, float]:
     return counts
 
 
-def is_built(wanted: BuildInput) -> bool:
-    """Return True if ``automaton`` need not wait."""
-    with _cache.lock:
-        return wanted in _cache.kept
-
-
 def automaton(wanted: BuildInput) -> Future[Automaton]:
     """The automaton, which is built if it is not kept; may be called from several threads.
 

@@ -18,13 +18,6 @@ class Chars:
 
 
 @dataclass(frozen=True)
-class Bytes:
-    """One byte of a set, which is part of a character in UTF-8."""
-
-    values: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Either:
     branches: Sequence["Expression"]
 
@@ -48,8 +41,8 @@ class Listed:
     separator: "Expression"
 
 
-Expression = Union[Chars, Bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
-"""A tuple is a sequence."""
+Expression = Union[Chars, bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
+"""A tuple is a sequence. ``bytes`` are one byte of a set, which is part of a character in UTF-8."""
 EMPTY: Expression = ()
 ANY = Chars(((0, LAST_CODE_POINT),))
 

@@ -119,14 +119,13 @@ def decimals(low: int | None, high: int | None, places: int) -> Expression:
 def _naturals(low: int, high: int | None, places: int) -> Iterator[tuple[Expression, ...]]:
     """Digits of the integers, with at least one before the last ``places``."""
     length = max(len(str(low)), places + 1)
-    while high is None or low <= high:
-        largest = 10**length - 1
-        top = largest if high is None else min(high, largest)
+    if high is None:
+        yield (one_of("123456789"), Repeated(_DIGIT, length - places, None), *[_DIGIT] * places)
+        high = 10**length - 1
+    while low <= high:
+        top = min(high, 10**length - 1)
         yield from _between(str(low).zfill(length), str(top).zfill(length))
-        if high is None:
-            yield (one_of("123456789"), Repeated(_DIGIT, length - places, None), *[_DIGIT] * places)
-            break
-        low, length = largest + 1, length + 1
+        low, length = top + 1, length + 1
 
 
 def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:

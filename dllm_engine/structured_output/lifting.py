@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.expression import Bytes, Repeated
+from dllm_engine.structured_output.expression import Repeated
 from dllm_engine.structured_output.machine import Machine, TooManyStatesError, byte_machine, distinct_rows, minimal
 
 
@@ -94,21 +94,19 @@ def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_state
     free = token_automaton(_up_to(reasoning.end.encode(), most_states), vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
-    columns = []
-    if reasoning.start_token is not None:
-        columns.append((reasoning.start_token, np.where(np.arange(len(table)) == 0, 0, -1)))
     if reasoning.end_token is not None:
         table = np.where(table == ended, -1, table)
-        columns.append((reasoning.end_token, np.where(free.accepting, -1, ended)))
-    for token, column in columns:
-        class_of[token] = table.shape[1]
-        table = np.column_stack([table, column])
+    start, end = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    for token, column in ((reasoning.start_token, start), (reasoning.end_token, end)):
+        if token is not None:
+            class_of[token] = table.shape[1]
+            table = np.column_stack([table, column])
     return Automaton(class_of, table.astype(np.int32), free.accepting)
 
 
 def _up_to(marker: bytes, most_states: int) -> Machine:
     """Reads bytes up to the first ``marker``."""
-    anything = Repeated(Bytes(tuple(range(256))), 0, None)
-    machine = byte_machine((anything, *(Bytes((byte,)) for byte in marker)), most_states)
+    anything = Repeated(bytes(range(256)), 0, None)
+    machine = byte_machine((anything, *(bytes([byte]) for byte in marker)), most_states)
     machine.next_state[machine.accepting] = -1
     return machine

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import FAR, distances
-from dllm_engine.structured_output.expression import Bytes, Chars, Either, Expression, Listed, Ranges, Repeated
+from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
 """Characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
@@ -78,7 +78,7 @@ def _bytes(held: bytes, lead: int, count: int) -> list[Expression]:
     for i in range(count):
         leads.setdefault(held[i * size : (i + 1) * size], []).append(lead + i)
     return [
-        Bytes(tuple(values)) if size == 1 else (Bytes(tuple(values)), Either(_bytes(behind, 0x80, 64)))
+        bytes(values) if size == 1 else (bytes(values), Either(_bytes(behind, 0x80, 64)))
         for behind, values in leads.items()
         if b"\1" in behind
     ]
@@ -89,11 +89,11 @@ class _Rests:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.rests: list[tuple[Bytes | None, list[int]]] = [(None, [])]
+        self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
         """The byte that a rest begins with, and the numbers of the rests that may follow; without a byte between where
         it is None. Rest 0 is the end."""
 
-    def new(self, following: list[int], first: Bytes | None = None) -> int:
+    def new(self, following: list[int], first: bytes | None = None) -> int:
         if len(self.rests) >= self.most:
             raise TooManyStatesError
         self.rests.append((first, following))
@@ -102,7 +102,7 @@ class _Rests:
     def before(self, expression: Expression, behind: int) -> int:
         """The rest that is the expression and then the rest ``behind``."""
         match expression:
-            case Bytes():
+            case bytes():
                 return self.new([behind], expression)
             case Chars(ranges):
                 return self.before(_utf8(ranges), behind)
@@ -146,12 +146,12 @@ def byte_machine(expression: Expression, most: int) -> Machine:
     """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
     rests = _Rests(8 * most)
     start = rests.before(expression, 0)
-    sets = {id(first): first for first, _ in rests.rests if first}
+    sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
     member = np.zeros((256, len(sets)), np.int32)
-    for i, byte_set in enumerate(sets.values()):
-        member[list(byte_set.values), i] = 1
+    for i, byte_set in enumerate(sets):
+        member[list(byte_set), i] = 1
     firsts, kind_of = distinct_rows(member)
-    kinds = {name: np.flatnonzero(column).tolist() for name, column in zip(sets, member[firsts].T, strict=True)}
+    kinds = {each: np.flatnonzero(column).tolist() for each, column in zip(sets, member[firsts].T, strict=True)}
     closure = cache(rests.closure)
     states = [closure(start)]
     numbers = {states[0]: 0}
@@ -169,8 +169,8 @@ def byte_machine(expression: Expression, most: int) -> Machine:
     table = []
     for state in states:  # grows as it is read
         begun: list[set[int]] = [set() for _ in firsts]
-        for first, following in (rests.rests[number] for number in state if number):
-            for kind in kinds[id(first)]:
+        for first, following in (rests.rests[number] for number in state):
+            for kind in kinds[first] if first else ():
                 begun[kind].update(following)
         table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
     return Machine(np.stack(table)[:, kind_of], np.array([0 in state for state in states]))

@@ -9,7 +9,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton, is_built
+from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
 from dllm_engine.structured_output.vocabulary import vocabulary_of
@@ -71,8 +71,8 @@ async def prepare(
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
-    """Return True if the automaton is there, so that ``constrained`` need not wait."""
-    return is_built(build_input(grammar_of(structured), tokenizer, vllm_config))
+    """Return True if the automaton is there, so that ``constrained`` need not wait; begin to build it otherwise."""
+    return automaton(build_input(grammar_of(structured), tokenizer, vllm_config)).done()
 
 
 def constrained(
