@@ -52,13 +52,12 @@ def _size(future: Future[Automaton]) -> int:
 
 
 def _build_apart(wanted: BuildInput) -> Automaton:
-    grammar = wanted.grammar
-    status, answer, errors = _run_apart(pickle.dumps(wanted))
-    if not status:
-        return unpacked(answer)
+    grammar, process = wanted.grammar, _run_apart(pickle.dumps(wanted))
+    if not (status := process.returncode):
+        return unpacked(process.stdout)
     reason = f"its automaton takes over max_automaton_seconds={wanted.build_seconds:g} to build"
     if status in (REFUSED, -signal.SIGXCPU, -signal.SIGALRM):
-        reason = answer.decode() if status == REFUSED else reason
+        reason = process.stdout.decode() if status == REFUSED else reason
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[: _LONGEST_REASON // 2]} … {reason[-_LONGEST_REASON // 2 :]}"
         raise InvalidRequestError(f"structured_outputs.{grammar.kind}: {reason}")
@@ -67,18 +66,18 @@ def _build_apart(wanted: BuildInput) -> Automaton:
             f"structured_outputs.{grammar.kind}: building its automaton was ended from outside; the machine may be out "
             "of memory; send the request again later"
         )
-    logger.error("building an automaton failed with exit status %d: %s", status, errors.decode(errors="replace"))
+    logger.error(
+        "building an automaton failed with exit status %d: %s", status, process.stderr.decode(errors="replace")
+    )
     raise GenerationError(f"structured_outputs.{grammar.kind}: building its automaton failed; the log says why")
 
 
-def _run_apart(sent: bytes) -> tuple[int, bytes, bytes]:
-    """Exit status, output and error output of the building process."""
+def _run_apart(sent: bytes) -> subprocess.CompletedProcess[bytes]:
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "dllm_engine.structured_output.build"]
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.run(command, input=sent, capture_output=True, env=env, check=False)
-    return process.returncode, process.stdout, process.stderr
+    return subprocess.run(command, input=sent, capture_output=True, env=env, check=False)
 
 
 _cache = _Cache()

@@ -79,7 +79,9 @@ class _Reader:
         types = self._types(schema, path, within)
         for keyword in _COMBINING:
             if keyword in told:
-                return self._combined(keyword, schema, told, types, path)
+                if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
+                    raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
+                return self._combined(keyword, schema, types, path)
         if types is None:
             types = [name for name in _BY_TYPE if name != "integer" and told.intersection(_BY_TYPE[name])]
         return Either([getattr(self, f"_{name}")(schema, path) for name in types]) if types else self.style.anything()
@@ -92,12 +94,8 @@ class _Reader:
             raise ValueError(f"{path}: 'type' beside schemas of other types is not supported")
         return types
 
-    def _combined(
-        self, keyword: str, schema: dict[str, Any], told: set[str], types: list[str] | None, path: str
-    ) -> Expression:
+    def _combined(self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str) -> Expression:
         value, here = schema[keyword], f"{path}/{keyword}"
-        if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
-            raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
         if keyword == "$ref":
             target = self._target(value, here)
             if value in self.references:

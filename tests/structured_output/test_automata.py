@@ -2,6 +2,7 @@ import itertools
 import pickle
 import re
 import threading
+from subprocess import CompletedProcess
 
 import numpy as np
 import psutil
@@ -40,13 +41,13 @@ def in_process(monkeypatch):
     """Builds without a process, and what was built."""
     built = []
 
-    def run(sent: bytes) -> tuple[int, bytes, bytes]:
+    def run(sent: bytes) -> CompletedProcess[bytes]:
         wanted = pickle.loads(sent)
         built.append(wanted.grammar)
         try:
-            return 0, build(wanted).packed, b""
+            return CompletedProcess([], 0, build(wanted).packed)
         except ValueError as error:
-            return REFUSED, str(error).encode(), b""
+            return CompletedProcess([], REFUSED, str(error).encode())
 
     monkeypatch.setattr(automata, "_run_apart", run)
     monkeypatch.setattr(automata, "_cache", automata._Cache())
@@ -246,7 +247,8 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
 @pytest.mark.slow
 def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    broken = Vocabulary(np.frombuffer(b"a", np.uint8), np.array([0, 5]))
+    broken = Vocabulary([b"a"])
+    broken.starts = np.array([0, 5])
     future = automaton(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
     assert type(future.exception(60)) is GenerationError
     assert "building its automaton failed" in str(future.exception())

@@ -16,7 +16,7 @@ TOKENS += ["é".encode()[1:] + b"a"]
 
 
 def built(kind: str, text: str, tokens: list[bytes] = TOKENS, spaces: bool = True, max_states: int = 4096) -> Automaton:
-    return build(BuildInput(Grammar(kind, text, spaces), Vocabulary.of(tokens), max_states, 60))
+    return build(BuildInput(Grammar(kind, text, spaces), Vocabulary(tokens), max_states, 60))
 
 
 def state_behind(automaton: Automaton, tokens: list[int]) -> int:
