@@ -66,9 +66,8 @@ def _build_apart(wanted: BuildInput) -> Automaton:
             f"structured_outputs.{grammar.kind}: building its automaton was ended from outside; the machine may be out "
             "of memory; send the request again later"
         )
-    logger.error(
-        "building an automaton failed with exit status %d: %s", status, process.stderr.decode(errors="replace")
-    )
+    errors = process.stderr.decode(errors="replace")
+    logger.error("building an automaton failed with exit status %d: %s", status, errors)
     raise GenerationError(f"structured_outputs.{grammar.kind}: building its automaton failed; the log says why")
 
 

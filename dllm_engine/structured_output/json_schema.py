@@ -73,8 +73,7 @@ class _Reader:
         if not isinstance(schema, dict):
             raise ValueError(f"{path}: {schema!r} is no schema that any value is valid by")
         told = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
-        unknown = told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}
-        if unknown:
+        if unknown := told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}:
             raise ValueError(f"{path}: the keyword {min(unknown)!r} is not supported")
         types = self._types(schema, path, within)
         for keyword in _COMBINING:

@@ -9,6 +9,7 @@ from typing import Any
 from dllm_engine.structured_output.expression import ANY, EMPTY, LAST_CODE_POINT, Chars, Either, Expression, Repeated
 
 _REFUSED = {
+    "AT": "an anchor (^, $, \\A, \\Z) that is not at an end of the text",
     "ASSERT": "look-around",
     "ASSERT_NOT": "look-around",
     "GROUPREF": "a back-reference",
@@ -72,10 +73,8 @@ def _node(code: str, argument: Any, flags: int, left: Expression | None, right: 
             edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
             most = None if most is _constants.MAXREPEAT else most
             read = Repeated(_read(item, flags, *edges), least, most)
-        case "AT":
-            is_anchor = (_constants.AT, argument) in _STARTS + _ENDS
-            anchor = "an anchor (^, $, \\A, \\Z) that is not at an end of the text"
-            raise NotImplementedError(anchor if is_anchor else "\\b or \\B")
+        case "AT" if argument in (_constants.AT_BOUNDARY, _constants.AT_NON_BOUNDARY):
+            raise NotImplementedError("\\b or \\B")
         case _:
             raise NotImplementedError(_REFUSED.get(code, code))
     return (left or EMPTY, read, right or EMPTY)

@@ -59,13 +59,19 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
 
 
 async def prepare(
-    structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any, reasoning: Iterable[Grammar] = ()
+    structured: StructuredOutputsParams,
+    prompts: Iterable[Any],
+    arguments: ReasoningArguments,
+    tokenizer: Any,
+    vllm_config: Any,
 ) -> None:
-    """Build the automaton, and those of the reasoning before its text, without holding up the event loop.
+    """Build the automaton, and those of the reasoning behind the prompts, without holding up the event loop.
 
-    Raises as ``grammar_of``, ``vocabulary_of`` and ``automaton``.
+    Raises as ``constrained``.
     """
-    for grammar in (grammar_of(structured), *reasoning):
+    token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
+    reasoning = {reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens}
+    for grammar in (grammar_of(structured), *filter(None, reasoning)):
         wanted = await asyncio.to_thread(build_input, grammar, tokenizer, vllm_config)
         await asyncio.wrap_future(automaton(wanted))
 
