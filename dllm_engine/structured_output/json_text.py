@@ -44,7 +44,7 @@ def in_string(expression: Expression) -> Expression:
         case Chars(ranges):
             plain = ((max(a, first), min(b, last)) for a, b in ranges for first, last in _PLAIN)
             holds = [letter for char, letter in _ESCAPES.items() if any(a <= ord(char) <= b for a, b in ranges)]
-            return Either((Chars((*plain,)), (one_of("\\"), one_of("".join(holds)))))
+            return Either((Chars(tuple(plain)), (one_of("\\"), one_of("".join(holds)))))
         case tuple():
             return tuple(map(in_string, expression))
         case Either(branches):

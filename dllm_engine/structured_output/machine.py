@@ -90,8 +90,8 @@ class _Rests:
     def __init__(self, most: int) -> None:
         self.most = most
         self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
-        """The byte that a rest begins with, and the numbers of the rests that may follow; without a byte between where
-        it is None. Rest 0 is the end."""
+        """The bytes of which a rest begins with one, None where it begins with none, and the numbers of the rests that
+        may follow. Rest 0 is the end."""
 
     def new(self, following: list[int], first: bytes | None = None) -> int:
         if len(self.rests) >= self.most:
@@ -113,7 +113,7 @@ class _Rests:
             case Either(branches):
                 return self.new([self.before(branch, behind) for branch in branches])
             case Repeated(item, least, most, separator):
-                loop = self.new([behind])
+                loop = self.new([behind])  # any number of items may follow it
                 after, count = (loop, max(least, 1)) if most is None else (behind, most)
                 for done in reversed(range(count)):
                     begun = self.before(item, after)
