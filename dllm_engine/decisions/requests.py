@@ -16,7 +16,7 @@ from dllm_engine.decisions.fields import read_fields
 from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton, is_built
+from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR
 
 TOP_K = 5
@@ -84,9 +84,8 @@ async def decision_params_when_built(
     """As ``decision_params``, without holding up the event loop."""
     texts = _texts(_checked_text(schema), _checked_template(template))
     for name, wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).items():
-        if not is_built(wanted):
-            with _naming(name):
-                await asyncio.wrap_future(automaton(wanted))
+        with _naming(name):
+            await asyncio.wrap_future(automaton(wanted))
     return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, template=template, **settings)
 
 

@@ -114,8 +114,7 @@ def plan(d: Deployment) -> Sizing:
     dtype: torch.dtype = getattr(torch, default if d.dtype == "auto" else d.dtype)
     settled = {"options": options, "dtype": str(dtype).removeprefix("torch.")}
     d = d.model_copy(update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows})
-    quantization = None if d.quantization is None else QUANTIZATIONS[d.quantization]
-    weights = weight_bytes(config, tp, dtype.itemsize, quantization)
+    weights = weight_bytes(config, tp, dtype.itemsize, d.quantization and QUANTIZATIONS[d.quantization])
     guide_weights = sum(weight_bytes(guide, tp, dtype.itemsize) for guide in guides)
     activations = max(activation_bytes(model, tp, dtype.itemsize, rows) for model in (config, *guides))
     room = int(d.gpu_memory * d.gpu_memory_utilization) - weights - guide_weights - activations - d.overhead
@@ -135,9 +134,7 @@ def plan(d: Deployment) -> Sizing:
     if not demand.requests:
         raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
     others = []
-    for method in methods_for(family.attention):
-        if method == options.cache_method:
-            continue
+    for method in (name for name in methods_for(family.attention) if name != options.cache_method):
         try:
             other = EngineOptions.parse(options.model_dump() | {"cache_method": method, "cache_options": {}})
             others.append(demand_of(other.with_paper_settings(d.model, family)))

@@ -1,7 +1,4 @@
-"""Bytes of a model's weights and activations, from its config alone.
-
-Those of weights are exact, except for unknown kinds of quantization.
-"""
+"""Bytes of a model's weights and activations, from its config; exact for weights, but for unknown quantization."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,10 +44,8 @@ class Quantization:
         return inputs * outputs * self.bits // 8 + scales * (FLOAT32_BYTES if self.bits == 8 else 2) + zeros
 
 
-QUANTIZATIONS = {
-    **dict.fromkeys(("fp8", "int8"), Quantization(8)),
-    **dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True)),
-}
+QUANTIZATIONS = dict.fromkeys(("fp8", "int8"), Quantization(8))
+QUANTIZATIONS |= dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, True))
 """By the name that ``dllm plan --quantization`` has for them."""
 
 
@@ -61,31 +56,25 @@ def weight_bytes(
     tp, hidden, num_layers = tensor_parallel_size, config.hidden_size, config.num_hidden_layers
     q, kv = _head_widths(config, tp)
     quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
-    linears = num_layers * (quantization.matrix_bytes(hidden, q + 2 * kv) + quantization.matrix_bytes(q, hidden))
+    total = num_layers * (quantization.matrix_bytes(hidden, q + 2 * kv) + quantization.matrix_bytes(q, hidden))
     norms_and_biases = 2 * hidden + config.include_qkv_bias * (q + 2 * kv)
     norms_and_biases += 2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
     rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp
-    numbers = num_layers * norms_and_biases + (1 if config.tie_word_embeddings else 2) * rows * hidden + hidden
-    float32_numbers = 0
+    num_tables = 1 if config.tie_word_embeddings else 2
+    total += dtype_bytes * (num_layers * norms_and_biases + num_tables * rows * hidden + hidden)
     mlps = [(num_layers, config.intermediate_size)]
     if (experts := getattr(config, "experts", None)) is not None:
         num_dense = len(experts.dense_layers)
         num_experts = (num_layers - num_dense) * experts.num_experts
         mlps = [(num_dense, config.intermediate_size), (num_layers - num_dense, experts.shared_intermediate_size)]
         mlps.append((num_experts, experts.intermediate_size))
-        float32_numbers = num_experts * experts.has_bias
-        if experts.num_groups:
-            float32_numbers += num_experts * hidden  # the router
-        else:
-            numbers += num_experts * hidden
+        router_bytes = FLOAT32_BYTES if experts.num_groups else dtype_bytes
+        total += num_experts * (hidden * router_bytes + experts.has_bias * FLOAT32_BYTES)
     for number, width in mlps:
         if width:
-            in_, out = (
-                quantization.matrix_bytes(hidden, 2 * width // tp),
-                quantization.matrix_bytes(width // tp, hidden),
-            )
-            linears += number * (in_ + out)
-    return linears + dtype_bytes * numbers + FLOAT32_BYTES * float32_numbers
+            total += number * quantization.matrix_bytes(hidden, 2 * width // tp)
+            total += number * quantization.matrix_bytes(width // tp, hidden)
+    return total
 
 
 def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:

@@ -33,7 +33,7 @@ _LONGEST_REASON = 500
 
 
 class _Cache:
-    """Automata by what they are made from; those used last are kept. May be used from several threads."""
+    """Automata by what they are made from; those used last are kept. Threads take its lock."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self.counts = dict.fromkeys(COUNTS, 0.0)
@@ -42,43 +42,6 @@ class _Cache:
         """Builds that run or wait for their turn."""
         self.lock = Lock()
         self.turn = Semaphore(_AT_ONCE)
-
-    def is_kept(self, wanted: BuildInput) -> bool:
-        with self.lock:
-            return wanted in self.kept
-
-    def automaton(self, wanted: BuildInput) -> Future[Automaton]:
-        """The automaton to be."""
-        with self.lock:
-            future = self.kept.get(wanted) or self.builds.get(wanted)
-            if future is None:
-                if len(self.builds) >= _AT_ONCE + MOST_WAITING:
-                    raise RetryableRequestError(
-                        f"structured_outputs.{wanted.grammar.kind}: {MOST_WAITING} requests wait for their automata to "
-                        "be built, and no more may; send the request again later"
-                    )
-                future = self.builds[wanted] = Future()
-                future.set_running_or_notify_cancel()  # a request that is aborted does not cancel those of others
-                # An executor's threads would hold up the end of the program.
-                Thread(target=self._build, args=(wanted, future), name="automaton", daemon=True).start()
-            return future
-
-    def _build(self, wanted: BuildInput, future: Future[Automaton]) -> None:
-        with self.turn:
-            start, failure = time.monotonic(), None
-            try:
-                automaton = _build_apart(wanted)
-            except BaseException as error:
-                failure = error
-        with self.lock:
-            self.counts["automaton_builds"] += 1
-            self.counts["automaton_build_seconds"] += time.monotonic() - start
-            del self.builds[wanted]
-            if failure is None:
-                future.set_result(automaton)
-                self.kept[wanted] = future
-            else:
-                future.set_exception(failure)
 
 
 def _size(future: Future[Automaton]) -> int:
@@ -89,13 +52,12 @@ def _size(future: Future[Automaton]) -> int:
 
 
 def _build_apart(wanted: BuildInput) -> Automaton:
-    grammar, limits = wanted.grammar, wanted.limits
-    status, answer, errors = _run_apart(pickle.dumps(wanted))
-    if not status:
-        return unpacked(answer)
-    reason = f"its automaton takes over max_automaton_seconds={limits.build_seconds:g} to build"
+    grammar, process = wanted.grammar, _run_apart(pickle.dumps(wanted))
+    if not (status := process.returncode):
+        return unpacked(process.stdout)
+    reason = f"its automaton takes over max_automaton_seconds={wanted.build_seconds:g} to build"
     if status in (REFUSED, -signal.SIGXCPU, -signal.SIGALRM):
-        reason = answer.decode() if status == REFUSED else reason
+        reason = process.stdout.decode() if status == REFUSED else reason
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[: _LONGEST_REASON // 2]} … {reason[-_LONGEST_REASON // 2 :]}"
         raise InvalidRequestError(f"structured_outputs.{grammar.kind}: {reason}")
@@ -104,18 +66,17 @@ def _build_apart(wanted: BuildInput) -> Automaton:
             f"structured_outputs.{grammar.kind}: building its automaton was ended from outside; the machine may be out "
             "of memory; send the request again later"
         )
-    logger.error("building an automaton failed with exit status %d: %s", status, errors.decode(errors="replace"))
+    errors = process.stderr.decode(errors="replace")
+    logger.error("building an automaton failed with exit status %d: %s", status, errors)
     raise GenerationError(f"structured_outputs.{grammar.kind}: building its automaton failed; the log says why")
 
 
-def _run_apart(sent: bytes) -> tuple[int, bytes, bytes]:
-    """Exit status, output and error output of the building process."""
+def _run_apart(sent: bytes) -> subprocess.CompletedProcess[bytes]:
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "dllm_engine.structured_output.build"]
     env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    process = subprocess.run(command, input=sent, capture_output=True, env=env, check=False)
-    return process.returncode, process.stdout, process.stderr
+    return subprocess.run(command, input=sent, capture_output=True, env=env, check=False)
 
 
 _cache = _Cache()
@@ -134,11 +95,6 @@ def take_counts() -> dict[str, float]:
     return counts
 
 
-def is_built(wanted: BuildInput) -> bool:
-    """Return True if ``automaton`` need not wait."""
-    return _cache.is_kept(wanted)
-
-
 def automaton(wanted: BuildInput) -> Future[Automaton]:
     """The automaton, which is built if it is not kept; may be called from several threads.
 
@@ -146,4 +102,35 @@ def automaton(wanted: BuildInput) -> Future[Automaton]:
         RetryableRequestError: too many wait; by the future: the building process was killed.
         InvalidRequestError: by the future: the grammar is not supported, no text can be spelled, or a limit is passed.
     """
-    return _cache.automaton(wanted)
+    cache = _cache
+    with cache.lock:
+        future = cache.kept.get(wanted) or cache.builds.get(wanted)
+        if future is None:
+            if len(cache.builds) >= _AT_ONCE + MOST_WAITING:
+                raise RetryableRequestError(
+                    f"structured_outputs.{wanted.grammar.kind}: {MOST_WAITING} requests wait for their automata to "
+                    "be built, and no more may; send the request again later"
+                )
+            future = cache.builds[wanted] = Future()
+            future.set_running_or_notify_cancel()  # a request that is aborted does not cancel those of others
+            # An executor's threads would hold up the end of the program.
+            Thread(target=_build, args=(cache, wanted, future), name="automaton", daemon=True).start()
+        return future
+
+
+def _build(cache: _Cache, wanted: BuildInput, future: Future[Automaton]) -> None:
+    with cache.turn:
+        start, failure = time.monotonic(), None
+        try:
+            automaton = _build_apart(wanted)
+        except BaseException as error:
+            failure = error
+    with cache.lock:
+        cache.counts["automaton_builds"] += 1
+        cache.counts["automaton_build_seconds"] += time.monotonic() - start
+        del cache.builds[wanted]
+        if failure is None:
+            future.set_result(automaton)
+            cache.kept[wanted] = future
+        else:
+            future.set_exception(failure)

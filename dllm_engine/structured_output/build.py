@@ -19,7 +19,6 @@ import numpy as np
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.structured_output.expression import Either, Expression, literal
-from dllm_engine.structured_output.json_schema import schema_expression
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
 from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
 from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine
@@ -56,14 +55,19 @@ class Grammar:
             case "choice":
                 return Either(list(map(literal, json.loads(self.text))))
             case "json":
+                # Other expressions need not wait for it.
+                from dllm_engine.structured_output.json_schema import schema_expression
+
                 return schema_expression(json.loads(self.text), style)
         return style.map(style.anything(OBJECT_DEPTH - 1))
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of one automaton."""
+class BuildInput:
+    """All that an automaton is made from, and its limits."""
 
+    grammar: Grammar
+    vocabulary: Vocabulary
     max_states: int
     build_seconds: float
     """Seconds of one core that building it may take."""
@@ -71,34 +75,25 @@ class Limits:
     """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are searched."""
 
 
-@dataclass(frozen=True)
-class BuildInput:
-    """All that an automaton is made from."""
-
-    grammar: Grammar
-    vocabulary: Vocabulary
-    limits: Limits
-
-
 def build(wanted: BuildInput) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
-    grammar, vocabulary, limits = wanted.grammar, wanted.vocabulary, wanted.limits
+    grammar, vocabulary, max_states = wanted.grammar, wanted.vocabulary, wanted.max_states
     try:
         if grammar.kind == "reasoning":
-            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), vocabulary, limits.max_states)
-        machine = byte_machine(grammar.expression, _SPARE * limits.max_states)
-        automaton = token_automaton(machine, vocabulary, limits.max_states)
+            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), vocabulary, max_states)
+        machine = byte_machine(grammar.expression, _SPARE * max_states)
+        automaton = token_automaton(machine, vocabulary, max_states)
     except TooManyStatesError:
         raise ValueError(
-            f"its automaton has more states than max_automaton_states={limits.max_states}; shorter maximum lengths "
+            f"its automaton has more states than max_automaton_states={max_states}; shorter maximum lengths "
             "make it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
         ) from None
     except (MemoryError, RecursionError) as error:
         raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
     transitions = np.count_nonzero(automaton.next_state >= 0)
-    if transitions > (most := limits.max_search // LEAST_POSITIONS):
+    if transitions > (most := wanted.max_search // LEAST_POSITIONS):
         raise ValueError(
-            f"its automaton has {transitions} transitions, of which max_automaton_search={limits.max_search} allows "
+            f"its automaton has {transitions} transitions, of which max_automaton_search={wanted.max_search} allows "
             f"{most}; simplify it, such as by shorter repetitions, or raise max_automaton_search"
         )
     return automaton
@@ -108,7 +103,7 @@ def main() -> None:
     end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
     wanted: BuildInput = pickle.load(sys.stdin.buffer)
-    seconds = math.ceil(wanted.limits.build_seconds)
+    seconds = math.ceil(wanted.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.alarm(_PATIENCE * seconds)

@@ -1,13 +1,13 @@
 """Regular expressions as trees of characters, sequences, alternatives and repetitions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Union
 
 LAST_CODE_POINT = 0x10FFFF
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as first and last of each run."""
+"""Code points, as first and last of each run; a run whose last is smaller is empty."""
 
 
 @dataclass(frozen=True)
@@ -15,13 +15,6 @@ class Chars:
     """One character of a set."""
 
     ranges: Ranges
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """One byte of a set, which is part of a character in UTF-8."""
-
-    values: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,7 @@ class Repeated:
     item: "Expression"
     least: int
     most: int | None
-    separator: "Expression | None" = None
+    separator: "Expression" = ()
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,8 @@ class Listed:
     separator: "Expression"
 
 
-Expression = Union[Chars, Bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
-"""A tuple is a sequence."""
+Expression = Union[Chars, bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
+"""A tuple is a sequence. ``bytes`` are one byte of a set, which is part of a character in UTF-8."""
 EMPTY: Expression = ()
 ANY = Chars(((0, LAST_CODE_POINT),))
 
@@ -65,11 +58,3 @@ def literal(text: str) -> tuple[Expression, ...]:
 
 def optional(item: Expression) -> Expression:
     return Repeated(item, 0, 1)
-
-
-def without(ranges: Iterable[tuple[int, int]], holes: Ranges) -> Ranges:
-    """Code points of ``ranges`` that are in none of the ``holes``."""
-    for low, high in holes:
-        parts = (part for first, last in ranges for part in ((first, min(last, low - 1)), (max(first, high + 1), last)))
-        ranges = [(first, last) for first, last in parts if first <= last]
-    return tuple(ranges)

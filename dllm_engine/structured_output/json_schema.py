@@ -7,6 +7,8 @@ from itertools import combinations
 from math import ceil, floor
 from typing import Any
 
+from jsonschema import Draft202012Validator, SchemaError
+
 from dllm_engine.structured_output.expression import ANY, EMPTY, Either, Expression, Repeated, literal
 from dllm_engine.structured_output.json_text import INTEGER, NUMBER, Style, decimals, string
 from dllm_engine.structured_output.python_regex import regex_expression
@@ -31,7 +33,6 @@ _BY_TYPE: dict[str, tuple[str, ...]] = {
     "null": (),
 }
 _KEYWORDS = {"type", *_COMBINING, *(keyword for names in _BY_TYPE.values() for keyword in names)}
-_PYTHON_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
 _DAY = (
     r"(?:(?:0[1-9]\d\d|[1-9]\d{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|"
     r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])))"
@@ -50,9 +51,6 @@ _FORMATS = {
 
 def schema_expression(schema: Any, style: Style) -> Expression:
     """Raises ``ValueError`` naming what is no schema, or a keyword that is not supported, and where."""
-    # Other expressions need not wait for it.
-    from jsonschema import Draft202012Validator, SchemaError
-
     try:
         Draft202012Validator.check_schema(schema)
         return _Reader(schema, style).read(schema, "#")
@@ -65,7 +63,8 @@ def schema_expression(schema: Any, style: Style) -> Expression:
 class _Reader:
     def __init__(self, root: Any, style: Style) -> None:
         self.root, self.style = root, style
-        self.references: list[str] = []
+        self.references = ["#"]
+        """Those that are being read."""
 
     def read(self, schema: Any, path: str, within: list[str] | None = None) -> Expression:
         """``within``: types of the schema around it, such as of vLLM's schema of a tool's call."""
@@ -74,13 +73,14 @@ class _Reader:
         if not isinstance(schema, dict):
             raise ValueError(f"{path}: {schema!r} is no schema that any value is valid by")
         told = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
-        unknown = told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}
-        if unknown:
+        if unknown := told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}:
             raise ValueError(f"{path}: the keyword {min(unknown)!r} is not supported")
         types = self._types(schema, path, within)
         for keyword in _COMBINING:
             if keyword in told:
-                return self._combined(keyword, schema, told, types, path)
+                if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
+                    raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
+                return self._combined(keyword, schema, types, path)
         if types is None:
             types = [name for name in _BY_TYPE if name != "integer" and told.intersection(_BY_TYPE[name])]
         return Either([getattr(self, f"_{name}")(schema, path) for name in types]) if types else self.style.anything()
@@ -93,18 +93,21 @@ class _Reader:
             raise ValueError(f"{path}: 'type' beside schemas of other types is not supported")
         return types
 
-    def _combined(
-        self, keyword: str, schema: dict[str, Any], told: set[str], types: list[str] | None, path: str
-    ) -> Expression:
+    def _combined(self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str) -> Expression:
         value, here = schema[keyword], f"{path}/{keyword}"
-        if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
-            raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
         if keyword == "$ref":
-            return self._referred(value, here, types)
+            target = self._target(value, here)
+            if value in self.references:
+                raise ValueError(f"{here}: recursion is not supported ({value!r} refers to itself)")
+            self.references.append(value)
+            text = self.read(target, value, types)
+            self.references.pop()
+            return text
         if keyword in ("enum", "const"):
             values = [value] if keyword == "const" else value
+            has_type = Draft202012Validator({"type": types or [*_BY_TYPE]}).is_valid
             try:
-                return Either([self.style.constant(x) for x in values if types is None or _is(x, *types)])
+                return Either([self.style.constant(x) for x in values if has_type(x)])
             except ValueError as error:
                 raise ValueError(f"{here}: {error}") from None
         if keyword == "allOf" and len(value) > 1:
@@ -118,22 +121,11 @@ class _Reader:
             )
         return Either(texts)
 
-    def _referred(self, reference: Any, path: str, within: list[str] | None) -> Expression:
-        target = self._target(reference, path)
-        if reference in self.references:
-            raise ValueError(f"{path}: recursion is not supported ({reference!r} refers to itself)")
-        self.references.append(reference)
-        read = self.read(target, reference, within)
-        self.references.pop()
-        return read
-
     def _target(self, reference: Any, path: str) -> Any:
-        if reference == "#":
-            raise ValueError(f"{path}: recursion is not supported ('#' refers to itself)")
-        if not reference.startswith("#/"):
+        if not f"{reference}/".startswith("#/"):
             raise ValueError(f"{path}: {reference!r} is not supported; only '#/…' is, a place in this schema")
         target = self.root
-        for part in reference[2:].split("/"):
+        for part in reference.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or part not in target:
                 raise ValueError(f"{path}: there is no {reference!r} in this schema")
@@ -169,13 +161,11 @@ class _Reader:
         return self.style.array(item, least, most)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
-        told = [keyword for keyword in ("pattern", "format") if keyword in schema]
-        if not told:
+        told = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
+        if not {"pattern", "format"}.intersection(told):
             return string(Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength")))
-        if others := [
-            keyword for keyword in ("format", "minLength", "maxLength") if keyword in schema and keyword != told[0]
-        ]:
-            raise ValueError(f"{path}: {others[0]!r} beside {told[0]!r} is not supported; write it into a pattern")
+        if told[1:]:
+            raise ValueError(f"{path}: {told[1]!r} beside {told[0]!r} is not supported; write it into a pattern")
         value, here, is_pattern = schema[told[0]], f"{path}/{told[0]}", told == ["pattern"]
         if not is_pattern and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
@@ -216,10 +206,3 @@ def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
     high = [floor(scaled[keyword]) for keyword in scaled if keyword == "maximum"]
     high += [ceil(scaled[keyword]) - 1 for keyword in scaled if keyword == "exclusiveMaximum"]
     return decimals(max(low, default=None), min(high, default=None), places)
-
-
-def _is(value: Any, *types: str) -> bool:
-    """Return True for a value of one of the types."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return "number" in types or ("integer" in types and value == value // 1)
-    return any(type(value) is _PYTHON_TYPES.get(name) for name in types)

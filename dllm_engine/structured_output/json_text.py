@@ -11,6 +11,7 @@ from typing import Any
 
 from dllm_engine.structured_output.expression import (
     ANY,
+    LAST_CODE_POINT,
     Chars,
     Either,
     Expression,
@@ -19,7 +20,6 @@ from dllm_engine.structured_output.expression import (
     literal,
     one_of,
     optional,
-    without,
 )
 
 OBJECT_DEPTH = 4
@@ -27,7 +27,8 @@ OBJECT_DEPTH = 4
 VALUE_DEPTH = 2
 """Objects and arrays inside each other in a value of which a schema says nothing."""
 _ESCAPES = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-_ESCAPED = ((0, 0x1F), (ord('"'), ord('"')), (ord("\\"), ord("\\")))
+_PLAIN = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
+"""Characters that a string holds as themselves: neither control characters nor quotes and backslashes."""
 _DIGIT = one_of("0123456789")
 INTEGER = (optional(literal("-")), Either((literal("0"), (one_of("123456789"), Repeated(_DIGIT, 0, None)))))
 NUMBER = (
@@ -41,8 +42,9 @@ def in_string(expression: Expression) -> Expression:
     """Spelling of an expression as a JSON string."""
     match expression:
         case Chars(ranges):
+            plain = ((max(a, first), min(b, last)) for a, b in ranges for first, last in _PLAIN)
             holds = [letter for char, letter in _ESCAPES.items() if any(a <= ord(char) <= b for a, b in ranges)]
-            return Either((Chars(without(ranges, _ESCAPED)), (one_of("\\"), one_of("".join(holds)))))
+            return Either((Chars(tuple(plain)), (one_of("\\"), one_of("".join(holds)))))
         case tuple():
             return tuple(map(in_string, expression))
         case Either(branches):
@@ -76,15 +78,13 @@ class Style:
         return (literal("["), Listed([(item, True) for item in items], self.mark(",")), literal("]"))
 
     def object(self, fields: dict[str, Expression], required: list[str]) -> Expression:
-        items = [(self._field(self.constant(name), value), name in required) for name, value in fields.items()]
+        colon = self.mark(":")
+        items = [((self.constant(name), colon, value), name in required) for name, value in fields.items()]
         return (literal("{"), Listed(items, self.mark(",")), literal("}"))
 
     def map(self, value: Expression) -> Expression:
         """An object of any keys."""
-        return (literal("{"), Repeated(self._field(ANY_STRING, value), 0, None, self.mark(",")), literal("}"))
-
-    def _field(self, key: Expression, value: Expression) -> Expression:
-        return (key, self.mark(":"), value)
+        return (literal("{"), Repeated((ANY_STRING, self.mark(":"), value), 0, None, self.mark(",")), literal("}"))
 
     def anything(self, depth: int = VALUE_DEPTH) -> Expression:
         """Any value with up to ``depth`` objects and arrays inside each other."""
@@ -107,27 +107,25 @@ class Style:
 def decimals(low: int | None, high: int | None, places: int) -> Expression:
     """n / 10^places, written with as many digits behind the point, for integers n from ``low`` to ``high``; without a
     bound where one is None."""
-    texts: list[Expression] = []
+    texts: list[tuple[Expression, ...]] = []
     if high is None or high >= 0:
         texts += _naturals(max(low or 0, 0), high, places)
     if low is None or low < 0:
         least = 1 if high is None else max(1, -high)
-        texts += ((literal("-"), text) for text in _naturals(least, None if low is None else -low, places))
-    return Either(texts)
+        texts += ((literal("-"), *text) for text in _naturals(least, None if low is None else -low, places))
+    return Either([(*text[:-places], literal("."), *text[-places:]) if places else text for text in texts])
 
 
-def _naturals(low: int, high: int | None, places: int) -> Iterator[Expression]:
+def _naturals(low: int, high: int | None, places: int) -> Iterator[tuple[Expression, ...]]:
+    """Digits of the integers, with at least one before the last ``places``."""
     length = max(len(str(low)), places + 1)
-    while high is None or low <= high:
-        largest = 10**length - 1
-        top = largest if high is None else min(high, largest)
-        for digits in _between(str(low).zfill(length), str(top).zfill(length)):
-            yield (*digits[: length - places], *literal("." if places else ""), *digits[length - places :])
-        low, length = largest + 1, length + 1
-        if high is None:
-            behind = (*literal("."), *[_DIGIT] * places) if places else ()
-            yield (one_of("123456789"), Repeated(_DIGIT, length - 1 - places, None), *behind)
-            break
+    if high is None:
+        yield (one_of("123456789"), Repeated(_DIGIT, length - places, None), *[_DIGIT] * places)
+        high = 10**length - 1
+    while low <= high:
+        top = min(high, 10**length - 1)
+        yield from _between(str(low).zfill(length), str(top).zfill(length))
+        low, length = top + 1, length + 1
 
 
 def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:

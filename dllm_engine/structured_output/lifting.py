@@ -1,34 +1,32 @@
 """Automata over tokens: from one over bytes, and of reasoning, which is free text that ends with the first marker."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.machine import Machine, TooManyStatesError, distinct_rows, minimal
+from dllm_engine.structured_output.expression import Repeated
+from dllm_engine.structured_output.machine import Machine, TooManyStatesError, byte_machine, distinct_rows, minimal
 
 
-@dataclass(frozen=True)
 class Vocabulary:
     """The bytes of a tokenizer's tokens; equal where these are."""
 
-    token_bytes: np.ndarray = field(compare=False)
-    """uint8: the bytes of all tokens, end to end."""
-    starts: np.ndarray = field(compare=False)
-    """int64 ``[vocab_size + 1]``: where those of each token begin. Special and added tokens have none, nor have
-    numbers that the tokenizer does not use."""
-    digest: bytes = field(init=False)
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.token_bytes = np.frombuffer(b"".join(tokens), np.uint8)
+        """uint8: the bytes of all tokens, end to end."""
+        self.starts = np.cumsum([0, *map(len, tokens)])
+        """int64 ``[vocab_size + 1]``: where those of each token begin. Special and added tokens have none, nor have
+        numbers that the tokenizer does not use."""
+        self.digest = _digest(self.token_bytes) + _digest(self.starts)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "digest", _digest(self.token_bytes) + _digest(self.starts))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.digest == other.digest
 
-    @classmethod
-    def of(cls, tokens: Sequence[bytes]) -> "Vocabulary":
-        starts = np.cumsum([0, *map(len, tokens)])
-        return cls(np.frombuffer(b"".join(tokens), np.uint8), starts)
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 def token_automaton(machine: Machine, vocabulary: Vocabulary, most_states: int) -> Automaton:
@@ -90,28 +88,17 @@ class Reasoning(NamedTuple):
 def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_states: int) -> Automaton:
     """Reads any text up to the marker, which ends its last token. Beside tokens that spell text there are those of
     ``reasoning``: with an ``end_token`` nothing else spells the marker. Arguments and errors as ``token_automaton``."""
-    free = token_automaton(_up_to(reasoning.end.encode()), vocabulary, most_states)
+    anything = Repeated(bytes(range(256)), 0, None)
+    machine = byte_machine((anything, *(bytes([byte]) for byte in reasoning.end.encode())), most_states)
+    machine.next_state[machine.accepting] = -1  # the first marker ends it
+    free = token_automaton(machine, vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
-    columns = []
-    if reasoning.start_token is not None:
-        columns.append((reasoning.start_token, np.where(np.arange(len(table)) == 0, 0, -1)))
     if reasoning.end_token is not None:
         table = np.where(table == ended, -1, table)
-        columns.append((reasoning.end_token, np.where(free.accepting, -1, ended)))
-    for token, column in columns:
-        class_of[token] = table.shape[1]
-        table = np.column_stack([table, column])
+    start, end = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    for token, column in ((reasoning.start_token, start), (reasoning.end_token, end)):
+        if token is not None:
+            class_of[token] = table.shape[1]
+            table = np.column_stack([table, column])
     return Automaton(class_of, table.astype(np.int32), free.accepting)
-
-
-def _up_to(marker: bytes) -> Machine:
-    """Reads bytes up to the first ``marker`` (Knuth, Morris and Pratt's automaton)."""
-    table = np.zeros((len(marker) + 1, 256), np.int32)
-    fallback = 0
-    for read, byte in enumerate(marker):
-        table[read] = table[fallback]
-        fallback = int(table[fallback, byte]) if read else 0
-        table[read, byte] = read + 1
-    table[-1] = -1
-    return Machine(table, np.arange(len(table)) == len(marker))

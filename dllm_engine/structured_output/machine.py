@@ -6,15 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import FAR, distances
-from dllm_engine.structured_output.expression import (
-    Bytes,
-    Chars,
-    Either,
-    Expression,
-    Listed,
-    Ranges,
-    Repeated,
-)
+from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
 """Characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
@@ -86,89 +78,82 @@ def _bytes(held: bytes, lead: int, count: int) -> list[Expression]:
     for i in range(count):
         leads.setdefault(held[i * size : (i + 1) * size], []).append(lead + i)
     return [
-        Bytes(tuple(values)) if size == 1 else (Bytes(tuple(values)), Either(_bytes(behind, 0x80, 64)))
+        bytes(values) if size == 1 else (bytes(values), Either(_bytes(behind, 0x80, 64)))
         for behind, values in leads.items()
         if b"\1" in behind
     ]
 
 
 class _Rests:
-    """All rests of the texts of an expression, which are the states of an automaton that is not deterministic.
+    """Rests of the texts of an expression, which are the states of an automaton that is not deterministic."""
 
-    A rest is what is left of an expression, and the number of the rest behind it. What is done of an expression are
-    parts of a sequence or a repetition; of a list, twice the items that are passed, and one more if any is written.
-    Rest 0 is the end.
-    """
-
-    def __init__(self, expression: Expression, most: int) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
-        self.rests: list[tuple[Expression, int, int]] = [((), 0, 0)]
-        self.numbers: dict[tuple[int, int, int], int] = {}
-        self.start = self.number(expression, 0, 0)
-        self.next = [self._next(*rest) for rest in self.rests]  # which grow as they are read
-        """By number, the rests that follow without a byte between."""
+        self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
+        """The bytes of which a rest begins with one, None where it begins with none, and the numbers of the rests that
+        may follow. Rest 0 is the end."""
 
-    def number(self, expression: Expression, done: int, behind: int) -> int:
-        if isinstance(expression, tuple) and done == len(expression):
-            return behind
-        if isinstance(expression, Chars):
-            expression = _utf8(expression.ranges)
-        key = (id(expression), done, behind)
-        if key not in self.numbers:
-            if len(self.rests) >= self.most:
-                raise TooManyStatesError
-            self.numbers[key] = len(self.rests)
-            self.rests.append((expression, done, behind))
-        return self.numbers[key]
+    def new(self, following: list[int], first: bytes | None = None) -> int:
+        if len(self.rests) >= self.most:
+            raise TooManyStatesError
+        self.rests.append((first, following))
+        return len(self.rests) - 1
 
-    def _next(self, expression: Expression, done: int, behind: int) -> list[int]:
+    def before(self, expression: Expression, behind: int) -> int:
+        """The rest that is the expression and then the rest ``behind``."""
         match expression:
-            case tuple() if expression:
-                return [self.number(expression[done], 0, self.number(expression, done + 1, behind))]
+            case bytes():
+                return self.new([behind], expression)
+            case Chars(ranges):
+                return self.before(_utf8(ranges), behind)
+            case tuple():
+                for part in reversed(expression):
+                    behind = self.before(part, behind)
+                return behind
             case Either(branches):
-                return [self.number(branch, 0, behind) for branch in branches]
+                return self.new([self.before(branch, behind) for branch in branches])
             case Repeated(item, least, most, separator):
-                rests = [behind] if done >= least else []
-                if most is None or done < most:
-                    count = done + 1 if most is not None else min(done + 1, max(least, 1))
-                    after = self.number(expression, count, behind)
-                    rests.append(self._separated(item, separator if done else None, after))
-                return rests
+                loop = self.new([behind])  # any number of items may follow it
+                after, count = (loop, max(least, 1)) if most is None else (behind, most)
+                for done in reversed(range(count)):
+                    begun = self.before(item, after)
+                    separated = self.before(separator, begun)
+                    if after == loop:
+                        self.rests[loop][1].append(separated)
+                    after = self.new([separated if done else begun] + [behind] * (done >= least))
+                return after
             case Listed(items, separator):
-                index, is_written = divmod(done, 2)
-                if index == len(items):
-                    return [behind]
-                item, is_required = items[index]
-                after = self.number(expression, 2 * index + 3, behind)
-                rests = [self._separated(item, separator if is_written else None, after)]
-                return rests if is_required else [*rests, self.number(expression, done + 2, behind)]
-        return []
-
-    def _separated(self, item: Expression, separator: Expression | None, behind: int) -> int:
-        entry = self.number(item, 0, behind)
-        return entry if separator is None else self.number(separator, 0, entry)
+                first = after = behind
+                for item, is_required in reversed(items):
+                    begun = self.before(item, after)
+                    separated = self.before(separator, begun)
+                    first = begun if is_required else self.new([begun, first])
+                    after = separated if is_required else self.new([separated, after])
+                return first
 
     def closure(self, number: int) -> frozenset[int]:
         """The rests that begin with a byte, and the end, which a rest may be without a byte read."""
         seen, numbers = {number}, [number]
         for each in numbers:  # grows as it is read
-            fresh = [rest for rest in self.next[each] if rest not in seen]
+            first, following = self.rests[each]
+            fresh = [] if first else [rest for rest in following if rest not in seen]
             seen.update(fresh)
             numbers += fresh
-        return frozenset(each for each in seen if not each or isinstance(self.rests[each][0], Bytes))
+        return frozenset(each for each in seen if not each or self.rests[each][0])
 
 
 def byte_machine(expression: Expression, most: int) -> Machine:
     """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
-    rests = _Rests(expression, 8 * most)
-    sets = {id(first): first for first, _, _ in rests.rests if isinstance(first, Bytes)}
+    rests = _Rests(8 * most)
+    start = rests.before(expression, 0)
+    sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
     member = np.zeros((256, len(sets)), np.int32)
-    for i, byte_set in enumerate(sets.values()):
-        member[list(byte_set.values), i] = 1
+    for i, byte_set in enumerate(sets):
+        member[list(byte_set), i] = 1
     firsts, kind_of = distinct_rows(member)
-    kinds = {name: np.flatnonzero(column).tolist() for name, column in zip(sets, member[firsts].T, strict=True)}
+    kinds = {each: np.flatnonzero(column).tolist() for each, column in zip(sets, member[firsts].T, strict=True)}
     closure = cache(rests.closure)
-    states = [closure(rests.start)]
+    states = [closure(start)]
     numbers = {states[0]: 0}
 
     @cache
@@ -184,8 +169,8 @@ def byte_machine(expression: Expression, most: int) -> Machine:
     table = []
     for state in states:  # grows as it is read
         begun: list[set[int]] = [set() for _ in firsts]
-        for first, _, behind in (rests.rests[number] for number in state if number):
-            for kind in kinds[id(first)]:
-                begun[kind].add(behind)
+        for first, following in (rests.rests[number] for number in state):
+            for kind in kinds[first] if first else ():
+                begun[kind].update(following)
         table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
     return Machine(np.stack(table)[:, kind_of], np.array([0 in state for state in states]))

@@ -6,19 +6,10 @@ from functools import cache, lru_cache
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from dllm_engine.structured_output.expression import (
-    ANY,
-    EMPTY,
-    LAST_CODE_POINT,
-    Chars,
-    Either,
-    Expression,
-    Ranges,
-    Repeated,
-)
+from dllm_engine.structured_output.expression import ANY, EMPTY, LAST_CODE_POINT, Chars, Either, Expression, Repeated
 
-_SURROGATES = range(0xD800, 0xE000)
 _REFUSED = {
+    "AT": "an anchor (^, $, \\A, \\Z) that is not at an end of the text",
     "ASSERT": "look-around",
     "ASSERT_NOT": "look-around",
     "GROUPREF": "a back-reference",
@@ -36,83 +27,71 @@ def regex_expression(pattern: str, *, search: bool = False) -> Expression:
     edge = Repeated(ANY, 0, None) if search else EMPTY
     try:
         parsed = _parser.parse(pattern)
-        return _Reader(pattern).read(parsed, parsed.state.flags, edge, edge)
+        return _read(parsed, parsed.state.flags, edge, edge)
     except (re.error, OverflowError) as error:
         raise ValueError(f"{pattern!r} is not a regex that Python can read: {error}") from None
     except RecursionError:
         raise ValueError("the regex is nested too deeply") from None
+    except NotImplementedError as error:
+        raise ValueError(f"{error} in the regex {pattern!r} is not supported") from None
 
 
-class _Reader:
-    def __init__(self, pattern: str) -> None:
-        self.pattern = pattern
-
-    def refuse(self, construct: str) -> ValueError:
-        return ValueError(f"{construct} in the regex {self.pattern!r} is not supported")
-
-    def read(self, nodes: Any, flags: int, left: Expression | None, right: Expression | None) -> Expression:
-        """``left`` and ``right``: what may stand before and behind the nodes, unless an anchor is there; None inside
-        the text, where no anchor may be."""
-        nodes = list(nodes)
-        while left is not None and nodes and nodes[0] in _STARTS:
-            left = EMPTY
-            nodes.pop(0)
-        while right is not None and nodes and nodes[-1] in _ENDS:
-            right = EMPTY
-            nodes.pop()
-        if not nodes:
-            return _between(left, EMPTY, right)
-        inner = [None] * (len(nodes) - 1)
-        edges = zip(nodes, [left, *inner], [*inner, right], strict=True)
-        return tuple(self._node(str(code), argument, flags, *edge) for (code, argument), *edge in edges)
-
-    def _node(
-        self, code: str, argument: Any, flags: int, left: Expression | None, right: Expression | None
-    ) -> Expression:
-        match code:
-            case "SUBPATTERN":
-                _, added, removed, item = argument
-                if added & _parser.TYPE_FLAGS:
-                    flags &= ~_parser.TYPE_FLAGS
-                return self.read(item, (flags | added) & ~removed, left, right)
-            case "BRANCH":
-                return Either([self.read(branch, flags, left, right) for branch in argument[1]])
-            case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
-                return _between(left, Chars(_characters(code, argument, flags)), right)
-            case "MAX_REPEAT" | "MIN_REPEAT":
-                least, most, item = argument
-                # An anchor is at an end of the text only where the item is there at most once.
-                edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
-                most = None if most is _constants.MAXREPEAT else most
-                return _between(left, Repeated(self.read(item, flags, *edges), least, most), right)
-            case "AT" if (_constants.AT, argument) in _STARTS + _ENDS:
-                raise self.refuse("an anchor (^, $, \\A, \\Z) that is not at an end of the text")
-            case "AT":
-                raise self.refuse("\\b or \\B")
-        raise self.refuse(_REFUSED.get(code, code))
+def _read(nodes: Any, flags: int, left: Expression | None, right: Expression | None) -> Expression:
+    """``left`` and ``right``: what may stand before and behind the nodes, unless an anchor is there; None inside
+    the text, where no anchor may be."""
+    nodes = list(nodes)
+    while left is not None and nodes and nodes[0] in _STARTS:
+        left = EMPTY
+        nodes.pop(0)
+    while right is not None and nodes and nodes[-1] in _ENDS:
+        right = EMPTY
+        nodes.pop()
+    if not nodes:
+        return (left or EMPTY, right or EMPTY)
+    inner = [None] * (len(nodes) - 1)
+    edges = zip(nodes, [left, *inner], [*inner, right], strict=True)
+    return tuple(_node(str(code), argument, flags, *edge) for (code, argument), *edge in edges)
 
 
-def _between(left: Expression | None, middle: Expression, right: Expression | None) -> Expression:
-    return (left or EMPTY, middle, right or EMPTY)
-
-
-def _characters(code: str, argument: Any, flags: int) -> Ranges:
-    if code == "LITERAL" and not flags & re.IGNORECASE:
-        return ((argument, argument),)
-    return _matched((getattr(_constants, code), tuple(argument) if code == "IN" else argument), flags)
+def _node(code: str, argument: Any, flags: int, left: Expression | None, right: Expression | None) -> Expression:
+    match code:
+        case "SUBPATTERN":
+            _, added, removed, item = argument
+            if added & _parser.TYPE_FLAGS:
+                flags &= ~_parser.TYPE_FLAGS
+            return _read(item, (flags | added) & ~removed, left, right)
+        case "BRANCH":
+            return Either([_read(branch, flags, left, right) for branch in argument[1]])
+        case "LITERAL" if not flags & re.IGNORECASE:
+            read: Expression = Chars(((argument, argument),))
+        case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
+            node = (getattr(_constants, code), tuple(argument) if code == "IN" else argument)
+            read = _matched(node, flags)
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            least, most, item = argument
+            # An anchor is at an end of the text only where the item is there at most once.
+            edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
+            most = None if most is _constants.MAXREPEAT else most
+            read = Repeated(_read(item, flags, *edges), least, most)
+        case "AT" if argument in (_constants.AT_BOUNDARY, _constants.AT_NON_BOUNDARY):
+            raise NotImplementedError("\\b or \\B")
+        case _:
+            raise NotImplementedError(_REFUSED.get(code, code))
+    return (left or EMPTY, read, right or EMPTY)
 
 
 @lru_cache(maxsize=1024)
-def _matched(node: tuple[Any, Any], flags: int) -> Ranges:
+def _matched(node: tuple[Any, Any], flags: int) -> Chars:
     """Characters that one node matches."""
     state = _parser.State()
     state.flags = flags
     one = _parser.SubPattern(state, [node])
     runs = _parser.SubPattern(state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))])
     text = _all_characters()
-    return tuple((ord(text[m.start()]), ord(text[m.end() - 1])) for m in _compiler.compile(runs, flags).finditer(text))
+    found = _compiler.compile(runs, flags).finditer(text)
+    return Chars(tuple((ord(text[run.start()]), ord(text[run.end() - 1])) for run in found))
 
 
 @cache
 def _all_characters() -> str:
-    return "".join(chr(code) for code in range(LAST_CODE_POINT + 1) if code not in _SURROGATES)
+    return "".join(chr(code) for code in range(LAST_CODE_POINT + 1) if not 0xD800 <= code < 0xE000)

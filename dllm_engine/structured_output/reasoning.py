@@ -48,21 +48,18 @@ def reasoning_before(
     settings = vllm_config.structured_outputs_config
     if not settings.reasoning_parser or settings.enable_in_reasoning or arguments.ended:
         return None
+    about = f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r}"
     try:
-        parser = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)(
-            tokenizer, **(arguments.parser or {})
-        )
+        parser_class = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)
+        parser = parser_class(tokenizer, **(arguments.parser or {}))
     except Exception as error:  # each parser raises its own
-        raise InvalidRequestError(
-            f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r} fails: {error}"
-        ) from error
+        raise InvalidRequestError(f"{about} fails: {error}") from error
     if arguments.ended is None and parser.is_reasoning_end(prompt_token_ids):
         return None
     if parser.reasoning_end_str is None:
         raise InvalidRequestError(
-            f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r} does not name the text "
-            f"that ends reasoning (reasoning_end_str); start the engine with another parser, or with "
-            f"enable_in_reasoning in structured_outputs_config"
+            f"{about} does not name the text that ends reasoning (reasoning_end_str); start the engine with another "
+            f"parser, or with enable_in_reasoning in structured_outputs_config"
         )
     vocabulary = tokenizer.get_vocab()
     tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))

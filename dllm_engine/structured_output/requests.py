@@ -9,8 +9,8 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton, is_built
-from dllm_engine.structured_output.build import BuildInput, Grammar, Limits
+from dllm_engine.structured_output.automata import automaton
+from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
@@ -41,9 +41,8 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             raise InvalidRequestError("structured_outputs.choice: the list is empty")
         grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
     elif structured.json is not None:
-        schema = structured.json
         try:
-            schema = json.loads(schema) if isinstance(schema, str) else schema
+            schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
             grammar = Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
@@ -60,21 +59,26 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
 
 
 async def prepare(
-    structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any, reasoning: Iterable[Grammar] = ()
+    structured: StructuredOutputsParams,
+    prompts: Iterable[Any],
+    arguments: ReasoningArguments,
+    tokenizer: Any,
+    vllm_config: Any,
 ) -> None:
-    """Build the automaton, and those of the reasoning before its text, without holding up the event loop.
+    """Build the automaton, and those of the reasoning behind the prompts, without holding up the event loop.
 
-    Raises as ``grammar_of``, ``vocabulary_of`` and ``automaton``.
+    Raises as ``constrained``.
     """
-    for grammar in (grammar_of(structured), *reasoning):
+    token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
+    reasoning = {reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens}
+    for grammar in (grammar_of(structured), *filter(None, reasoning)):
         wanted = await asyncio.to_thread(build_input, grammar, tokenizer, vllm_config)
-        if not is_built(wanted):
-            await asyncio.wrap_future(automaton(wanted))
+        await asyncio.wrap_future(automaton(wanted))
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
-    """Return True if the automaton is there, so that ``constrained`` need not wait."""
-    return is_built(build_input(grammar_of(structured), tokenizer, vllm_config))
+    """Return True if the automaton is there, so that ``constrained`` need not wait; begin to build it otherwise."""
+    return automaton(build_input(grammar_of(structured), tokenizer, vllm_config)).done()
 
 
 def constrained(
@@ -91,21 +95,20 @@ def constrained(
     """
     if params.structured_outputs is None:
         return params
-    grammar = grammar_of(params.structured_outputs)
-    carried = {CONSTRAINT: automaton(build_input(grammar, tokenizer, vllm_config)).result().packed}
-    reasoning = reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config)
-    if reasoning is not None:
-        carried[REASONING] = automaton(build_input(reasoning, tokenizer, vllm_config)).result().packed
-    asked = {
-        name: value for name, value in (params.extra_args or {}).items() if not isinstance(value, ReasoningArguments)
+    grammars = {
+        CONSTRAINT: grammar_of(params.structured_outputs),
+        REASONING: reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config),
     }
+    built = {name: automaton(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items() if each}
+    given = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
-    params.extra_args = carried | asked
+    params.extra_args = {name: future.result().packed for name, future in built.items()}
+    params.extra_args |= {name: value for name, value in given.items() if not isinstance(value, ReasoningArguments)}
     return params
 
 
 def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = Limits(engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
-    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), limits)
+    limits = (engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
+    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), *limits)

@@ -9,9 +9,6 @@ from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
-OWN_PARSER = "json_schema"
-"""Name of the parser where the server's arguments have none."""
-
 
 class NoCalls(ToolParser):
     """Finds no calls in an answer that was free to have some."""
@@ -52,6 +49,6 @@ def serve_tool_calls(args: Namespace) -> None:
             # Not the base's: it may ask for its model's own format.
             return ToolParser.adjust_request(self, request)
 
-    args.tool_call_parser = args.tool_call_parser if is_free else OWN_PARSER
+    args.tool_call_parser = args.tool_call_parser if is_free else "json_schema"
     args.enable_auto_tool_choice = True
     ToolParserManager.register_module(args.tool_call_parser, module=JSONCalls)

@@ -41,7 +41,7 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
     for numbers in (sample, *([number] for number in (*spaced, *sample[:32]))):
         if backend.decode(numbers) != b"".join(spelled[number] for number in numbers).decode():
             raise _refused("it decodes tokens to other text than the bytes of each")
-    return Vocabulary.of(spelled)
+    return Vocabulary(spelled)
 
 
 def _refused(reason: str) -> InvalidRequestError:

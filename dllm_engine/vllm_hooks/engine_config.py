@@ -20,12 +20,7 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.generation_config import (
-    UNSUPPORTED,
-    checkpoint_generation,
-    left_out_generation,
-    settled_override,
-)
+from dllm_engine.vllm_hooks.generation_config import checkpoint_generation, left_out_generation, settled_override
 from dllm_engine.vllm_hooks.input_processor import limit_responses
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
@@ -65,8 +60,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         given = settled_override(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
-        # vLLM reads the checkpoint's file too; None takes out what it would find there.
-        model_config.override_generation_config = dict.fromkeys(UNSUPPORTED) | defaults | given
+        model_config.override_generation_config = defaults | given
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
@@ -82,16 +76,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if left_out := left_out_generation(model_config):
             logger.warning("%s", left_out)
         options = _settle_engine_options(vllm_config)
-        method = options.method
-        worker_class = WORKER_CLASSES.get(current_platform.device_type)
-        if worker_class is None:
-            raise ValueError(
-                f"device type {current_platform.device_type!r} is not supported; use one of {', '.join(WORKER_CLASSES)}"
-            )
+        if (device := current_platform.device_type) not in WORKER_CLASSES:
+            raise ValueError(f"device type {device!r} is not supported; use one of {', '.join(WORKER_CLASSES)}")
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
-        scheduler.enable_chunked_prefill &= method.shortened is not None
+        scheduler.enable_chunked_prefill &= options.method.shortened is not None
         # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = family_of(model_config.hf_config).longest_canvas(longest)
@@ -104,13 +94,13 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
             scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, limit)
         scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, num_rows)
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = worker_class
+            parallel.worker_cls = WORKER_CLASSES[device]
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
             from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
         # A page may end within a block, whose rows must not be fed in parts where they share experts.
-        shares = method.keeps_for_good and not family_of(model_config.hf_config).experts_by_block
+        shares = options.method.keeps_for_good and not family_of(model_config.hf_config).experts_by_block
         vllm_config.cache_config.enable_prefix_caching &= shares
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.

@@ -19,8 +19,10 @@ UNSUPPORTED = ("repetition_penalty", "presence_penalty", "frequency_penalty", "m
 
 
 def checkpoint_generation(model_config: "ModelConfig") -> dict[str, Any]:
-    """Supported defaults that the checkpoint, or the folder named as ``generation_config``, states."""
-    return {name: value for name, value in _stated(model_config).items() if name in USED and value is not None}
+    """Supported defaults that the checkpoint, or the folder named as ``generation_config``, states; None for others,
+    which takes them out of what vLLM reads there."""
+    stated = {name: value for name, value in _stated(model_config).items() if name in USED and value is not None}
+    return dict.fromkeys(UNSUPPORTED) | stated
 
 
 def left_out_generation(model_config: "ModelConfig") -> str | None:

@@ -1,7 +1,7 @@
 """Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
 import math
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -14,8 +14,7 @@ from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.automata import count_request
-from dllm_engine.structured_output.build import Grammar
-from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before, with_arguments
+from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, with_arguments
 from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
@@ -98,8 +97,7 @@ def generate_if_valid(
         return generate(self, checked_prompt, sampling_params, request_id, **kwargs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
-        reasoning = _reasoning_before([prompt], arguments_in(sampling_params), tokenizer, self.vllm_config)
-        await prepare(structured, tokenizer, self.vllm_config, reasoning)
+        await prepare(structured, [prompt], arguments_in(sampling_params), tokenizer, self.vllm_config)
         async with aclosing(checked()) as outputs:
             async for output in outputs:
                 yield output
@@ -125,26 +123,15 @@ async def render_and_build(render: Original, self: Any, request: Any, *args: Any
             has_template = hasattr(request, "build_chat_params")
             parser = {"chat_template_kwargs": self.effective_chat_template_kwargs(request)} if has_template else None
             prompts = rendered[1] if has_template else rendered
-            reasoning = _reasoning_before(prompts, ReasoningArguments(None, parser), tokenizer, vllm_config)
-            await prepare(structured, tokenizer, vllm_config, reasoning)
+            await prepare(structured, prompts, ReasoningArguments(None, parser), tokenizer, vllm_config)
     return rendered
-
-
-def _reasoning_before(
-    prompts: Iterable[Any], arguments: ReasoningArguments, tokenizer: Any, vllm_config: Any
-) -> set[Grammar]:
-    """The grammars of reasoning that responses to rendered prompts begin with."""
-    token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
-    grammars = (reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens)
-    return {grammar for grammar in grammars if grammar is not None}
 
 
 def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]) -> bool | None:
     """vLLM constrains a response from its first token where its reasoning is not to be included. Its parser then takes
     all of it for reasoning, and nothing is left to include."""
     if parser is None or parser.reasoning_parser is None:
-        ended: bool | None = resolve(self, parser, prompt_token_ids)
-        return ended
+        return resolve(self, parser, prompt_token_ids)
     return bool(parser.is_reasoning_end(prompt_token_ids))
 
 

@@ -49,9 +49,7 @@ def _note(state: Any, message: dict[str, Any]) -> None:
 
 def detokenize_all(update: Original, self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
     """vLLM leaves the last token of a response that stops out of the text, since it takes it for an end token."""
-    stop_terminated = stop_terminated and not getattr(self, "is_complete", False)
-    stop_string: str | None = update(self, new_token_ids, stop_terminated)
-    return stop_string
+    return update(self, new_token_ids, stop_terminated and not getattr(self, "is_complete", False))
 
 
 def _output_without_tokens(state: Any) -> Any:

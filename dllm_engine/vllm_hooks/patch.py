@@ -31,12 +31,11 @@ def apply(replacements: Mapping[str, str]) -> None:
             to this package. It is called with the original and what the original is called with; the parameters that
             it names must be the original's first ones.
     """
-    originals = [(target, *_original(target)) for target in replacements]
-    new = [
-        (owner, name, original, _replacement(target, replacements[target], original))
-        for target, owner, name, original in originals
-        if not hasattr(original, _MARK)
-    ]
+    new = []
+    for target, path in replacements.items():
+        owner, name, original = _original(target)
+        if not hasattr(original, _MARK):
+            new.append((owner, name, original, _replacement(target, path, original)))
     for owner, name, original, replacement in new:
         setattr(owner, name, replacement)
         for other in list(sys.modules.values()) if isinstance(owner, ModuleType) else ():

@@ -14,6 +14,7 @@ SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 
 _UNSET = "leave it unset"
 _PAGES = "page_size sets how many tokens a page has"
+_REFRESHES = "refresh_ratio limits how long requests hold up short ones"
 _USE_TENSORS = "use tensor_parallel_size to split a model over GPUs, data_parallel_size for more requests"
 
 REFUSED = (
@@ -23,11 +24,7 @@ REFUSED = (
     ("parallel_config", "data_parallel_size", "start one server for each"),
     ("parallel_config", "enable_eplb enable_batch_sharded_sampling enable_dbo ubatch_size", _UNSET),
     ("parallel_config", "enable_ep_weight_filter enable_hc_sp enable_elastic_ep enable_fault_tolerance", _UNSET),
-    (
-        "scheduler_config",
-        "long_prefill_token_threshold long_prefill_token_threshold_adaptive",
-        "refresh_ratio limits how long requests hold up short ones",
-    ),
+    ("scheduler_config", "long_prefill_token_threshold long_prefill_token_threshold_adaptive", _REFRESHES),
     ("scheduler_config", "scheduler_cls", "cache_method chooses what a step computes; leave it unset"),
     ("scheduler_config", "async_scheduling", "steps_per_dispatch runs several steps without the scheduler"),
     ("scheduler_config", "scheduler_reserve_full_isl prefill_schedule_interval", _UNSET),

@@ -5,7 +5,11 @@ changes are not in the table, because they are no functions: the default of ``ma
 (``server/bodies.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
-_OPENAI = "vllm.entrypoints.openai"
+_BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
+_CHAT = "vllm.entrypoints.openai.chat_completion"
+_COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
+_RENDERER = "vllm.renderers.online_renderer:OnlineRenderer"
+_RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _PROCESSOR = "vllm.v1.engine.output_processor"
 
 EVERY_PROCESS = {
@@ -34,42 +38,22 @@ SAMPLING = {
 
 SERVING = {
     **SAMPLING,
-    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": "input_processor:render_and_build",
-    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_completion": "input_processor:render_and_build",
-    f"{_OPENAI}.chat_completion.protocol:ChatCompletionRequest.resolve_reasoning_ended": (
-        "input_processor:resolve_by_prompt"
-    ),
+    f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
+    f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
+    f"{_CHAT}.protocol:ChatCompletionRequest.resolve_reasoning_ended": "input_processor:resolve_by_prompt",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
-    f"{_OPENAI}.responses.serving:OpenAIServingResponses._generate_with_builtin_tools": (
-        "input_processor:respond_if_valid"
-    ),
-    "vllm.entrypoints.generate.beam_search.offline:BeamSearchOfflineMixin.beam_search": (
-        "input_processor:refuse_beam_search"
-    ),
-    "vllm.entrypoints.generate.beam_search.online:BeamSearchOnlineMixin.beam_search": (
-        "input_processor:refuse_beam_search"
-    ),
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.create_completion": "server.bodies:create_if_known",
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.create_chat_completion": "server.bodies:create_if_known",
-    f"{_OPENAI}.chat_completion.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion": (
-        "server.bodies:create_if_known"
-    ),
-    f"{_OPENAI}.responses.serving:OpenAIServingResponses.create_responses": "server.bodies:create_if_known",
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.completion_stream_generator": (
-        "server.responses:stream_response"
-    ),
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_stream_generator": (
-        "server.responses:stream_response"
-    ),
-    f"{_OPENAI}.completion.serving:OpenAIServingCompletion.request_output_to_completion_response": (
-        "server.responses:complete_with_fields"
-    ),
-    f"{_OPENAI}.chat_completion.serving:OpenAIServingChat.chat_completion_full_generator": (
-        "server.responses:complete_chat_with_fields"
-    ),
-    f"{_OPENAI}.responses.serving:OpenAIServingResponses.responses_stream_generator": (
-        "server.responses:end_responses_stream"
-    ),
+    f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
+    f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",
+    f"{_BEAM_SEARCH}.online:BeamSearchOnlineMixin.beam_search": "input_processor:refuse_beam_search",
+    f"{_COMPLETION}.create_completion": "server.bodies:create_if_known",
+    f"{_CHAT}.serving:OpenAIServingChat.create_chat_completion": "server.bodies:create_if_known",
+    f"{_CHAT}.batch_serving:OpenAIServingChatBatch.create_batch_chat_completion": "server.bodies:create_if_known",
+    f"{_RESPONSES}.create_responses": "server.bodies:create_if_known",
+    f"{_COMPLETION}.completion_stream_generator": "server.responses:stream_response",
+    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_stream_generator": "server.responses:stream_response",
+    f"{_COMPLETION}.request_output_to_completion_response": "server.responses:complete_with_fields",
+    f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator": "server.responses:complete_chat_with_fields",
+    f"{_RESPONSES}.responses_stream_generator": "server.responses:end_responses_stream",
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
 }

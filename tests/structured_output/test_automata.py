@@ -2,7 +2,7 @@ import itertools
 import pickle
 import re
 import threading
-from dataclasses import replace
+from subprocess import CompletedProcess
 
 import numpy as np
 import psutil
@@ -15,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import MOST_WAITING, automaton, take_counts
-from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, Limits, build
+from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
 from dllm_engine.structured_output.lifting import Vocabulary
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of
 from dllm_engine.structured_output.vocabulary import vocabulary_of
@@ -24,7 +24,7 @@ from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_token
 from tests.support.preloaded import Program, wait_until
 
 END = "<|end|>"
-LIMITS = Limits(4096, 30.0)
+LIMITS = {"max_states": 4096, "build_seconds": 30.0}
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def tokenizer():
     return train_tokenizer(TALE, 400, END)
 
 
-def automaton_of(grammar: Grammar, tokenizer, vocab_size: int = 410, limits: Limits = LIMITS):
-    return automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), limits)).result()
+def automaton_of(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
+    return automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), **LIMITS | limits)).result()
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def in_process(monkeypatch):
     """Builds without a process, and what was built."""
     built = []
 
-    def run(sent: bytes) -> tuple[int, bytes, bytes]:
+    def run(sent: bytes) -> CompletedProcess[bytes]:
         wanted = pickle.loads(sent)
         built.append(wanted.grammar)
         try:
-            return 0, build(wanted).packed, b""
+            return CompletedProcess([], 0, build(wanted).packed)
         except ValueError as error:
-            return REFUSED, str(error).encode(), b""
+            return CompletedProcess([], REFUSED, str(error).encode())
 
     monkeypatch.setattr(automata, "_run_apart", run)
     monkeypatch.setattr(automata, "_cache", automata._Cache())
@@ -121,7 +121,7 @@ def test_grammars_are_limited_by_their_length_and_not_read(kind, of_length, monk
 )
 def test_constructs_that_are_not_supported_are_named_where_the_automaton_is_built(tokenizer, in_process, told, named):
     with pytest.raises(InvalidRequestError, match=re.escape(named)) as refused:
-        automaton_of(grammar_of(StructuredOutputsParams(**told)), tokenizer, 410, LIMITS)
+        automaton_of(grammar_of(StructuredOutputsParams(**told)), tokenizer)
     assert len(str(refused.value)) < 700
 
 
@@ -157,18 +157,18 @@ def test_bytes_of_a_tokenizer_that_falls_back_to_bytes_and_tokenizers_that_are_r
 
 
 def test_automata_are_kept(tokenizer, in_process):
-    grammar, limits = Grammar("regex", "seven|herons"), LIMITS
-    built = automaton_of(grammar, tokenizer, 410, limits)
+    grammar = Grammar("regex", "seven|herons")
+    built = automaton_of(grammar, tokenizer)
     assert accepts(built, tokenizer.encode("herons"))
-    assert automaton_of(grammar, tokenizer, 410, limits) is built
-    assert automaton_of(grammar, train_tokenizer(TALE, 400, END), 410, limits) is built
+    assert automaton_of(grammar, tokenizer) is built
+    assert automaton_of(grammar, train_tokenizer(TALE, 400, END)) is built
     counts = take_counts()
     assert len(in_process) == counts["automaton_builds"] == 1
     assert counts["automaton_build_seconds"] > 0
-    others = [(Grammar("regex", "a"), tokenizer, 410, limits), (grammar, train_tokenizer(NOTE, 400), 410, limits)]
-    others += [(grammar, tokenizer, 420, limits), (grammar, tokenizer, 410, replace(LIMITS, max_states=100))]
-    for other in others:
-        automaton_of(*other)
+    automaton_of(Grammar("regex", "a"), tokenizer)
+    automaton_of(grammar, train_tokenizer(NOTE, 400))
+    automaton_of(grammar, tokenizer, 420)
+    automaton_of(grammar, tokenizer, max_states=100)
     assert take_counts()["automaton_builds"] == 4
 
 
@@ -178,7 +178,7 @@ def test_the_least_used_are_let_go(tokenizer, in_process, monkeypatch):
     size = automata._cache.kept.currsize
     monkeypatch.setattr(automata, "_cache", automata._Cache(int(2.5 * size)))
     for i in (0, 1, 0, 2, 0, 1):  # a, b, a (kept), c (b goes), a, b again
-        automaton_of(grammars[i], tokenizer, 410, LIMITS)
+        automaton_of(grammars[i], tokenizer)
     assert in_process[1:] == [grammars[0], grammars[1], grammars[2], grammars[1]]
 
 
@@ -186,9 +186,9 @@ def test_failures_are_told_and_not_kept(tokenizer, in_process):
     grammar = Grammar("regex", "a{200}")
     for _ in range(2):
         with pytest.raises(ValueError, match="max_automaton_states=100"):
-            automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=100))
+            automaton_of(grammar, tokenizer, max_states=100)
     assert take_counts()["automaton_builds"] == 2
-    automaton_of(grammar, tokenizer, 410, replace(LIMITS, max_states=400))
+    automaton_of(grammar, tokenizer, max_states=400)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def held(monkeypatch):
 
 def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenizer, held):
     (go_on, begun), vocabulary = held, vocabulary_of(tokenizer, 410)
-    futures = [automaton(BuildInput(Grammar("regex", text), vocabulary, LIMITS)) for text in "aaabbc"]
+    futures = [automaton(BuildInput(Grammar("regex", text), vocabulary, **LIMITS)) for text in "aaabbc"]
     wait_until(lambda: len(begun) == automata._AT_ONCE, 60)
     assert len(set(futures)) == 3
     go_on.set()
@@ -220,7 +220,7 @@ def test_the_queue_of_builds_is_bounded(tokenizer, held):
     (go_on, _), vocabulary = held, vocabulary_of(tokenizer, 410)
 
     def ask(text):
-        return automaton(BuildInput(Grammar("regex", text), vocabulary, LIMITS))
+        return automaton(BuildInput(Grammar("regex", text), vocabulary, **LIMITS))
 
     futures = [ask(f"a{number}") for number in range(automata._AT_ONCE + MOST_WAITING)]
     with pytest.raises(RetryableRequestError, match="32 requests wait"):
@@ -234,21 +234,22 @@ def test_the_queue_of_builds_is_bounded(tokenizer, held):
 def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
     grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
-    expected = build(BuildInput(grammar, vocabulary_of(tokenizer, 410), LIMITS))
-    assert automaton_of(grammar, tokenizer, 410, LIMITS).digest == expected.digest
+    expected = build(BuildInput(grammar, vocabulary_of(tokenizer, 410), **LIMITS))
+    assert automaton_of(grammar, tokenizer).digest == expected.digest
     with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
-        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, replace(LIMITS, max_states=64))
+        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=64)
     with pytest.raises(InvalidRequestError, match="max_automaton_seconds=1 "):
-        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, 410, Limits(1 << 24, build_seconds=1))
+        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=1 << 24, build_seconds=1)
     with pytest.raises(InvalidRequestError, match="the tokens of this model spell no text"):
-        automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3, LIMITS)
+        automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3)
 
 
 @pytest.mark.slow
 def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
     monkeypatch.setattr(automata, "_cache", automata._Cache())
-    broken = Vocabulary(np.frombuffer(b"a", np.uint8), np.array([0, 5]))
-    future = automaton(BuildInput(Grammar("regex", "a"), broken, LIMITS))
+    broken = Vocabulary([b"a"])
+    broken.starts = np.array([0, 5])
+    future = automaton(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
     assert type(future.exception(60)) is GenerationError
     assert "building its automaton failed" in str(future.exception())
 
@@ -261,7 +262,7 @@ def test_a_building_process_that_is_killed_from_outside(tokenizer, monkeypatch):
     def builders():
         return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
 
-    future = automaton(BuildInput(hostile, vocabulary, Limits(1 << 24, 600)))
+    future = automaton(BuildInput(hostile, vocabulary, 1 << 24, 600))
     wait_until(builders, 60)
     builders()[0].kill()
     assert type(future.exception(60)) is RetryableRequestError
@@ -275,6 +276,7 @@ import psutil
 from transformers import AutoTokenizer
 from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.demo import DEMO_MODEL_DIR
+from dllm_engine.structured_output.reasoning import ReasoningArguments
 from dllm_engine.structured_output.requests import prepare
 
 def builders():
@@ -286,7 +288,7 @@ async def main():
     model_config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=len(tokenizer)))
     limits = {"max_automaton_states": 1 << 20, "max_automaton_seconds": 600}
     config = SimpleNamespace(additional_config=limits, model_config=model_config)
-    build = asyncio.create_task(prepare(hostile, tokenizer, config))
+    build = asyncio.create_task(prepare(hostile, [], ReasoningArguments(), tokenizer, config))
     while not builders():
         await asyncio.sleep(0.1)
     print(*builders(), flush=True)

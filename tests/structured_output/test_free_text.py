@@ -21,7 +21,7 @@ MARKERS = ["ab", "aab", "abab", "bab", "a", "abcab", "é"]
 
 
 def automaton_of(marker: str, end_token: int | None, start_token: int | None) -> Automaton:
-    return reasoning_automaton(Reasoning(marker, end_token, start_token), Vocabulary.of(PIECES), 100)
+    return reasoning_automaton(Reasoning(marker, end_token, start_token), Vocabulary(PIECES), 100)
 
 
 @given(st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans())

@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.automaton import joined
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.build import BuildInput, Grammar, Limits, build
+from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.reasoning import ReasoningArguments, reasoning_before
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
@@ -49,7 +49,7 @@ def tokenizer_of(has_markers: bool):
 
 @cache
 def automaton_of(grammar: Grammar, has_markers: bool):
-    return build(BuildInput(grammar, vocabulary_of(tokenizer_of(has_markers), 512), Limits(4096, 60)))
+    return build(BuildInput(grammar, vocabulary_of(tokenizer_of(has_markers), 512), 4096, 60))
 
 
 def engine_config(parser: str, *, enable_in_reasoning: bool = False):

@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.structured_output.build import BuildInput, Grammar, Limits, build
+from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.lifting import Vocabulary
 
 LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
@@ -16,7 +16,7 @@ TOKENS += ["é".encode()[1:] + b"a"]
 
 
 def built(kind: str, text: str, tokens: list[bytes] = TOKENS, spaces: bool = True, max_states: int = 4096) -> Automaton:
-    return build(BuildInput(Grammar(kind, text, spaces), Vocabulary.of(tokens), Limits(max_states, 60)))
+    return build(BuildInput(Grammar(kind, text, spaces), Vocabulary(tokens), max_states, 60))
 
 
 def state_behind(automaton: Automaton, tokens: list[int]) -> int:

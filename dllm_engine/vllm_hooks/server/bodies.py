@@ -5,11 +5,11 @@
 """
 
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 
 from dllm_engine.decisions.response_format import settle_decision
@@ -17,10 +17,6 @@ from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.patch import Original, is_ours
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 _FIELDS_OF_VLLM = {"top_p", "top_k"}
 """Request options that the body of a request has fields for."""
@@ -31,15 +27,12 @@ _DECISIONS_ROUTE = "/v1/decisions"
 
 
 class BodyCheck:
-    """ASGI middleware: answers 400 to bodies for which vLLM would answer 500, or of which it would ignore a part.
+    """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and ignores unknown fields."""
 
-    vLLM looks into ``structured_outputs`` before it checks its type, and ignores fields that it does not know.
-    """
-
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return

@@ -135,8 +135,7 @@ def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwa
         prompt, output = (0, result) if is_chat else result
         return [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
 
-    with_trace = _asks_for_trace(request)
-    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=with_trace)
+    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=_asks_for_trace(request))
 
 
 def _settle_length(request: Any) -> None:
