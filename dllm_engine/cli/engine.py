@@ -55,7 +55,7 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     more: dict[str, Any] = {"action": "append", "default": []}
     meaning = "an option of the cache method, repeatable; `dllm models` lists them"
     add_value(group, "--cache-option", key_value, "KEY=VALUE", meaning, **more)
-    ratio = "share of tokens outside the running block that pages keep; short for --cache-option retention_ratio=R"
+    ratio = "share of tokens outside the block that evicting methods keep; short for --cache-option retention_ratio=R"
     add_value(group, "--retention-ratio", retention_ratio, "R", ratio, dest="cache_option", **more)
     add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
