@@ -55,11 +55,11 @@ class EarlySkipPass(LayerPass):
         """Requests in steps that skip and in steps that do not share the pass."""
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
-        device = batch.device
-        plans = batch.plans
+        device, plans, sizes = batch.device, batch.plans, batch.sizes
         for canvas in batch.canvases:
             if canvas.cache_state is None:
-                canvas.cache_state = torch.zeros(canvas.spec.canvas_length, device=device)
+                # One more than there are positions: with shifted logits, the last row predicts none.
+                canvas.cache_state = torch.zeros(canvas.spec.canvas_length + 1, device=device)
 
         read = [plan.read for plan in plans]
         self.tables = TokenTables(batch, pages, read)
@@ -69,7 +69,6 @@ class EarlySkipPass(LayerPass):
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
-        sizes = batch.sizes
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
@@ -78,8 +77,7 @@ class EarlySkipPass(LayerPass):
             size == canvas.spec.canvas_length and not reads and not skips
             for size, canvas, reads, skips in zip(sizes, batch.canvases, self.reading, self.skips, strict=True)
         ]
-        self.stage = SplitRows(sizes, alone, device)
-        self.stages = [self.stage]
+        self.stages = [SplitRows(sizes, alone, device)]
         """The rows that the layers between two cuts compute; one more than there are cuts."""
         self.cuts: dict[int, RowChoice] = {}
         """Choice of the rows that go on, among those of the layer."""
@@ -91,6 +89,9 @@ class EarlySkipPass(LayerPass):
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
         self.kept_rows: list[torch.Tensor] = []
         """After each cut, the rows of the batch that went on."""
+        stops = [plan.span.stop + canvas.spec.shifts_logits for plan, canvas in zip(plans, batch.canvases, strict=True)]
+        self.spans = [Span(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        """Positions that the rows of each request predict. They are neighbours."""
         self.follows = any(self.skips)
         if self.follows:
             self.predicted, masked, filled = self._rows_that_skip()
@@ -114,11 +115,10 @@ class EarlySkipPass(LayerPass):
     def _repeats(self, index: int) -> bool:
         """Return True if the next steps of a request keep as many rows, however many positions each of them fills."""
         plan, canvas = self.batch.plans[index], self.batch.canvases[index]
-        if plan.scope is not Scope.ACTIVE or plan.rows is not RowRule.ALL:
-            return False
         fewest = min(self.options.cuts(self.num_layers).values(), default=1.0) if plan.skips else 1.0
         most_unmasked = max(plan.quota.count, len(canvas.last_unmasked))
-        return int(fewest * self.batch.sizes[index]) >= min(most_unmasked + 2, plan.window.size)
+        enough = int(fewest * self.batch.sizes[index]) >= min(most_unmasked + 2, plan.window.size)
+        return enough and plan.scope is Scope.ACTIVE and plan.rows is RowRule.ALL
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
@@ -143,30 +143,21 @@ class EarlySkipPass(LayerPass):
     def _rows_that_skip(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Per row: the ``CanvasStore`` index of the position that it predicts, whether that is masked, and whether the
         last step filled it. Rows of requests that skip none get the spare place, which is neither."""
-        table = np.full((3, self.batch.bounds[-1]), SPARE)
-        table[1:] = 0
-        for i, skips in enumerate(self.skips):
-            if skips:
-                rows, canvas = self.batch.rows(i), self.batch.canvases[i]
-                span = self._predicted_span(i)
-                table[0, rows] = canvas.start + np.arange(*span)
-                table[1, rows] = canvas.known[slice(*span)] < 0
-                table[2, rows] = np.isin(np.arange(*span), canvas.last_unmasked)
+        table = np.full((3, self.batch.bounds[-1]), [[SPARE], [False], [False]])
+        for i, canvas in enumerate(self.batch.canvases):
+            if self.skips[i]:
+                positions = np.arange(*self.spans[i])
+                states = canvas.known[positions] < 0, np.isin(positions, canvas.last_unmasked)
+                table[:, self.batch.rows(i)] = canvas.start + positions, *states
         places, masked, filled = on_device(table, self.batch.device).unbind()
         return places, masked > 0, filled > 0
 
-    def _predicted_span(self, index: int) -> Span:
-        """Positions that the rows of a request in a step that skips predict; its rows are neighbours."""
-        stop = self.batch.plans[index].span.stop + self.batch.canvases[index].spec.shifts_logits
-        return Span(stop - self.batch.sizes[index], stop)
-
     def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
         """Set the last confidence of each row, 0 where its token is not masked, and its bonus; ``[num_rows]`` each."""
-        confidences = [masked.new_zeros(size, dtype=torch.float32) for size in self.batch.sizes]
-        for i, canvas in enumerate(self.batch.canvases):
-            if self.skips[i]:
-                confidences[i] = canvas.cache_state[slice(*self._predicted_span(i))]
-        self.masked, self.confidences = masked, torch.cat(confidences) * masked
+        scores = [
+            canvas.cache_state[slice(*span)] for canvas, span in zip(self.batch.canvases, self.spans, strict=True)
+        ]
+        self.masked, self.confidences = masked, torch.cat(scores) * masked
         counts = masked.cumsum(dim=0)
         before = F.pad(counts, (1, 0))[self.batch.cu_seqlens][self.batch.requests]
         self.bonuses = LEFTMOST_BONUS * (masked & (counts - before == 1))
