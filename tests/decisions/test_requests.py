@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from openai import BadRequestError, OpenAI
+from openai import BadRequestError
 
 from dllm_engine.decisions.fields import read_fields, schema_of
 from dllm_engine.scheduler.constraints.decision import RunningDecision
@@ -35,11 +35,6 @@ def is_valid(values):
         and values["many"] in FIELDS["many"]
         and values["any"] in FIELDS["any"]
     )
-
-
-@pytest.fixture(scope="module")
-def openai(client):
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
