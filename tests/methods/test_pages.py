@@ -99,7 +99,16 @@ def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
     return first[0], after, [[len(positions) for positions in layer] for layer in retained]
 
 
-@pytest.mark.parametrize("budgets", [{}, {"layer_budget": "squeeze"}, {"scorer": "h2o"}], ids=str)
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {},
+        {"layer_budget": "squeeze"},
+        {"scorer": "h2o"},
+        {"layer_budget": "pyramid", "head_budget": "adaptive", "scorer": "mean_query"},
+    ],
+    ids=str,
+)
 def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
     options = REFRESHES | {"kv_budget": 12} | budgets
     first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
