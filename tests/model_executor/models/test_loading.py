@@ -130,8 +130,9 @@ def shorten(file, num_bytes: int) -> None:
         ("model.safetensors", lambda file: file.write_text("<html>not found</html>")),
         ("model.safetensors", lambda file: file.unlink()),
         ("model-00003-of-00003.safetensors", lambda file: shorten(file, 100)),
+        ("model-00002-of-00003.safetensors", lambda file: file.unlink()),
     ],
-    ids=["truncated", "no safetensors", "missing", "truncated shard"],
+    ids=["truncated", "no safetensors", "missing", "truncated shard", "missing shard"],
 )
 def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
     folder = tiny_checkpoints.write_llada(tmp_path)
@@ -141,22 +142,10 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
     refuse(folder, str(folder), "safetensors" if file == "model.safetensors" else file)
 
 
-def test_a_missing_file_of_several_is_named(tmp_path):
-    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    refuse(folder, "model-00002-of-00003.safetensors", "missing")  # by vLLM
-
-
 # Configuration
 
 
 LLADA, LLADA_MOE, DREAM = (CONFIG_CLASSES[name] for name in ("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"))
-
-
-def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
-    config = LLADA(d_model=64, n_heads=4, mlp_ratio=3)
-    assert config.num_key_value_heads == 4
-    assert config.intermediate_size == 192
 
 
 def test_released_vocabulary_knows_its_end_of_turn():

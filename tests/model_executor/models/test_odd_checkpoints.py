@@ -194,9 +194,10 @@ def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, 
 
 
 def test_defaults_that_follow_from_other_keys_follow_overrides():
-    config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None}, "folder")
+    config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None, "mlp_ratio": 3}, "folder")
+    assert (config.num_key_value_heads, config.intermediate_size) == (4, 192)
     config.update({"num_attention_heads": 2, "hidden_size": 32})
-    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 128)
+    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 96)
     for name in ("torch_dtype", "dtype"):
         config.update({name: "float16"})
         assert config.dtype == torch.float16
