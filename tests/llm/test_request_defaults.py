@@ -15,8 +15,8 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking_policies import SlowFast
-from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
+from tests.support.tiny_checkpoints import write_llada
 
 
 def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
@@ -135,17 +135,11 @@ def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragme
 # The checkpoint's own
 
 
-def checkpoint(folder, generation_config=None, **config):
-    tiny_checkpoints.write_llada(folder, **config)
-    if generation_config is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation_config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def opinionated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("opinionated")
-    return checkpoint(folder, {"max_new_tokens": 24, "temperature": 0.5}, dllm={"block_length": 8, "steps": 12})
+    folder = write_llada(tmp_path_factory.mktemp("opinionated"), dllm={"block_length": 8, "steps": 12})
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 24, "temperature": 0.5}))
+    return folder
 
 
 def decoded(llm, params=None):
@@ -176,19 +170,17 @@ def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("generation_config", "section", "fragments"),
+    ("section", "fragments"),
     [
-        (None, {"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
-        (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
-        (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
+        ({"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
+        ({"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
+        ([8], ("config.json: 'dllm'=[8] must be an object",)),
     ],
     ids=str,
 )
-def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(
-    tmp_path, generation_config, section, fragments
-):
+def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(tmp_path, section, fragments):
     with pytest.raises(ValueError) as error:
-        start_engine(checkpoint(tmp_path, generation_config, dllm=section))
+        start_engine(write_llada(tmp_path, dllm=section))
     for fragment in fragments:
         assert fragment in str(error.value)
 
