@@ -46,9 +46,6 @@ SETTINGS = {
 }
 
 
-OTHER_TOKENIZER = {"has_texts": True, "guide_tokens_per_token": 8.0}
-
-
 @pytest.fixture(scope="module")
 def guides(tmp_path_factory):
     """Folders of small random guides."""
@@ -111,7 +108,7 @@ def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
 @pytest.mark.parametrize("has_texts", [False, True], ids=["same tokenizer", "another tokenizer"])
 def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, pairs, settings, model, has_texts):
     texts, folders = None, (reference_checkpoints / model, guides[GUIDED_BY[model]])
-    llm = engine(model, **(OTHER_TOKENIZER if has_texts else {}))
+    llm = engine(model, has_texts=has_texts, **({"guide_tokens_per_token": 8.0} if has_texts else {}))
     if has_texts:
         folders, (own, other) = pairs[model], (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
         special = {llm.model_config.hf_config.eos_token_id: other.eos_token_id}

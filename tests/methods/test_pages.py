@@ -140,15 +140,6 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
 DLLM_CACHE = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 
 
-@pytest.fixture
-def answer(engine):
-    def ask(method: str, gen_length: int, block_length: int, steps: int, **options):
-        asked = {"gen_length": gen_length, "block_length": block_length, "steps": steps}
-        return answers(engine(method, **options), [(PROMPT, asked)])[0]
-
-    return ask
-
-
 @pytest.mark.parametrize(
     ("method", "lengths", "options", "expected"),
     [
@@ -162,13 +153,14 @@ def answer(engine):
     ],
     ids=str,
 )
-def test_rows_that_are_not_updated(answer, method, lengths, options, expected):
-    assert answer(method, *lengths, **options).tokens_computed == expected
+def test_rows_that_are_not_updated(engine, method, lengths, options, expected):
+    asked = dict(zip(("gen_length", "block_length", "steps"), lengths, strict=True))
+    (answer,) = answers(engine(method, **options), [(PROMPT, asked)])
+    assert answer.tokens_computed == expected
 
 
-def test_rows_that_es_dllm_drops(answer):
-    schedule = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
-    found = answer("es_dllm", 24, 8, 24, keep_schedule=schedule, block_refresh_interval=4)
+def test_rows_that_es_dllm_drops(engine):
+    (found,) = answers(engine("es_dllm", **SKIPS), [(PROMPT, {"gen_length": 24, "block_length": 8})])
     selections, computed = iter(found.traces["selected_positions"]), 0
     for state, rows in zip(found.traces["refresh_states"], found.computed, strict=True):
         # The second and third of four layers drop rows, after they have computed them.
