@@ -14,7 +14,7 @@ from dllm_engine.figures import DiffusionFigures
 from dllm_engine.plugin import register
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate
+from tests.support.engines import generate
 from tests.support.stepped_engines import streamed
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -120,15 +120,6 @@ def test_latency_is_that_of_blocks(engines, tiny_llada):
     stream(llm)
     assert count("time_to_first_token_seconds") - before["time_to_first_token_seconds"] == 1
     assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
-
-
-def test_a_response_that_is_not_streamed_cannot_ask(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    with pytest.raises(ValueError, match="stream_granularity='step' needs a response that is streamed"):
-        plain(llm, stream_granularity="step")
-    with pytest.raises(ValueError, match="stream_granularity='token'"):
-        stream(llm, stream_granularity="token")
-    assert_nothing_left(llm)
 
 
 # The text of a block

@@ -29,6 +29,7 @@ def test_released_configs_are_read_whole(name):
     for key in read.schema.model_fields.keys() & stated.keys() - {"torch_dtype", "rope_scaling"}:
         assert stated[key] is None or getattr(read, key) == stated[key]
     assert read.mask_token_id == RELEASED[name].get("mask_token_id", read.mask_token_id) is not None
+    assert type(read).from_dict(read.to_dict()).to_dict() == read.to_dict()
     # As transformers 5 saves it: RoPE in a table, the type of weights by its new name.
     new = {key: value for key, value in stated.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": stated["rope_theta"]}}
