@@ -61,8 +61,6 @@ def test_samples_differ(demo):
     assert len({tuple(completion.token_ids) for completion in output.outputs}) == 3
 
 
-# HTTP
-
 BODIES = {
     "/v1/completions": ({"prompt": PROMPT}, "max_tokens"),
     "/v1/chat/completions": ({"messages": CHAT}, "max_tokens", "max_completion_tokens"),

@@ -47,9 +47,6 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     assert error(out, checks.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
 
 
-# Libraries
-
-
 @pytest.fixture
 def flash(monkeypatch):
     return flash_stand_in(monkeypatch)

@@ -132,9 +132,6 @@ def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragme
         assert fragment in str(error.value)
 
 
-# The checkpoint's own
-
-
 @pytest.fixture(scope="module")
 def opinionated(tmp_path_factory):
     folder = write_llada(tmp_path_factory.mktemp("opinionated"), dllm={"block_length": 8, "steps": 12})
@@ -154,16 +151,13 @@ def decoded(llm, params=None):
     return spec.gen_length, spec.block_length, output.outputs[0].diffusion.forward_passes
 
 
-def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
+def test_a_checkpoint_has_defaults_of_its_own_which_come_behind_the_engines_and_the_requests(engines, opinionated):
     llm = engines(opinionated)
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 8, 12)
     # As vLLM's server and its own class ask.
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.5, "max_tokens": 24}
     assert llm.get_default_sampling_params().temperature == 0.5
     assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
-
-
-def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
     assert decoded(llm, DiffusionParams(ignore_eos=True, block_length=6, gen_length=18, steps=9)) == (18, 6, 9)

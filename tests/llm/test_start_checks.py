@@ -35,9 +35,6 @@ def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message
     assert "\n" not in str(caught.value)
 
 
-# Models of another kind
-
-
 UNSUPPORTED = r"of architecture LlamaForCausalLM: .*supported: LLaDAModelLM \(LLaDA\), .*DreamModel \(Dream\)"
 
 
@@ -52,9 +49,6 @@ def test_stock_vllm_takes_a_llama_without_our_options():
     config = EngineArgs(LLAMA, max_model_len=64, additional_config={"other": 1}).create_engine_config()
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.scheduler_cls is None
-
-
-# Block diffusion: other models of the kind, and settings that they have no use for
 
 
 @pytest.mark.parametrize("cache_method", ["block", "none"])

@@ -122,9 +122,6 @@ def test_latency_is_that_of_blocks(engines, tiny_llada):
     assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
 
 
-# The text of a block
-
-
 class Tokenizer:
     """Tokens 1 and 2 are a letter of two bytes; 9 ends the text."""
 
@@ -144,9 +141,6 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
         "positions": positions, "token_ids": token_ids,
         "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
     }  # fmt: skip
-
-
-# What HTTP clients are sent
 
 
 def test_a_chunk_brings_what_changed_since_the_last_one():
@@ -194,9 +188,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
         here = range(block.start, block.start + 8)
         assert [pieces.get(p) for p in here] == block.pieces
         assert [confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
-
-
-# A consumer that is slow
 
 
 def output(tokens=(), *, passes, finished=False):

@@ -79,9 +79,6 @@ def test_pages_of_a_request(engine, method, model, options, lengths, expected):
     assert held(engine(method, model, **base, **options), *lengths) == [*expected, ((0, 0), 1)]
 
 
-# MaskKV, whose layers and heads share what a request reserves
-
-
 def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
     """(allocated, reserved) in the first pass, and after all passes; the tokens that each head retained."""
     pages, runner, first = scheduler_of(llm).pages, runner_of(llm), []

@@ -49,8 +49,6 @@ def test_mask_token_is_never_predicted(temperature, top_p, top_k):
         assert torch.equal(got.token, best)
 
 
-# Chunks
-
 SETTINGS = [
     GREEDY,
     SamplingSettings(1.0, 1.0, 0, False),
@@ -110,9 +108,6 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
     torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
 
 
-# Logits that are no numbers
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -132,9 +127,6 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
     assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
-
-
-# Rows through the head
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)])

@@ -97,9 +97,6 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
     assert type(AutoConfig.from_pretrained(tmp_path)) is CONFIG_CLASSES["StableDiffcoderForCausalLM"]
 
 
-# Named shapes, whole and scaled down
-
-
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
     [

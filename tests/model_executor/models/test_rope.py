@@ -142,9 +142,6 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
             parse_config(config | {"rotary_dim": 4}, "folder")
 
 
-# hf_overrides
-
-
 OVERRIDES: list[dict[str, Any]] = [
     {"rope_parameters": {"rope_type": "linear", "factor": 2.5}},
     {"rope_scaling": {"type": "dynamic", "factor": 3}},
