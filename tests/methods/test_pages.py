@@ -79,23 +79,6 @@ def test_pages_of_a_request(engine, method, model, options, lengths, expected):
     assert held(engine(method, model, **base, **options), *lengths) == [*expected, ((0, 0), 1)]
 
 
-def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
-    """(allocated, reserved) in the first pass, and after all passes; the tokens that each head retained."""
-    pages, runner, first = scheduler_of(llm).pages, runner_of(llm), []
-    make_layer_pass = runner.make_layer_pass
-
-    def counting(batch, memory):
-        first.append((pages.num_allocated, pages.num_reserved))
-        return make_layer_pass(batch, memory)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(runner, "make_layer_pass", counting)
-        after = held(llm, length, *lengths)
-    (output,) = generate(llm, [[7 * i % 100 for i in range(length)]], params_of(*lengths))
-    (retained,) = output.outputs[0].diffusion.trace["retained_per_head"]
-    return first[0], after, [[len(positions) for positions in layer] for layer in retained]
-
-
 @pytest.mark.parametrize(
     "budgets",
     [
@@ -107,11 +90,22 @@ def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
     ids=str,
 )
 def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
-    options = REFRESHES | {"kv_budget": 12} | budgets
-    first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
+    llm = engine("maskkv", **REFRESHES | {"kv_budget": 12} | budgets)
+    pages, runner, at_first = scheduler_of(llm).pages, runner_of(llm), []
+    make_layer_pass = runner.make_layer_pass
+
+    def counting(batch, memory):
+        at_first.append((pages.num_allocated, pages.num_reserved))
+        return make_layer_pass(batch, memory)
+
+    monkeypatch.setattr(runner, "make_layer_pass", counting)
+    after = held(llm, 37, 12, 12)
+    (output,) = generate(llm, [PROMPT], params_of(12, 12))
+    (retained,) = output.outputs[0].diffusion.trace["retained_per_head"]
+    kept = [[len(positions) for positions in layer] for layer in retained]
     # 12 tokens of the prompt and 12 of the response, of 4 heads in 4 layers, in pages of 32 slots, however layers share
     # them. Features: 12 rows of the 16 that a page holds, in each layer.
-    assert first == (4 * 4 * 24 // 32 + 4,) * 2
+    assert at_first[0] == (4 * 4 * 24 // 32 + 4,) * 2
     slots = sum(map(sum, kept)) + 4 * 4 * 12
     assert after == [((-(-slots // 32) + 4,) * 2, 11), ((0, 0), 1)]
     assert slots > 4 * 4 * (12 + 12 - 2), "only rounding loses tokens"

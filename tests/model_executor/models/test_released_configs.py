@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, named_shape
+from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults
@@ -130,8 +130,3 @@ def test_heads_must_divide_and_other_names_are_no_shapes(name, message):
     with pytest.raises(ValueError, match=message):
         named_shape(name)
     assert not is_named_shape("demo")
-
-
-@pytest.mark.parametrize("name", NAMED_SHAPES)
-def test_each_shape_has_a_config(name):
-    assert load_config(name).num_hidden_layers > 1
