@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.oracles.decisions import decide, given_masked
 from tests.oracles.models import PlainModel
@@ -89,24 +88,6 @@ def test_a_shared_prompt_is_computed_once(engines, request, family):
     first, *others = [decided(llm, [decision], [prompt])[0].diffusion.tokens_computed for decision in decisions]
     assert first > len(prompt)
     assert all(rows < len(prompt) for rows in others)
-
-
-def test_a_failure_ends_its_own_request_alone(engines, tiny_llada, monkeypatch):
-    llm = engines(tiny_llada)
-    decisions, prompts = drawn("failures", 3)
-    expected = decided(llm, decisions, prompts)
-    commit, bad = RunningDecision.commit, decisions[1][0].packed
-
-    def failing(self, *args, **kwargs):
-        if self.decision.packed == bad:
-            raise KeyError("made up")
-        return commit(self, *args, **kwargs)
-
-    monkeypatch.setattr(RunningDecision, "commit", failing)
-    first, failed, last = decided(llm, decisions, prompts)
-    assert failed.finish_reason == "error"
-    assert "made up" in failed.diffusion.error
-    assert_same_decisions([first, last], expected[::2])
 
 
 def test_logits_that_are_not_finite_end_a_decision(engines, tiny_llada, monkeypatch):

@@ -62,9 +62,6 @@ def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
     check_filtered_logits(noise.filtered_logits, 150, top_p, top_k, torch.bfloat16)
 
 
-# Statistics
-
-
 @given(
     num_rows=st.integers(0, 9),
     vocab_size=st.one_of(st.integers(2, 5), st.integers(2, 3000)),

@@ -15,13 +15,6 @@ from tests.support.fake_cuda_graphs import record_steps
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.fixture
-def flash(monkeypatch):
-    stand_in = flash_stand_in(monkeypatch)
-    monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
-    return stand_in
-
-
 @pytest.mark.parametrize(
     ("settings", "recorded"),
     [
@@ -31,7 +24,7 @@ def flash(monkeypatch):
         ({"cache_method": "maskkv"}, False),
     ],
 )
-def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada, settings, recorded):
+def test_engines_answer_the_same_with_it(monkeypatch, engines, tiny_llada, settings, recorded):
     """Also where a recorded step is padded with requests that have no tokens."""
     prompts = [[3] * 17, [5, 6] * 4, [9, 8, 7]]
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
@@ -41,7 +34,7 @@ def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada
 
     llm = engines(tiny_llada, page_size=16, **settings)
     monkeypatch.setattr(paged_attention, "_flash", None)
-    expected = answers()
+    expected, flash = answers(), flash_stand_in(monkeypatch)
     monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
     if recorded:
         monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
@@ -63,7 +56,8 @@ def test_engines_answer_the_same_with_it(flash, monkeypatch, engines, tiny_llada
         (CUDA, torch.bfloat16, 32, 4, "needs FlashAttention 2 or 3, and vLLM takes 4"),
     ],
 )
-def test_when_it_is_chosen(flash, monkeypatch, device, dtype, page_size, version, reason):
+def test_when_it_is_chosen(monkeypatch, device, dtype, page_size, version, reason):
+    flash_stand_in(monkeypatch)
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
     lines = []
     monkeypatch.setattr(attention.logger, "info", lambda line, *values: lines.append(line % values))

@@ -49,9 +49,6 @@ def refuse(llm, healthy, *fragments: str, prompt=PROMPT, params=None, **settings
     assert answer(llm) == healthy
 
 
-# Prompts
-
-
 @pytest.mark.parametrize(
     ("prompt", "gen_length", "fragments"),
     [
@@ -73,9 +70,6 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         generate(llm, [PROMPT, [], PROMPT], DiffusionParams(gen_length=8, block_length=8))
     assert_nothing_left(llm)
     assert answer(llm) == healthy
-
-
-# Settings
 
 
 @pytest.mark.parametrize(
@@ -187,9 +181,6 @@ def test_the_trace_is_refused_by_name_where_none_is_recorded(engines, tiny_llada
     with pytest.raises(ValueError, match="trace=True"):
         _ = figures.unmasked_per_step
     assert "trace" not in figures.to_json()
-
-
-# Engines
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,6 @@ def test_vllms_flat_form(engines, tiny_llada):
     assert list(flat.logprobs) == list(nested.logprobs)
 
 
-# The order
-
-
 def ordered(llm, **settings):
     return complete(llm, **({"return_order": True} | settings))
 

@@ -3,15 +3,12 @@
 import logging
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from dllm_engine import quiet
 from dllm_engine.scheduler import request_queue
 from tests.support.engines import scheduler_of, start_engine
-
-CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import check_request_defaults, resolve_decoding
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking_policies import SlowFast
-from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
+from tests.support.tiny_checkpoints import write_llada
 
 
 def resolved(defaults, family=LLADA, *, engine=None, gen_length=64, **asked):
@@ -132,20 +132,11 @@ def test_those_that_could_serve_no_request_are_refused_at_start(defaults, fragme
         assert fragment in str(error.value)
 
 
-# The checkpoint's own
-
-
-def checkpoint(folder, generation_config=None, **config):
-    tiny_checkpoints.write_llada(folder, **config)
-    if generation_config is not None:
-        (folder / "generation_config.json").write_text(json.dumps(generation_config))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def opinionated(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("opinionated")
-    return checkpoint(folder, {"max_new_tokens": 24, "temperature": 0.5}, dllm={"block_length": 8, "steps": 12})
+    folder = write_llada(tmp_path_factory.mktemp("opinionated"), dllm={"block_length": 8, "steps": 12})
+    (folder / "generation_config.json").write_text(json.dumps({"max_new_tokens": 24, "temperature": 0.5}))
+    return folder
 
 
 def decoded(llm, params=None):
@@ -160,35 +151,30 @@ def decoded(llm, params=None):
     return spec.gen_length, spec.block_length, output.outputs[0].diffusion.forward_passes
 
 
-def test_a_checkpoint_has_defaults_of_its_own(engines, opinionated):
+def test_a_checkpoint_has_defaults_of_its_own_which_come_behind_the_engines_and_the_requests(engines, opinionated):
     llm = engines(opinionated)
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 8, 12)
     # As vLLM's server and its own class ask.
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.5, "max_tokens": 24}
     assert llm.get_default_sampling_params().temperature == 0.5
     assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
-
-
-def test_a_request_comes_before_the_engine_and_the_engine_before_the_checkpoint(engines, opinionated):
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
     assert decoded(llm, DiffusionParams(ignore_eos=True, block_length=6, gen_length=18, steps=9)) == (18, 6, 9)
 
 
 @pytest.mark.parametrize(
-    ("generation_config", "section", "fragments"),
+    ("section", "fragments"),
     [
-        (None, {"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
-        (None, {"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
-        (None, [8], ("config.json: 'dllm'=[8] must be an object",)),
+        ({"block_length": 0}, ("config.json: 'dllm'", "block_length=0", "greater than or equal to 1")),
+        ({"retention_ratio": 0.5}, ("config.json: 'dllm' takes no 'retention_ratio'", "block_length, steps")),
+        ([8], ("config.json: 'dllm'=[8] must be an object",)),
     ],
     ids=str,
 )
-def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(
-    tmp_path, generation_config, section, fragments
-):
+def test_defaults_of_a_checkpoint_that_mean_nothing_are_refused_at_start(tmp_path, section, fragments):
     with pytest.raises(ValueError) as error:
-        start_engine(checkpoint(tmp_path, generation_config, dllm=section))
+        start_engine(write_llada(tmp_path, dllm=section))
     for fragment in fragments:
         assert fragment in str(error.value)
 

@@ -247,7 +247,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
     assert [tokens(output) for output in outputs] == alone
 
 
-def test_errors_of_memory_and_devices_are_nobodys(engine, monkeypatch):
+def test_errors_of_memory_and_devices_are_nobodys():
     for error in (MemoryError("no"), torch.OutOfMemoryError("no"), torch.AcceleratorError("no")):
         with pytest.raises(type(error)):
             failure_of("a", error)

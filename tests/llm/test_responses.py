@@ -51,9 +51,6 @@ def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", full[cut])
 
 
-# Lengths nobody asked for
-
-
 @pytest.mark.parametrize(("prompt_length", "max_model_len", "expected"), [(6, 512, 256), (28, 128, 100)])
 def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, prompt_length, max_model_len, expected):
     llm = engines(tiny_checkpoints.write_llada(tmp_path, max_sequence_length=512), max_model_len=max_model_len)
@@ -63,9 +60,6 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
         assert len(generate(llm, [prompt], params)[0].outputs[0].token_ids) == expected
     figures = generate(llm, [prompt], None)[0].outputs[0].diffusion  # ends where the model does
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
-
-
-# Text
 
 
 def ask(llm, **settings):

@@ -1,18 +1,12 @@
 """What is refused before vLLM starts: unknown arguments, models of another kind, what is not installed or of no use."""
 
-import json
-import shutil
-
 import pytest
 import vllm
-from transformers import AutoConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.model_executor.models.configs import parse_config
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from tests.support import tiny_checkpoints
 from tests.support.engines import generate, start_engine
 
 LLAMA = str(DEMO_GUIDE_DIR)
@@ -41,9 +35,6 @@ def test_an_argument_that_means_nothing_is_refused(tiny_llada, settings, message
     assert "\n" not in str(caught.value)
 
 
-# Models of another kind
-
-
 UNSUPPORTED = r"of architecture LlamaForCausalLM: .*supported: LLaDAModelLM \(LLaDA\), .*DreamModel \(Dream\)"
 
 
@@ -60,9 +51,6 @@ def test_stock_vllm_takes_a_llama_without_our_options():
     assert config.scheduler_config.scheduler_cls is None
 
 
-# Block diffusion: other models of the kind, and settings that they have no use for
-
-
 @pytest.mark.parametrize("cache_method", ["block", "none"])
 @pytest.mark.parametrize(
     "settings", [{"dense_attention": "flash"}, {"dense_attention": "sdpa"}, {"guide_model": "demo"}], ids=str
@@ -71,32 +59,6 @@ def test_what_attention_by_blocks_has_no_use_for_is_refused(tiny_sdar, cache_met
     (name,) = settings
     with pytest.raises(ValueError, match=f"^{name}=.*: attention of SDAR goes by blocks, .* leave {name} unset"):
         start_engine(tiny_sdar, cache_method=cache_method, **settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "block_size"),
-    [
-        ("JetLM/SDAR-8B-Chat", 4),
-        ("JetLM/SDAR-8B-Chat-b32", 32),
-        ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
-        ("mine/SDAR-4B-Chat-beta", 4),
-        ("JetLM/SDAR-30B-A3B-Chat-b32", 32),
-    ],
-)
-def test_released_checkpoints_for_longer_blocks_are_known_by_their_names(name, block_size):
-    of_kind = tiny_checkpoints.SDAR_MOE_CONFIG if "A3B" in name else tiny_checkpoints.SDAR_CONFIG
-    config = {key: value for key, value in of_kind.items() if key != "block_size"}
-    assert parse_config(config, name).block_size == block_size
-    assert parse_config(config | {"block_size": 8}, name).block_size == 8, "what config.json says goes first"
-
-
-def test_a_name_counts_where_transformers_reads_the_config(tmp_path, tiny_sdar):
-    folder = shutil.copytree(tiny_sdar, tmp_path / "SDAR-8B-Chat-b16")
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("block_size", None)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert AutoConfig.from_pretrained(str(folder)).block_size == 16
-    assert AutoConfig.from_pretrained(str(folder), block_size=4).block_size == 4
 
 
 def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engines, tiny_llada2):

@@ -14,7 +14,7 @@ from dllm_engine.figures import DiffusionFigures
 from dllm_engine.plugin import register
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
-from tests.support.engines import assert_nothing_left, generate
+from tests.support.engines import generate
 from tests.support.stepped_engines import streamed
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -122,18 +122,6 @@ def test_latency_is_that_of_blocks(engines, tiny_llada):
     assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
 
 
-def test_a_response_that_is_not_streamed_cannot_ask(engines, tiny_llada):
-    llm = engines(tiny_llada)
-    with pytest.raises(ValueError, match="stream_granularity='step' needs a response that is streamed"):
-        plain(llm, stream_granularity="step")
-    with pytest.raises(ValueError, match="stream_granularity='token'"):
-        stream(llm, stream_granularity="token")
-    assert_nothing_left(llm)
-
-
-# The text of a block
-
-
 class Tokenizer:
     """Tokens 1 and 2 are a letter of two bytes; 9 ends the text."""
 
@@ -153,9 +141,6 @@ def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dic
         "positions": positions, "token_ids": token_ids,
         "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
     }  # fmt: skip
-
-
-# What HTTP clients are sent
 
 
 def test_a_chunk_brings_what_changed_since_the_last_one():
@@ -203,9 +188,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
         here = range(block.start, block.start + 8)
         assert [pieces.get(p) for p in here] == block.pieces
         assert [confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
-
-
-# A consumer that is slow
 
 
 def output(tokens=(), *, passes, finished=False):

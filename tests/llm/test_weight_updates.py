@@ -175,9 +175,6 @@ def test_experts_are_not_read_again_on_a_cpu(engines, tiny_llada_moe, call):
         engines(tiny_llada_moe).collective_rpc(call)
 
 
-# Around it
-
-
 def test_a_frozen_request_goes_on_where_it_stopped_and_a_cpu_gives_no_memory_back(llm, answers):
     start_request(llm)
     llm.sleep(level=0, mode="keep")

@@ -41,9 +41,6 @@ def test_what_is_out_of_range_is_named(method, options, named):
         EngineOptions.parse({"cache_method": method, "cache_options": options})
 
 
-# Of papers
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -82,9 +79,6 @@ def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoint
     (output,) = generate(llm, [[5] * 12], DiffusionParams(gen_length=16, block_length=16, ignore_eos=True))
     states = output.outputs[0].diffusion.refresh_states
     assert states == ["reuse" if number % expected[1] else "update" for number in range(16)]
-
-
-# Of requests
 
 
 def test_cache_blocks_of_freecache_are_whole_blocks():

@@ -79,33 +79,33 @@ def test_pages_of_a_request(engine, method, model, options, lengths, expected):
     assert held(engine(method, model, **base, **options), *lengths) == [*expected, ((0, 0), 1)]
 
 
-# MaskKV, whose layers and heads share what a request reserves
-
-
-def pages_of_maskkv(llm, monkeypatch, length: int, *lengths: int):
-    """(allocated, reserved) in the first pass, and after all passes; the tokens that each head retained."""
-    pages, runner, first = scheduler_of(llm).pages, runner_of(llm), []
+@pytest.mark.parametrize(
+    "budgets",
+    [
+        {},
+        {"layer_budget": "squeeze"},
+        {"scorer": "h2o"},
+        {"layer_budget": "pyramid", "head_budget": "adaptive", "scorer": "mean_query"},
+    ],
+    ids=str,
+)
+def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
+    llm = engine("maskkv", **REFRESHES | {"kv_budget": 12} | budgets)
+    pages, runner, at_first = scheduler_of(llm).pages, runner_of(llm), []
     make_layer_pass = runner.make_layer_pass
 
     def counting(batch, memory):
-        first.append((pages.num_allocated, pages.num_reserved))
+        at_first.append((pages.num_allocated, pages.num_reserved))
         return make_layer_pass(batch, memory)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(runner, "make_layer_pass", counting)
-        after = held(llm, length, *lengths)
-    (output,) = generate(llm, [[7 * i % 100 for i in range(length)]], params_of(*lengths))
+    monkeypatch.setattr(runner, "make_layer_pass", counting)
+    after = held(llm, 37, 12, 12)
+    (output,) = generate(llm, [PROMPT], params_of(12, 12))
     (retained,) = output.outputs[0].diffusion.trace["retained_per_head"]
-    return first[0], after, [[len(positions) for positions in layer] for layer in retained]
-
-
-@pytest.mark.parametrize("budgets", [{}, {"layer_budget": "squeeze"}, {"scorer": "h2o"}], ids=str)
-def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
-    options = REFRESHES | {"kv_budget": 12} | budgets
-    first, after, kept = pages_of_maskkv(engine("maskkv", **options), monkeypatch, 37, 12, 12)
+    kept = [[len(positions) for positions in layer] for layer in retained]
     # 12 tokens of the prompt and 12 of the response, of 4 heads in 4 layers, in pages of 32 slots, however layers share
     # them. Features: 12 rows of the 16 that a page holds, in each layer.
-    assert first == (4 * 4 * 24 // 32 + 4,) * 2
+    assert at_first[0] == (4 * 4 * 24 // 32 + 4,) * 2
     slots = sum(map(sum, kept)) + 4 * 4 * 12
     assert after == [((-(-slots // 32) + 4,) * 2, 11), ((0, 0), 1)]
     assert slots > 4 * 4 * (12 + 12 - 2), "only rounding loses tokens"
@@ -131,15 +131,6 @@ def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, 
 DLLM_CACHE = {"prompt_refresh_interval": 4, "response_refresh_interval": 3, "update_ratio": 0.25}
 
 
-@pytest.fixture
-def answer(engine):
-    def ask(method: str, gen_length: int, block_length: int, steps: int, **options):
-        asked = {"gen_length": gen_length, "block_length": block_length, "steps": steps}
-        return answers(engine(method, **options), [(PROMPT, asked)])[0]
-
-    return ask
-
-
 @pytest.mark.parametrize(
     ("method", "lengths", "options", "expected"),
     [
@@ -153,13 +144,14 @@ def answer(engine):
     ],
     ids=str,
 )
-def test_rows_that_are_not_updated(answer, method, lengths, options, expected):
-    assert answer(method, *lengths, **options).tokens_computed == expected
+def test_rows_that_are_not_updated(engine, method, lengths, options, expected):
+    asked = dict(zip(("gen_length", "block_length", "steps"), lengths, strict=True))
+    (answer,) = answers(engine(method, **options), [(PROMPT, asked)])
+    assert answer.tokens_computed == expected
 
 
-def test_rows_that_es_dllm_drops(answer):
-    schedule = [[1, 0], [0.5, 0.25], [0.25, 0.5]]
-    found = answer("es_dllm", 24, 8, 24, keep_schedule=schedule, block_refresh_interval=4)
+def test_rows_that_es_dllm_drops(engine):
+    (found,) = answers(engine("es_dllm", **SKIPS), [(PROMPT, {"gen_length": 24, "block_length": 8})])
     selections, computed = iter(found.traces["selected_positions"]), 0
     for state, rows in zip(found.traces["refresh_states"], found.computed, strict=True):
         # The second and third of four layers drop rows, after they have computed them.

@@ -1,13 +1,21 @@
 """``batch_invariant``: not a bit of a response depends on what else is running."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import generate, runner_of
 
-# Methods of each kind of layer pass.
-CASES = [("llada", "none"), ("llada", "sparse"), ("llada", "dllm_cache"), ("llada", "es_dllm"), ("dream", "dkv")]
+# Methods of each kind of layer pass; sampling and parallel unmasking.
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("llada", method, {}) for method in ("none", "sparse", "dllm_cache", "es_dllm")),
+    ("dream", "dkv", {}),
+    ("llada", "sparse", {"temperature": 1.0}),
+    ("llada", "sparse", {"threshold": 0.02}),
+    ("llada", "sparse", {"entropy_bound": 5.0, "top_p": 0.9}),
+]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -45,13 +53,13 @@ def rows_matter(request):
     return hooked
 
 
-@pytest.mark.parametrize(("family", "method"), CASES)
-def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, rows_matter, family, method):
+@pytest.mark.parametrize(("family", "method", "params"), CASES)
+def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, rows_matter, family, method, params):
     checkpoint = tiny_llada if family == "llada" else tiny_dream
     llm = rows_matter(engines(checkpoint, cache_method=method, batch_invariant=True, trace=False))
-    together = answers(llm, 32, 32)
-    assert answers(llm, 8, 16) == together[:16]
-    assert answers(llm, 1, 4) == together[:4]
+    together = answers(llm, 32, 32, **params)
+    assert answers(llm, 8, 16, **params) == together[:16]
+    assert answers(llm, 1, 4, **params) == together[:4]
 
 
 def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sdar, rows_matter):
@@ -63,12 +71,6 @@ def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sda
     assert answers(llm, 1, 16, **of_blocks) == together
     for _ in range(2):  # the second time, its beginning is in the pool
         assert answers(llm, 1, 1, **of_blocks) == together[:1]
-
-
-def test_sampling_and_parallel_unmasking_too(engines, tiny_llada, rows_matter):
-    llm = rows_matter(engines(tiny_llada, cache_method="sparse", batch_invariant=True, trace=False))
-    for params in ({"temperature": 1.0}, {"threshold": 0.02}, {"entropy_bound": 5.0, "top_p": 0.9}):
-        assert answers(llm, 1, 4, **params) == answers(llm, 8, 8, **params)[:4]
 
 
 def test_without_it_a_batch_may_show(engines, tiny_llada, rows_matter):

@@ -87,8 +87,6 @@ def test_a_dispatch_waits_for_what_it_filled_and_no_more(engines, tiny_dream, ti
     assert len(calls) == allowed, calls
 
 
-# Where tensors lie
-
 OPTIONS = SHORT_INTERVALS | {"sparse": {"scorer": "mask_voting"}}
 FACTORIES = {torch.arange, torch.empty, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
 

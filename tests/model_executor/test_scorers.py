@@ -15,23 +15,15 @@ LENGTH, PROMPT, HEAD_DIM = 30, 18, 8
 BLOCK = Span(18, 24)
 
 
-def layer_of(num_heads=4, num_kv_heads=2, **changes) -> ScoredLayer:
+def layer_of(num_heads: int, num_kv_heads: int) -> ScoredLayer:
     draw = torch.Generator().manual_seed(num_heads)
     q = torch.randn(LENGTH, num_heads, HEAD_DIM, generator=draw) * 2
     k = torch.randn(LENGTH, num_kv_heads, HEAD_DIM, generator=draw)
     known = np.zeros(LENGTH, dtype=np.int64)
     known[[19, 20, 22, *range(24, 30)]] = -1
-    fields = {
-        "q": q,
-        "k": k,
-        "lse": attention_with_lse(q, k, torch.zeros_like(k), [0, LENGTH])[1],
-        "canvas": SimpleNamespace(known=known, seed=11, spec=SimpleNamespace(prompt_length=PROMPT)),
-        "window": BLOCK,
-        "layer": 3,
-        "first_kv_head": 0,
-        "observation_window": 5,
-    }
-    return ScoredLayer(**(fields | changes))
+    lse = attention_with_lse(q, k, torch.zeros_like(k), [0, LENGTH])[1]
+    canvas = SimpleNamespace(known=known, seed=11, spec=SimpleNamespace(prompt_length=PROMPT))
+    return ScoredLayer(q, k, lse, canvas, BLOCK, layer=3, first_kv_head=0, observation_window=5)
 
 
 HEADS = [(4, 4), (4, 2), (6, 2), (4, 1)]

@@ -221,14 +221,10 @@ def test_graphs_are_for_gpus():
         settled("cpu", cache_method="dual", cuda_graphs=True)
 
 
-@pytest.fixture
-def few_rows(monkeypatch):
+def test_long_steps_are_launched(recording, tiny_llada, monkeypatch):
     """Graphs have at most 16 rows, and launching takes as long as 8."""
     for name, value in (("SIZES", (8, 16)), ("MAX_ROWS", 16), ("HOST_BOUND_ROWS", 8)):
         monkeypatch.setattr(f"dllm_engine.model_executor.graphs.recording.{name}", value)
-
-
-def test_long_steps_are_launched(recording, tiny_llada, few_rows):
     llm, _ = recording(tiny_llada, cache_method="dual")
     answers(llm)
     assert set(forward_sizes(llm)) == {(1, 8)}

@@ -49,8 +49,6 @@ def test_mask_token_is_never_predicted(temperature, top_p, top_k):
         assert torch.equal(got.token, best)
 
 
-# Chunks
-
 SETTINGS = [
     GREEDY,
     SamplingSettings(1.0, 1.0, 0, False),
@@ -62,16 +60,12 @@ SETTINGS = [
     SamplingSettings(0.0, 1.0, 0, False, LAST := frozenset({3, 10, 148})),
     SamplingSettings(0.8, 0.9, 20, True, LAST),
 ]
+STATISTICS = ("token", "probability", "negative_entropy", "margin")
 
 
-def assert_same(got, expected) -> None:
-    assert torch.equal(got.token, expected.token)
-    for name in ("probability", "negative_entropy", "margin"):
+def assert_same(got, expected, *names: str) -> None:
+    for name in names:
         torch.testing.assert_close(getattr(got, name), getattr(expected, name))
-    for name in ("token", "top", "rank"):
-        torch.testing.assert_close(getattr(got.logprobs, name), getattr(expected.logprobs, name))
-    rows = slice(6, None)  # the first ones hold ties
-    assert torch.equal(got.logprobs.top_tokens[rows], expected.logprobs.top_tokens[rows])
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -82,7 +76,10 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_
     whole, compute = predict(logits, settings), predictor.compute_logits
     predictor.compute_logits = lambda rows: sizes.append(len(rows)) or compute(rows)
     monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1)
-    assert_same(predict(logits, settings, predictor=predictor), whole)
+    got = predict(logits, settings, predictor=predictor)
+    assert_same(got, whole, *STATISTICS)
+    assert_same(got.logprobs, whole.logprobs, "token", "top", "rank")
+    assert torch.equal(got.logprobs.top_tokens[6:], whole.logprobs.top_tokens[6:]), "the first rows hold ties"
     assert max(sizes) == min(max(rows_at_once, 1), 9)
     tokens = torch.tensor([0, 149, MASK, 7, 99, 100, 101, 3, 3])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -106,14 +103,9 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
     plain = logits.log_softmax(-1)
     monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
     got = predictor_of().predict(logits, settings, counters(9), True, True, num_logprobs=4, biased=biased)
-    assert torch.equal(got.token, expected.token)
-    for name in ("probability", "negative_entropy", "margin"):
-        torch.testing.assert_close(getattr(got, name), getattr(expected, name))
+    assert_same(got, expected, *STATISTICS)
     torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
     torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
-
-
-# Logits that are no numbers
 
 
 @pytest.mark.parametrize(
@@ -135,9 +127,6 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
     assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
-
-
-# Rows through the head
 
 
 @pytest.mark.parametrize(("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)])

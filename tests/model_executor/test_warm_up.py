@@ -68,10 +68,6 @@ def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch
     assert rows == [256]
 
 
-def asked(**settings):
-    return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
-
-
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
     prompts, params = [[5] * 40, [6] * 3, [7] * 64], DiffusionParams(gen_length=64, ignore_eos=True)
@@ -121,13 +117,13 @@ class Failing(FakeGraphs):
     ids=["fails", "forward", "filling"],
 )
 def test_recordings_that_fail_or_differ_are_not_used(engine, warmed, monkeypatch, recorder, said):
-    prompts = [[5] * 40, [6] * 3]
-    expected = [output.outputs[0].token_ids for output in generate(engine("sparse"), prompts, asked())]
+    prompts, params = [[5] * 40, [6] * 3], DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in generate(engine("sparse"), prompts, params)]
     warnings = []
     monkeypatch.setattr(warm_up.logger, "warning", lambda text, *args: warnings.append(text % args))
     llm = warmed("sparse", recorder)
     (warning,) = warnings
     assert re.search(said, warning), warning
     assert runner_of(llm).denoiser.graphs is None
-    assert [output.outputs[0].token_ids for output in generate(llm, prompts, asked())] == expected
+    assert [output.outputs[0].token_ids for output in generate(llm, prompts, params)] == expected
     assert_nothing_left(llm)

@@ -66,9 +66,6 @@ def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     assert tokens_of(engines(redundant), PROMPT, **settings) == tokens_of(engines(plain), PROMPT, **settings)
 
 
-# Tensors
-
-
 EXPERT, UNKNOWN = "model.layers.1.mlp.experts.3.down_proj.weight", f"{BLOCK_0}gate_of_the_future.weight"
 PARTS = ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")
 
@@ -116,9 +113,6 @@ def test_a_misshapen_expert_is_named(tmp_path):
     refuse(tiny_checkpoints.write_llada2(tmp_path, edit=halve), "experts.0.gate_proj.weight' has the shape")
 
 
-# Files
-
-
 def shorten(file, num_bytes: int) -> None:
     file.write_bytes(file.read_bytes()[:-num_bytes])
 
@@ -130,8 +124,9 @@ def shorten(file, num_bytes: int) -> None:
         ("model.safetensors", lambda file: file.write_text("<html>not found</html>")),
         ("model.safetensors", lambda file: file.unlink()),
         ("model-00003-of-00003.safetensors", lambda file: shorten(file, 100)),
+        ("model-00002-of-00003.safetensors", lambda file: file.unlink()),
     ],
-    ids=["truncated", "no safetensors", "missing", "truncated shard"],
+    ids=["truncated", "no safetensors", "missing", "truncated shard", "missing shard"],
 )
 def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
     folder = tiny_checkpoints.write_llada(tmp_path)
@@ -141,22 +136,7 @@ def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
     refuse(folder, str(folder), "safetensors" if file == "model.safetensors" else file)
 
 
-def test_a_missing_file_of_several_is_named(tmp_path):
-    folder = tiny_checkpoints.shard(tiny_checkpoints.write_llada(tmp_path))
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    refuse(folder, "model-00002-of-00003.safetensors", "missing")  # by vLLM
-
-
-# Configuration
-
-
 LLADA, LLADA_MOE, DREAM = (CONFIG_CLASSES[name] for name in ("LLaDAModelLM", "LLaDAMoEModelLM", "DreamModel"))
-
-
-def test_llada_kv_heads_default_to_all_heads_and_mlp_size_to_its_ratio():
-    config = LLADA(d_model=64, n_heads=4, mlp_ratio=3)
-    assert config.num_key_value_heads == 4
-    assert config.intermediate_size == 192
 
 
 def test_released_vocabulary_knows_its_end_of_turn():
@@ -166,9 +146,6 @@ def test_released_vocabulary_knows_its_end_of_turn():
     assert LLADA(vocab_size=150).end_of_turn_token_id is None
     assert DREAM().end_of_turn_token_id == 151_645
     assert DREAM(vocab_size=150, end_of_turn_token_id=7).end_of_turn_token_id == 7
-
-
-# Files that Git LFS has not downloaded
 
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 16060522240\n"

@@ -93,9 +93,6 @@ def test_weights_become_fp8_while_they_load(engines, plain):
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
 
 
-# Refused
-
-
 @pytest.mark.parametrize(
     ("scheme", "kind"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
 )
@@ -118,13 +115,10 @@ def test_groups_out_of_order_are_named(plain, tmp_path):
     refuse(quantized, name, "desc_act", dtype="bfloat16")
 
 
-EXPERTS = {"llada_moe": "tiny_llada_moe", "sdar_moe": "tiny_sdar_moe", "llada2": "tiny_llada2"}
-
-
 @pytest.mark.parametrize("at_load_time", [False, True])
-@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("family", ["llada_moe", "sdar_moe", "llada2"])
 def test_experts_may_be_left_as_they_are(engines, request, tmp_path, family, at_load_time):
-    settings, plain_model = {}, request.getfixturevalue(EXPERTS[family])
+    settings, plain_model = {}, request.getfixturevalue(f"tiny_{family}")
     model = plain_model
     if at_load_time:
         settings = {"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
 
-from dllm_engine.checkpoints import NAMED_SHAPES, is_named_shape, load_config, named_shape
+from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults
-from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG, write_stable_diffcoder
+from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG, SDAR_CONFIG, write_stable_diffcoder
 
 RELEASED = {
     name: entry
@@ -29,6 +29,7 @@ def test_released_configs_are_read_whole(name):
     for key in read.schema.model_fields.keys() & stated.keys() - {"torch_dtype", "rope_scaling"}:
         assert stated[key] is None or getattr(read, key) == stated[key]
     assert read.mask_token_id == RELEASED[name].get("mask_token_id", read.mask_token_id) is not None
+    assert type(read).from_dict(read.to_dict()).to_dict() == read.to_dict()
     # As transformers 5 saves it: RoPE in a table, the type of weights by its new name.
     new = {key: value for key, value in stated.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     new |= {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": stated["rope_theta"]}}
@@ -71,6 +72,22 @@ def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model(
     assert parse_config(LLADA_CONFIG | stated, "folder").to_dict() == parse_config(LLADA_CONFIG, "folder").to_dict()
 
 
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16), ("mine/SDAR-4B-Chat-beta", 4)],
+)
+def test_a_block_size_in_a_name_counts_where_the_config_states_none(tmp_path, name, block_size):
+    config = {key: value for key, value in SDAR_CONFIG.items() if key != "block_size"}
+    assert parse_config(config, name).block_size == block_size
+    assert parse_config(config | {"block_size": 8}, name).block_size == 8
+    register()  # for transformers
+    folder = tmp_path / name.removeprefix("/")
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert AutoConfig.from_pretrained(str(folder)).block_size == block_size
+    assert AutoConfig.from_pretrained(str(folder), block_size=2).block_size == 2
+
+
 def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_path):
     register()
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
@@ -80,17 +97,10 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
     assert type(AutoConfig.from_pretrained(tmp_path)) is CONFIG_CLASSES["StableDiffcoderForCausalLM"]
 
 
-# Named shapes, whole and scaled down
-
-
-def test_a_named_shape_is_that_of_the_released_checkpoint():
-    config = named_shape("llada-8b")
-    assert (config["d_model"], config["n_heads"], config["n_layers"], config["vocab_size"]) == (4096, 32, 32, 126_464)
-
-
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
     [
+        ("llada-8b", 4096, 32, 32, 32, 12288),
         ("llada-8b/4", 1024, 8, 8, 8, 3072),
         ("dream-7b/7", 512, 4, 1, 4, 2706),
         ("llada-moe-7b/4", 512, 4, 4, 4, None),
@@ -106,19 +116,17 @@ def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_head
     assert config.mask_token_id == config.vocab_size - 1
 
 
-@pytest.mark.parametrize("name", ["llada-8b/3", "llada-8b/0", "llada-8b/", "llada-8b/x"])
-def test_heads_must_divide(name):
-    with pytest.raises(ValueError, match="divided by one of 1, 2, 4, 8, 16, 32"):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        *(
+            (name, "divided by one of 1, 2, 4, 8, 16, 32")
+            for name in ("llada-8b/3", "llada-8b/0", "llada-8b/", "llada-8b/x")
+        ),
+        ("llama-8b", "unknown"),
+    ],
+)
+def test_heads_must_divide_and_other_names_are_no_shapes(name, message):
+    with pytest.raises(ValueError, match=message):
         named_shape(name)
-
-
-@pytest.mark.parametrize("name", NAMED_SHAPES)
-def test_each_shape_has_a_config(name):
-    assert load_config(name).num_hidden_layers > 1
-
-
-def test_other_names_are_no_shapes():
-    assert is_named_shape("dream-7b/4")
     assert not is_named_shape("demo")
-    with pytest.raises(ValueError, match="unknown"):
-        named_shape("llama-8b")

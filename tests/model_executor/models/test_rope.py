@@ -132,8 +132,7 @@ def test_what_is_not_supported_or_differs_is_named(family, keys, message):
 def test_a_part_of_a_head_is_turned_in_llada2_alone():
     stated = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
     for family, config in CONFIGS.items():
-        keys = {name: value for name, value in config.items() if name != "partial_rotary_factor"}
-        keys = {name: value for name, value in keys.items() if not name.startswith("rope_")} | stated
+        keys = {name: value for name, value in stating(family, stated).items() if name != "partial_rotary_factor"}
         if family != "LLaDA2":
             with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 is not supported, only 1"):
                 parse_config(keys, "folder")
@@ -141,9 +140,6 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
         assert table_of(parse_config(keys, "folder"), 9).shape == (9, 4)
         with pytest.raises(ValueError, match="rotary_dim=4, but partial_rotary_factor turns 8"):
             parse_config(config | {"rotary_dim": 4}, "folder")
-
-
-# hf_overrides
 
 
 OVERRIDES: list[dict[str, Any]] = [
