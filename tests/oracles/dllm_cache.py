@@ -18,6 +18,7 @@ Readings where the papers leave room, besides those of docs/methods.md:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -73,7 +74,7 @@ class AdaptiveCache:
 
     def __post_init__(self) -> None:
         self.model = self.run.model
-        self.forwards = self.num_known = 0
+        self.forwards = 0
         self.caches: list[LayerCache] = []
         self.updated: list[list[list[int]]] = []
         """Per pass with adaptive updates, the canvas positions that each layer recomputed."""
@@ -86,11 +87,9 @@ class AdaptiveCache:
 
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
-        reached = [self.forwards]
+        reached: Sequence[int] = [self.forwards]
         if self.run.parallel and self.interval_unit == "tokens":
-            known = sum(map(len, self.run.order))
-            # Of the tokens of the last pass, how many were unmasked when each of them was.
-            reached, self.num_known = list(range(self.num_known + 1, known + 1)), known
+            reached = self.run.counts_of_last_pass
         intervals = self.prompt_refresh_interval, self.response_refresh_interval
         return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in intervals]
 

@@ -25,7 +25,7 @@ import torch
 
 from tests.oracles.decoding import Decoding
 from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
-from tests.oracles.models import Layer, PlainModel
+from tests.oracles.models import Layer, PlainModel, attention_weights
 
 SNAPKV_WINDOW = 32
 
@@ -85,18 +85,14 @@ def votes_of(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Tens
     heads, kv_heads = q.shape[1], k.shape[1]
     votes = torch.zeros(kv_heads, prompt_length)
     for h in range(heads):
-        g = h * kv_heads // heads
-        attention = (q[:, h] @ k[:, g].T / math.sqrt(q.shape[-1])).softmax(-1)
-        votes[g] += attention.sum(0)[:prompt_length] / (heads // kv_heads)
+        votes[h * kv_heads // heads] += attention_weights(q, k, h).sum(0)[:prompt_length] / (heads // kv_heads)
     return votes
 
 
-def pooled(votes: torch.Tensor, width: int) -> torch.Tensor:
-    """The most votes within ``width // 2`` places of each position."""
-    out = torch.empty_like(votes)
-    for j in range(votes.shape[-1]):
-        out[:, j] = votes[:, max(0, j - width // 2) : j + width // 2 + 1].amax(-1)
-    return out
+def pooled(scores: Sequence[float], width: int) -> list[float]:
+    """The highest score within ``width // 2`` places of each position."""
+    reach = width // 2
+    return [max(scores[max(i - reach, 0) : i + reach + 1]) for i in range(len(scores))]
 
 
 def layer_budgets(average: int, profile: Sequence[float], num_layers: int, *, beta: float) -> list[int]:
@@ -188,8 +184,8 @@ class MaskKVCache(AdaptiveCache):
         for g, count in enumerate(keep):
             recent = {"snapkv": min(SNAPKV_WINDOW, count), "h2o": count // 2}.get(self.scorer, 0)
             border, count = self.prompt_length - recent, count - recent
-            ranked = pooled(votes[g : g + 1, :border], self.pool_kernel_size)[0]
-            ordered, positions = ranked.double().sort(descending=True, stable=True)
+            ranked = torch.tensor(pooled(votes[g, :border].tolist(), self.pool_kernel_size), dtype=torch.float64)
+            ordered, positions = ranked.sort(descending=True, stable=True)
             self.retained[-1].append(sorted(positions[:count].tolist()) + list(range(border, self.prompt_length)))
             if 0 < count < len(ordered):
                 last = ordered[count - 1]
