@@ -33,8 +33,6 @@ class ReferenceRow:
     kind: str
     case: Case
     row: int
-    keeps: bool = True
-    """Whether the engine has a cache, where the authors' code is the same without one."""
 
     @property
     def name(self) -> str:
@@ -110,8 +108,7 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
         # The last block is whole, but Stable-DiffCoder's ends with the response.
         end = len(row.prompt) + row.fields["gen_length"] + (length if row.kind == "block" else 0)
         starts = [step[0] // length * length for step in answer.order]
-        kept = [0, *starts[:-1]] if row.keeps else [0] * len(starts)
-        fed = [list(range(a, min(b + length, end))) for a, b in zip(kept, starts, strict=True)]
+        fed = [list(range(a, min(b + length, end))) for a, b in zip([0, *starts[:-1]], starts, strict=True)]
         assert answer.computed == fed, name
         return
     if row.makes_empty_passes:
