@@ -25,18 +25,8 @@ from typing import ClassVar
 import torch
 
 from dllm_engine.kernels.noise import uniform
+from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
-from tests.oracles.models import Layer
-
-
-@dataclass
-class LayerCache:
-    k: torch.Tensor
-    """``[canvas, KV heads, head size]``, after RoPE."""
-    v: torch.Tensor
-    attn: torch.Tensor
-    """``[canvas, width]``, after the output projection."""
-    mlp: torch.Tensor
 
 
 def most_changed(fresh: torch.Tensor, cached: torch.Tensor, count: int, metric: str) -> tuple[list[int], float]:
@@ -75,7 +65,10 @@ class AdaptiveCache:
     def __post_init__(self) -> None:
         self.model = self.run.model
         self.forwards = 0
-        self.caches: list[LayerCache] = []
+        self.buffer = Buffer(self.run)
+        shape = (len(self.model.layers), self.run.length, self.model.embedding.shape[1])
+        self.attn, self.mlp = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        """What attention, after the output projection, and MLP last added to each row, by layer."""
         self.updated: list[list[list[int]]] = []
         """Per pass with adaptive updates, the canvas positions that each layer recomputed."""
         self.run.traces["updated_positions"] = self.updated
@@ -104,10 +97,7 @@ class AdaptiveCache:
         x = model.embed(self.run.canvas)
         for number, layer in enumerate(model.layers):
             q, k, v = model.qkv(layer, x, range(length))
-            if self.forwards == 0:
-                self.caches.append(LayerCache(*(torch.full_like(t, math.nan) for t in (k, v, x, x))))
-            cache = self.caches[number]
-
+            keys, values, attn, mlp = (t[number] for t in (self.buffer.k, self.buffer.v, self.attn, self.mlp))
             always = self.refresh_first_layer and number == 0
             rows = prompt if prompt_due or always else []
             if response_due or always:
@@ -116,7 +106,7 @@ class AdaptiveCache:
                 updated.append(self.drawn(number, response))
                 rows = rows + updated[-1]
             elif adapts:
-                fresh, cached = (v, cache.v) if self.similarity == "value" else (k, cache.k)
+                fresh, cached = (v, values) if self.similarity == "value" else (k, keys)
                 count = int(len(response) * self.update_ratio)
                 picked, gap = most_changed(fresh[response], cached[response], count, self.similarity_metric)
                 if gap > 0:  # ties are decided by position
@@ -125,13 +115,13 @@ class AdaptiveCache:
                 updated.append([prompt_length + row for row in picked])
                 rows = rows + updated[-1]
 
-            cache.k[rows], cache.v[rows] = k[rows], v[rows]
-            cache.attn[rows] = model.attention(layer, q[rows], cache.k, cache.v, self.visible(number))
-            x = x + cache.attn
-            cache.mlp[rows] = model.mlp(layer, x[rows])
-            x = x + cache.mlp
-            self.after_layer(number, layer, q, cache)
-            cache.attn[:live] = cache.mlp[:live] = math.nan
+            keys[rows], values[rows] = k[rows], v[rows]
+            attn[rows] = model.attention(layer, q[rows], keys, values, self.visible(number))
+            x = x + attn
+            mlp[rows] = model.mlp(layer, x[rows])
+            x = x + mlp
+            self.after_layer(number, q)
+            attn[:live] = mlp[:live] = math.nan
         if adapts:
             self.updated.append(updated)
         self.forwards += 1
@@ -148,7 +138,7 @@ class AdaptiveCache:
         """Per KV head, the positions that queries of a layer attend to in this forward pass (None: all)."""
         return None if self.run.cut == self.run.length else [list(range(self.run.cut))] * self.model.kv_heads
 
-    def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
+    def after_layer(self, number: int, q: torch.Tensor) -> None:
         """Called when a layer is done, with the queries of the whole canvas."""
 
 

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from tests.oracles.decoding import Decoding
-from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
-from tests.oracles.models import Layer, PlainModel, attention_weights
+from tests.oracles.dllm_cache import AdaptiveCache
+from tests.oracles.models import PlainModel, attention_weights
 
 SNAPKV_WINDOW = 32
 
@@ -169,15 +169,15 @@ class MaskKVCache(AdaptiveCache):
             return None
         return [kept + list(range(self.prompt_length, self.run.cut)) for kept in self.retained[number]]
 
-    def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
+    def after_layer(self, number: int, q: torch.Tensor) -> None:
         if self.forwards == 0:
-            self.vote(number, q, cache)
+            self.vote(number, q)
         for g, kept in enumerate(self.retained[number]):
             evicted = [position for position in range(self.prompt_length) if position not in kept]
-            cache.k[evicted, g] = cache.v[evicted, g] = math.nan
+            self.buffer.k[number, evicted, g] = self.buffer.v[number, evicted, g] = math.nan
 
-    def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        votes = votes_of(q[self.voting], cache.k, self.prompt_length)
+    def vote(self, number: int, q: torch.Tensor) -> None:
+        votes = votes_of(q[self.voting], self.buffer.k[number], self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
         keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, alpha=self.alpha)
         self.retained.append([])
