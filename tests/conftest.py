@@ -128,6 +128,12 @@ def reference_checkpoints() -> Path:
     return Path(__file__).parent / "reference" / "checkpoints"
 
 
+@pytest.fixture
+def checkpoint_of(request: pytest.FixtureRequest, reference_checkpoints: Path) -> Any:
+    """``checkpoint_of(model)``: the folder of a reference case's model, or of a random checkpoint by its fixture."""
+    return lambda model: request.getfixturevalue(model) if "_" in model else reference_checkpoints / model
+
+
 def checkpoint(family: str, **config: Any) -> Any:
     """A random checkpoint: vocabulary 150, canvas up to 256."""
 

@@ -9,7 +9,6 @@ Readings where neither paper nor code says more:
 * Policies that measure an entropy: a confidence is the token's probability.
 """
 
-import math
 from itertools import pairwise
 from typing import Literal
 
@@ -17,6 +16,7 @@ import torch
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding, gap
+from tests.oracles.models import attention_weights
 
 
 def plain_d2_cache(
@@ -53,12 +53,9 @@ def plain_d2_cache(
             unit = run.block_length if range_unit == "block" else len(preferred)
             last = masked[masked_rows - 1] - start if len(masked) >= masked_rows else run.gen_length - 1
             stop = start + (last // unit + 1) * unit
-            wanted = sorted((p for p in masked if preferred[0] <= p < stop), key=lambda p: -scores[p])
-            if run.delay_eos or run.slow_fast is not None:
-                wanted = [masked[0], *(p for p in wanted if p != masked[0])]
-            if len(wanted) > masked_rows:
-                run.decided(gap(scores[wanted[masked_rows - 1]], scores[wanted[masked_rows]]))
-            wanted = wanted[:masked_rows]
+            always = masked[:1] if run.delay_eos or run.slow_fast is not None else []
+            others = {p: scores[p] for p in masked if preferred[0] <= p < stop and p not in always}
+            wanted = always + run.largest(others, masked_rows - len(always))
             chosen = set(run.order[-1]) | {p - dream for p in wanted}
             of_first = dream and start in wanted
             if dream:
@@ -87,9 +84,7 @@ def column_sums(run: Decoding, buffer: Buffer, rows: list[int]) -> list[float]:
         attention = torch.eye(run.length, dtype=torch.float64)
         attention[rows] = 0
         for head in range(run.model.heads):
-            keys = buffer.k[layer, :, head * run.model.kv_heads // run.model.heads]
-            weights = (q[:, head] @ keys.T / math.sqrt(q.shape[-1])).softmax(-1)
-            attention[rows] += weights.double() / run.model.heads
+            attention[rows] += attention_weights(q, buffer.k[layer], head).double() / run.model.heads
         rollout = (attention + torch.eye(run.length)) / 2 @ rollout
     return rollout.sum(0).tolist()
 

@@ -78,14 +78,10 @@ def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
     return shared
 
 
-def llada_count(block_size: int, steps: int, step: int) -> int:
-    """How many positions a step of a block fills before its last one."""
-    return block_size // steps + (1 if step < block_size % steps else 0)
-
-
-def dream_count(num_masked: int, steps: int, step: int) -> int:
+def dream_share(steps: int, step: int) -> torch.Tensor:
+    """The share of the masked positions that a step of Dream's schedule fills before its last one."""
     t = torch.linspace(1, 1e-3, steps + 1)
-    return int(num_masked * (1 - t[step + 1] / t[step]))
+    return 1 - t[step + 1] / t[step]
 
 
 @dataclass
@@ -306,8 +302,21 @@ class Decoding:
     def masked(self, first: int, end: int) -> list[int]:
         return [position for position in range(first, end) if self.canvas[position] == self.model.mask]
 
+    @property
+    def counts_of_last_pass(self) -> range:
+        """Of each token that the last pass unmasked, how many were unmasked with it."""
+        known = sum(map(len, self.order))
+        return range(known - len(self.order[-1]) + 1, known + 1) if self.order else range(0)
+
     def decided(self, margin: float) -> None:
         self.closest = min(self.closest, margin)
+
+    def largest(self, scores: dict[int, float], count: int, floor: float = 1e-2) -> list[int]:
+        """The keys of the ``count`` largest scores, of equal ones the first."""
+        ordered = sorted(scores, key=lambda key: -scores[key])
+        if 0 < count < len(ordered):
+            self.decided(gap(scores[ordered[count - 1]], scores[ordered[count]], floor))
+        return ordered[:count]
 
     def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
         """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
@@ -385,16 +394,16 @@ class Decoding:
         steps = self.steps_of[self.running[0]]
         if self.step >= steps - 1 or not self.dream_sampler:
             return self.count_by_schedule(num_masked) / num_masked
-        t = torch.linspace(1, 1e-3, steps + 1)
-        return float(1 - t[self.step + 1] / t[self.step])
+        return float(dream_share(steps, self.step))
 
     def count_by_schedule(self, num_masked: int) -> int:
         steps = self.steps_of[self.running[0]]
         if self.step >= steps - 1:
             return num_masked
         if self.dream_sampler:
-            return dream_count(num_masked, steps, self.step)
-        return llada_count(self.masks_of[self.running[0]], steps, self.step)
+            return int(num_masked * dream_share(steps, self.step))
+        count, rest = divmod(self.masks_of[self.running[0]], steps)
+        return count + (self.step < rest)
 
     def begins_alone(self) -> bool:
         """Whether the pass fills the window's first position alone, unless the block has but one pass."""

@@ -18,24 +18,15 @@ Readings where the papers leave room, besides those of docs/methods.md:
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from dllm_engine.kernels.noise import uniform
+from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
-from tests.oracles.models import Layer
-
-
-@dataclass
-class LayerCache:
-    k: torch.Tensor
-    """``[canvas, KV heads, head size]``, after RoPE."""
-    v: torch.Tensor
-    attn: torch.Tensor
-    """``[canvas, width]``, after the output projection."""
-    mlp: torch.Tensor
 
 
 def most_changed(fresh: torch.Tensor, cached: torch.Tensor, count: int, metric: str) -> tuple[list[int], float]:
@@ -73,8 +64,11 @@ class AdaptiveCache:
 
     def __post_init__(self) -> None:
         self.model = self.run.model
-        self.forwards = self.num_known = 0
-        self.caches: list[LayerCache] = []
+        self.forwards = 0
+        self.buffer = Buffer(self.run)
+        shape = (len(self.model.layers), self.run.length, self.model.embedding.shape[1])
+        self.attn, self.mlp = torch.full(shape, math.nan), torch.full(shape, math.nan)
+        """What attention, after the output projection, and MLP last added to each row, by layer."""
         self.updated: list[list[list[int]]] = []
         """Per pass with adaptive updates, the canvas positions that each layer recomputed."""
         self.run.traces["updated_positions"] = self.updated
@@ -86,11 +80,9 @@ class AdaptiveCache:
 
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
-        reached = [self.forwards]
+        reached: Sequence[int] = [self.forwards]
         if self.run.parallel and self.interval_unit == "tokens":
-            known = sum(map(len, self.run.order))
-            # Of the tokens of the last pass, how many were unmasked when each of them was.
-            reached, self.num_known = list(range(self.num_known + 1, known + 1)), known
+            reached = self.run.counts_of_last_pass
         intervals = self.prompt_refresh_interval, self.response_refresh_interval
         return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in intervals]
 
@@ -105,10 +97,7 @@ class AdaptiveCache:
         x = model.embed(self.run.canvas)
         for number, layer in enumerate(model.layers):
             q, k, v = model.qkv(layer, x, range(length))
-            if self.forwards == 0:
-                self.caches.append(LayerCache(*(torch.full_like(t, math.nan) for t in (k, v, x, x))))
-            cache = self.caches[number]
-
+            keys, values, attn, mlp = (t[number] for t in (self.buffer.k, self.buffer.v, self.attn, self.mlp))
             always = self.refresh_first_layer and number == 0
             rows = prompt if prompt_due or always else []
             if response_due or always:
@@ -117,7 +106,7 @@ class AdaptiveCache:
                 updated.append(self.drawn(number, response))
                 rows = rows + updated[-1]
             elif adapts:
-                fresh, cached = (v, cache.v) if self.similarity == "value" else (k, cache.k)
+                fresh, cached = (v, values) if self.similarity == "value" else (k, keys)
                 count = int(len(response) * self.update_ratio)
                 picked, gap = most_changed(fresh[response], cached[response], count, self.similarity_metric)
                 if gap > 0:  # ties are decided by position
@@ -126,13 +115,13 @@ class AdaptiveCache:
                 updated.append([prompt_length + row for row in picked])
                 rows = rows + updated[-1]
 
-            cache.k[rows], cache.v[rows] = k[rows], v[rows]
-            cache.attn[rows] = model.attention(layer, q[rows], cache.k, cache.v, self.visible(number))
-            x = x + cache.attn
-            cache.mlp[rows] = model.mlp(layer, x[rows])
-            x = x + cache.mlp
-            self.after_layer(number, layer, q, cache)
-            cache.attn[:live] = cache.mlp[:live] = math.nan
+            keys[rows], values[rows] = k[rows], v[rows]
+            attn[rows] = model.attention(layer, q[rows], keys, values, self.visible(number))
+            x = x + attn
+            mlp[rows] = model.mlp(layer, x[rows])
+            x = x + mlp
+            self.after_layer(number, q)
+            attn[:live] = mlp[:live] = math.nan
         if adapts:
             self.updated.append(updated)
         self.forwards += 1
@@ -149,7 +138,7 @@ class AdaptiveCache:
         """Per KV head, the positions that queries of a layer attend to in this forward pass (None: all)."""
         return None if self.run.cut == self.run.length else [list(range(self.run.cut))] * self.model.kv_heads
 
-    def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
+    def after_layer(self, number: int, q: torch.Tensor) -> None:
         """Called when a layer is done, with the queries of the whole canvas."""
 
 

@@ -84,8 +84,7 @@ class PlainESDLLM:
     def is_due(self, interval: int) -> bool:
         if self.run.block_add_threshold is None:
             return (self.run.window[0] - len(self.run.prompt) + self.run.step) % interval == 0
-        known = sum(map(len, self.run.order))
-        return any(number % interval == 0 for number in range(known - len(self.decoded_last) + 1, known + 1))
+        return any(number % interval == 0 for number in self.run.counts_of_last_pass)
 
     def rows_of_step(self, step: int, prompt_due: bool) -> list[int]:
         start = self.block[0]
@@ -138,10 +137,7 @@ class PlainESDLLM:
         if skips:
             count = max(int(self.fractions[layer] * num_rows), min(len(self.decoded_last) + 2, len(self.block)))
             scores = self.importance(rows, values, old[rows])
-            by_score = sorted(kept, key=lambda i: -scores[i])
-            if count < len(rows):
-                self.run.decided(gap(scores[by_score[count - 1]], scores[by_score[count]]))
-            kept = sorted(by_score[:count])
+            kept = sorted(self.run.largest(dict(enumerate(scores)), count))
             self.selected[-1].append([rows[i] for i in kept])
         old[[rows[i] for i in kept]] = values[kept]
         return kept

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from tests.oracles.decoding import Decoding
-from tests.oracles.dllm_cache import AdaptiveCache, LayerCache
-from tests.oracles.models import Layer, PlainModel
+from tests.oracles.dllm_cache import AdaptiveCache
+from tests.oracles.models import PlainModel, attention_weights
 
 SNAPKV_WINDOW = 32
 
@@ -85,18 +85,14 @@ def votes_of(q: torch.Tensor, k: torch.Tensor, prompt_length: int) -> torch.Tens
     heads, kv_heads = q.shape[1], k.shape[1]
     votes = torch.zeros(kv_heads, prompt_length)
     for h in range(heads):
-        g = h * kv_heads // heads
-        attention = (q[:, h] @ k[:, g].T / math.sqrt(q.shape[-1])).softmax(-1)
-        votes[g] += attention.sum(0)[:prompt_length] / (heads // kv_heads)
+        votes[h * kv_heads // heads] += attention_weights(q, k, h).sum(0)[:prompt_length] / (heads // kv_heads)
     return votes
 
 
-def pooled(votes: torch.Tensor, width: int) -> torch.Tensor:
-    """The most votes within ``width // 2`` places of each position."""
-    out = torch.empty_like(votes)
-    for j in range(votes.shape[-1]):
-        out[:, j] = votes[:, max(0, j - width // 2) : j + width // 2 + 1].amax(-1)
-    return out
+def pooled(scores: Sequence[float], width: int) -> list[float]:
+    """The highest score within ``width // 2`` places of each position."""
+    reach = width // 2
+    return [max(scores[max(i - reach, 0) : i + reach + 1]) for i in range(len(scores))]
 
 
 def layer_budgets(average: int, profile: Sequence[float], num_layers: int, *, beta: float) -> list[int]:
@@ -173,23 +169,23 @@ class MaskKVCache(AdaptiveCache):
             return None
         return [kept + list(range(self.prompt_length, self.run.cut)) for kept in self.retained[number]]
 
-    def after_layer(self, number: int, layer: Layer, q: torch.Tensor, cache: LayerCache) -> None:
+    def after_layer(self, number: int, q: torch.Tensor) -> None:
         if self.forwards == 0:
-            self.vote(number, q, cache)
+            self.vote(number, q)
         for g, kept in enumerate(self.retained[number]):
             evicted = [position for position in range(self.prompt_length) if position not in kept]
-            cache.k[evicted, g] = cache.v[evicted, g] = math.nan
+            self.buffer.k[number, evicted, g] = self.buffer.v[number, evicted, g] = math.nan
 
-    def vote(self, number: int, q: torch.Tensor, cache: LayerCache) -> None:
-        votes = votes_of(q[self.voting], cache.k, self.prompt_length)
+    def vote(self, number: int, q: torch.Tensor) -> None:
+        votes = votes_of(q[self.voting], self.buffer.k[number], self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
         keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, alpha=self.alpha)
         self.retained.append([])
         for g, count in enumerate(keep):
             recent = {"snapkv": min(SNAPKV_WINDOW, count), "h2o": count // 2}.get(self.scorer, 0)
             border, count = self.prompt_length - recent, count - recent
-            ranked = pooled(votes[g : g + 1, :border], self.pool_kernel_size)[0]
-            ordered, positions = ranked.double().sort(descending=True, stable=True)
+            ranked = torch.tensor(pooled(votes[g, :border].tolist(), self.pool_kernel_size), dtype=torch.float64)
+            ordered, positions = ranked.sort(descending=True, stable=True)
             self.retained[-1].append(sorted(positions[:count].tolist()) + list(range(border, self.prompt_length)))
             if 0 < count < len(ordered):
                 last = ordered[count - 1]

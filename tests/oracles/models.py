@@ -84,6 +84,12 @@ def rope_speeds(config: dict[str, Any], width: int, longest: int = 0) -> tuple[t
     return speed * (1 - slowed) + speed / factor * slowed, rope.get("attention_factor", scale)
 
 
+def attention_weights(q: torch.Tensor, keys: torch.Tensor, head: int) -> torch.Tensor:
+    """How much each row of queries attends to each key, in one head."""
+    k = keys[:, head * keys.shape[1] // q.shape[1]]
+    return (q[:, head] @ k.T / math.sqrt(q.shape[-1])).softmax(-1)
+
+
 class PlainModel:
     """A checkpoint's weights in float32 and its forward pass."""
 
@@ -157,8 +163,8 @@ class PlainModel:
         outs = []
         for h in range(self.heads):
             g = h * self.kv_heads // self.heads
-            k, v = (t[:, g] if visible is None else t[list(visible[g]), g] for t in (keys, values))
-            outs.append((q[:, h] @ k.T / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+            k, v = (keys, values) if visible is None else (t[list(visible[g])] for t in (keys, values))
+            outs.append(attention_weights(q, k, h) @ v[:, g])
         return torch.cat(outs, dim=-1) @ layer.weights["out"].T
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tests.oracles.buffer import Buffer
-from tests.oracles.decoding import Decoding, gap
-from tests.oracles.maskkv import voters_of, votes_of
+from tests.oracles.decoding import Decoding
+from tests.oracles.maskkv import pooled, voters_of, votes_of
 from tests.oracles.refreshes import Refreshes
 
 
@@ -89,9 +89,5 @@ def select(
             continue
         scores = [float(mean_query[h] @ keys[j, h * keys.shape[1] // num_heads]) for h in range(num_heads)]
         importance.append(sum(scores) / num_heads)
-    reach = kernel_size // 2
-    pooled = [max(importance[max(i - reach, 0) : i + reach + 1]) for i in range(len(importance))]
-    by_score = sorted(range(len(candidates)), key=lambda i: (-pooled[i], i))
-    if 0 < count < len(candidates):
-        run.decided(gap(pooled[by_score[count - 1]], pooled[by_score[count]], floor=1.0 if votes is None else 1e-2))
-    return sorted(candidates[i] for i in by_score[:count])
+    scores = dict(zip(candidates, pooled(importance, kernel_size), strict=True))
+    return sorted(run.largest(scores, count, floor=1.0 if votes is None else 1e-2))

@@ -13,13 +13,6 @@ from tests.support.tiny_checkpoints import write_dream, write_llada
 
 PROMPT = [(37 * i * i + 11 * i + 5) % 480 for i in range(24)]
 ASKED: dict[str, Any] = {"gen_length": 16, "block_length": 8, "steps": 8}
-EVERYTHING: dict[str, Any] = {"prompt_refresh_interval": 1, "response_refresh_interval": 1, "update_ratio": 0}
-
-
-@pytest.fixture(scope="module", params=["llada-tiny-a", "dream-tiny-a"])
-def model(request: pytest.FixtureRequest, reference_checkpoints: Path) -> PlainModel:
-    torch.set_num_threads(1)
-    return PlainModel(reference_checkpoints / request.param)
 
 
 @pytest.fixture(scope="module", params=[write_llada, write_dream])
@@ -56,8 +49,11 @@ class Masked(PlainModel):
         return super().attention(layer, q, keys, values, visible)
 
 
-def test_eviction_with_refreshes_in_every_pass_is_a_masked_forward(model: PlainModel) -> None:
-    options = EVERYTHING | {"kv_budget": 6}
+@pytest.mark.parametrize("name", ["llada-tiny-a", "dream-tiny-a"])
+def test_eviction_with_refreshes_in_every_pass_is_a_masked_forward(reference_checkpoints: Path, name: str) -> None:
+    torch.set_num_threads(1)
+    model = PlainModel(reference_checkpoints / name)
+    options = {"prompt_refresh_interval": 1, "response_refresh_interval": 1, "update_ratio": 0, "kv_budget": 6}
     run = decode(model, PROMPT, "maskkv", options, **ASKED)
     (retained,) = run.traces["retained_per_head"]
     assert decoded(run) == decoded(decode(Masked(model, retained, len(PROMPT)), PROMPT, **ASKED))

@@ -17,8 +17,8 @@ from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_O
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_decisions import decision_params, random_decision
-from tests.support.random_requests import between_blocks, in_spans, random_requests
-from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
+from tests.support.random_requests import between_blocks, by_blocks, in_certain_order, in_spans, random_requests
+from tests.support.sharded import assert_alike, run_and_abort, two_ranks
 from tests.support.tiny_checkpoints import VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -56,6 +56,11 @@ def tiny_guide(tmp_path_factory) -> str:
     return str(folder)
 
 
+def draw_model(draw: random.Random, method: str) -> str:
+    """One that the method suits."""
+    return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
+
+
 def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
     """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
     guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
@@ -82,10 +87,11 @@ def draw_requests(
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back, or begin alike."""
-    requests, by_blocks = [], model in MODELS["block_causal"]
+    requests, shares_beginnings = [], model in MODELS["block_causal"]
     number = draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
-    for prompt, asked in between_blocks(drawn) if by_blocks else in_spans(drawn, number):
+    drawn = between_blocks(drawn) if shares_beginnings else in_spans(drawn, number)
+    for prompt, asked in by_blocks(in_certain_order(drawn, number), number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
         if draw.random() < 0.3:
@@ -94,21 +100,14 @@ def draw_requests(
             asked["logprobs"] = draw.choice([0, 3])
         if draw.random() < 0.2:
             asked["delay_eos"] = True
-        if asked["unmasking"] in ("low_confidence", "maskgit_plus", "topk_margin") and draw.random() < 0.3:
-            asked["certainty_sigma"] = draw.choice([1.0, 10.0])
-        if draw.random() < 0.2:
-            asked.pop("steps", None)
-            asked["tokens_per_step"] = draw.choice([1, 3])
-        elif not asked.keys() & {"block_add_threshold", "slow_fast"} and draw.random() < 0.2:
-            asked.pop("steps", None)
-            asked["steps_per_block"] = draw.choice([1, 3])
         if draw.random() < 0.2:
             asked["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9) for _ in range(draw.choice([1, 40]))}
         if draw.random() < 0.2:
             asked["min_tokens"] = draw.randrange(asked["gen_length"] + 1)
-        if draw.random() < 0.2:
+        measures = asked["unmasking"] != "sequential"
+        if measures and draw.random() < 0.2:
             asked[draw.choice(END_OPTIONS)] = True
-        if not asked.keys() & {*PARALLEL_OPTIONS} and draw.random() < 0.2:
+        if measures and not asked.keys() & {*PARALLEL_OPTIONS} and draw.random() < 0.2:
             asked["alg_temp"] = draw.choice([0.1, 1.0])
         if trims_suffix and draw.random() < 0.3:
             asked["suffix_blocks"] = draw.randrange(3)
@@ -121,7 +120,7 @@ def draw_requests(
         if draw.random() < 0.15:
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
-        beginning = [*range(draw.choice([0, 20, 70]))] if by_blocks else []
+        beginning = [*range(draw.choice([0, 20, 70]))] if shares_beginnings else []
         requests.append((beginning + [token % 140 for token in prompt], asked))
     return requests
 
@@ -157,18 +156,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
 
 
-def draw_model(draw: random.Random, method: str) -> str:
-    """One that the method suits."""
-    return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
-
-
 def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
     draw = random.Random(number)
     method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
     model = draw_model(draw, method)
-    by_blocks = model in MODELS["block_causal"]
-    settings = draw_engine(draw, method, None if by_blocks else tiny_guide)
-    trims_suffix = CACHE_METHODS[method].trims_suffix and not by_blocks
+    sees_all = model in MODELS["full"]
+    settings = draw_engine(draw, method, tiny_guide if sees_all else None)
+    trims_suffix = CACHE_METHODS[method].trims_suffix and sees_all
     requests = draw_requests(draw, model, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
     llm = engines(request.getfixturevalue(model), **settings)
 
@@ -192,11 +186,8 @@ def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, shard
     requests = draw_requests(draw, fixture)
     prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
     with two_ranks(model, max_model_len=256, **settings) as sharded:
-        pages = watch_pages(sharded)
         run_and_abort(sharded, prompts[::3], params[::3])
         answers = generate(sharded, prompts, params)
 
     alone = engines(model, **settings)
     assert_alike(answers, [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))])
-    assert all(allocated <= reserved for _, allocated, reserved in pages)
-    assert pages[-1][1:] == (0, 0)

@@ -1,7 +1,5 @@
 """The engine decodes exactly as the authors' code, and so do the plain versions: tokens, order, and all cases state."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -32,53 +30,27 @@ def short(rows: list[ReferenceRow], most: int = 3) -> list[ReferenceRow]:
     return [row for group in found.values() for row in group[:most]]
 
 
-@pytest.fixture
-def checkpoint(request, reference_checkpoints):
-    """``checkpoint(model)``: the folder of a case's model, or of a random checkpoint that all tests have."""
-    return lambda model: request.getfixturevalue(model) if "_" in model else reference_checkpoints / model
-
-
-@pytest.fixture
-def engine(engines, checkpoint):
-    def make(row: ReferenceRow, **settings):
-        # The longest canvas has 264 positions.
-        longest = 256 if "_" in row.case["model"] else 512
-        settings = {"max_model_len": longest, "page_size": 16} | row.engine | settings
-        return engines.shared(checkpoint(row.case["model"]), **settings)
-
-    return make
-
-
 def assert_answers(llm, rows: list[ReferenceRow]) -> None:
     for row, answer in zip(rows, answers(llm, [(row.prompt, row.fields) for row in rows]), strict=True):
         assert_as_stated(row, answer)
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_cases_of_one_engine_in_one_batch_and_one_alone(engine, group):
+def test_cases_of_one_engine_in_one_batch_and_one_alone(engines, checkpoint_of, group):
     rows = GROUPS[group]
-    llm = engine(rows[0])
+    model = rows[0].case["model"]
+    # The longest canvas has 264 positions.
+    longest = 256 if "_" in model else 512
+    llm = engines.shared(checkpoint_of(model), max_model_len=longest, page_size=16, **rows[0].engine)
     assert_answers(llm, rows)
     if len(rows) > 1:
         assert_answers(llm, [min(rows, key=lambda row: row.case["num_forward_passes"])])
 
 
-@pytest.mark.parametrize("model", ["sdar-tiny-a", "llada2-moe-tiny-a", "tiny_stable_diffcoder"])
-def test_cases_of_blocks_are_the_same_without_a_cache(engine, model):
-    rows = [replace(row, keeps=False) for row in ROWS if row.case["model"] == model]
-    assert_answers(engine(rows[0], cache_method="none"), rows)
-
-
-@pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
-def test_requests_that_queue_for_a_place_join_others_in_mid_block(engine, model):
-    rows = [row for row in ROWS if row.kind == "vanilla" and row.case["model"] == model][::3]
-    assert_answers(engine(rows[0], max_num_seqs=3), rows)
-
-
 @pytest.mark.parametrize("row", short(ROWS), ids=lambda row: row.name)
-def test_the_plain_version_is_the_authors(checkpoint, row):
+def test_the_plain_version_is_the_authors(checkpoint_of, row):
     torch.set_num_threads(1)
-    model = PlainModel(checkpoint(row.case["model"]))
+    model = PlainModel(checkpoint_of(row.case["model"]))
     answer = decode(model, row.prompt, **row.engine, **row.fields)
     # ES-dLLM takes the two most confident of fewer rows that have a confidence: which others, PyTorch's order decides.
     # And the plain version without a cache has Dream's sampler, not ES-dLLM's.

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -149,18 +150,19 @@ def test_a_finished_block_is_kept_for_requests_that_begin_alike(llm):
     assert list(again.outputs[0].token_ids) == list(fresh.outputs[0].token_ids)
 
 
-def first_tokens(final: list[int], start: int, edited_per_step: list) -> dict[int, int]:
-    """The token that each position of a response had before any edit."""
-    edits = [edit for edits in edited_per_step for edit in edits]
-    return dict(enumerate(final, start)) | {position: before for position, before, _ in reversed(edits)}
+def writes(final: Sequence[int], start: int, unmasked_per_step: list, edited_per_step: list) -> list[dict[int, int]]:
+    """Per pass, the tokens that it writes, by canvas position. ``final``: those of a response, which begins at
+    ``start``."""
+    all_edits = [edit for edits in edited_per_step for edit in edits]
+    first = dict(enumerate(final, start)) | {position: before for position, before, _ in reversed(all_edits)}
+    return [
+        {position: first.get(position) for position in filled} | {position: token for position, _, token in edits}
+        for filled, edits in zip(unmasked_per_step, edited_per_step, strict=True)
+    ]
 
 
-def writes(case: Case) -> list[dict[int, int]]:
-    """Per pass, the tokens that it writes, by canvas position."""
-    edits = [{position: token for position, _, token in edits} for edits in case["edited_per_step"]]
-    first = first_tokens(case["response"], len(case["prompt_ids"]), case["edited_per_step"])
-    fills = [{position: first.get(position) for position in filled} for filled in case["unmasked_per_step"]]
-    return [fill | edit for fill, edit in zip(fills, edits, strict=True)]
+def writes_of(case: Case) -> list[dict[int, int]]:
+    return writes(case["response"], len(case["prompt_ids"]), case["unmasked_per_step"], case["edited_per_step"])
 
 
 def test_steps_show_edits_and_nothing_is_sent_before_its_block_ends(llm):
@@ -169,7 +171,7 @@ def test_steps_show_edits_and_nothing_is_sent_before_its_block_ends(llm):
     llm.llm_engine.add_request("one", {"prompt_token_ids": case["prompt_ids"]}, params)
     canvas: dict[int, int] = {}
     end = start + case["fields"]["gen_length"]
-    for written in writes(case):
+    for written in writes_of(case):
         (output,) = llm.llm_engine.step()
         block, sent = output.outputs[0].provisional, output.outputs[0].token_ids
         canvas |= {position: token for position, token in written.items() if position < end}
@@ -184,7 +186,7 @@ def test_steps_show_edits_and_nothing_is_sent_before_its_block_ends(llm):
 def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_token(llm):
     for case, completion in zip(CASES, ask(llm, CASES, return_order=True, logprobs=1), strict=True):
         figures, start, committed_at = completion.diffusion, len(case["prompt_ids"]), {}
-        for number, written in enumerate(writes(case), 1):
+        for number, written in enumerate(writes_of(case), 1):
             committed_at |= dict.fromkeys(written, number)
         tokens = list(completion.token_ids)
         assert figures.committed_at == [committed_at[start + i] for i in range(len(tokens))]
@@ -237,19 +239,11 @@ def test_every_state_of_a_constrained_response_can_be_completed(engines, referen
             continue
         edited += completion.diffusion.tokens_edited
         constraint = Constraint(unpacked(asked["constraint"]), frozenset())
-        states = states_of(completion, start, asked["gen_length"])
+        states, canvas, figures = [], {}, completion.diffusion
+        for written in writes(completion.token_ids, start, figures.unmasked_per_step, figures.edited_per_step):
+            canvas |= written
+            states.append([canvas.get(start + i) for i in range(asked["gen_length"])])
         assert all(constraint.completable(state)[0][0] for state in states)
         assert states[-1] == list(completion.token_ids)
         assert list(generate(llm, [prompt], own)[0].outputs[0].token_ids) == states[-1]
     assert edited > 20
-
-
-def states_of(completion: Any, start: int, gen_length: int) -> list[list[int | None]]:
-    """A response after each pass; None where masked."""
-    figures, states, canvas = completion.diffusion, [], dict[int, int]()
-    first = first_tokens(list(completion.token_ids), start, figures.edited_per_step)
-    for filled, edits in zip(figures.unmasked_per_step, figures.edited_per_step, strict=True):
-        canvas |= {position: first.get(position) for position in filled}
-        canvas |= {position: token for position, _, token in edits}
-        states.append([canvas.get(start + i) for i in range(gen_length)])
-    return states

@@ -5,17 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
-from importlib.metadata import EntryPoint, distribution, entry_points
+from importlib.metadata import EntryPoint, distribution
 from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-SETTINGS = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-LINKED = ("kernels", "model_executor", "scheduler")
-"""Folders at the top of the repository that the package ``dllm_engine`` has links to."""
+from tests.repository.test_imports import CHECKOUT, PROJECT, ROOMS
+
 CODE = {
     Path(folder, name).relative_to(CHECKOUT).as_posix()
     for folder, _, names in os.walk(CHECKOUT / "dllm_engine", followlinks=True)
@@ -26,23 +23,16 @@ CODE = {
 
 def test_top_level_folders_are_not_packages_of_their_own():
     """A `kernels/__init__.py` would shadow the package `kernels` that transformers uses."""
-    for name in LINKED:
+    for name in ROOMS:
         assert (CHECKOUT / "dllm_engine" / name).readlink() == Path("..", name)
         assert not (CHECKOUT / name / "__init__.py").exists()
-
-
-def test_distribution_registers_the_plugin_and_the_command():
-    (plugin,) = entry_points(group="vllm.general_plugins", name="dllm")
-    (command,) = entry_points(group="console_scripts", name="dllm")
-    assert callable(plugin.load())
-    assert callable(command.load())
 
 
 def test_lm_evals_entry_point_is_the_model_that_it_registers():
     """Of the settings: lm_eval reads it from a release on that is not out yet."""
     from lm_eval.api.registry import get_model
 
-    named = SETTINGS["project"]["entry-points"]["lm_eval.models"]["dllm"]
+    named = PROJECT["entry-points"]["lm_eval.models"]["dllm"]
     assert EntryPoint("dllm", named, "lm_eval.models").load() is get_model("dllm")
 
 
@@ -52,7 +42,7 @@ def wheel(tmp_path_factory) -> Path:
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
-    for name in ("dllm_engine", *LINKED):
+    for name in ("dllm_engine", *ROOMS):
         shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, folder], cwd=source, check=True, capture_output=True)
@@ -75,7 +65,7 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
     (written,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
     groups = configparser.ConfigParser(delimiters="=")
     groups.read_string(archive.read(written).decode())
-    stated = SETTINGS["project"]["entry-points"] | {"console_scripts": SETTINGS["project"]["scripts"]}
+    stated = PROJECT["entry-points"] | {"console_scripts": PROJECT["scripts"]}
     assert {group: dict(groups[group]) for group in groups.sections()} == stated
 
 

@@ -11,11 +11,6 @@ from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
 
-TEXT = "Tom lives in Paris. Ida lives in Oslo. Where does Ida live?"
-MESSAGES = [{"role": "user", "content": TEXT}]
-LENGTH = 14
-ALL = {"ignore_eos": True}
-
 
 @pytest.fixture(scope="module")
 def server(servers):
@@ -27,30 +22,19 @@ def client(server):
     return server.client()
 
 
-@pytest.fixture(scope="module")
-def offline(server, servers, engines):
+def test_the_second_request_finds_the_pages_of_the_first(client, servers, engines):
     llm = engines(servers.folder / "blocks", skip_tokenizer_init=False, page_size=PAGE_SIZE)
-    return llm.chat(MESSAGES, DiffusionParams(gen_length=LENGTH, ignore_eos=True), use_tqdm=False)[0]
-
-
-def chat(client, body=ALL, **options):
-    return client.chat.completions.create(
-        model="blocks", messages=MESSAGES, **({"max_tokens": LENGTH} | options), extra_body=body
-    )
-
-
-def test_the_second_request_finds_the_pages_of_the_first(client, server, offline):
-    first, second = chat(client), chat(client)
+    messages = [{"role": "user", "content": "Tom lives in Paris. Ida lives in Oslo. Where does Ida live?"}]
+    (offline,) = llm.chat(messages, DiffusionParams(gen_length=14, ignore_eos=True), use_tqdm=False)
+    asked = {"model": "blocks", "messages": messages, "max_tokens": 14, "extra_body": {"ignore_eos": True}}
+    first, second = (client.chat.completions.create(**asked) for _ in range(2))
     whole = len(offline.prompt_token_ids) // PAGE_SIZE * PAGE_SIZE
     for answer in (first, second):
         assert answer.choices[0].message.content == offline.outputs[0].text
-        assert answer.usage.completion_tokens == LENGTH
+        assert answer.usage.completion_tokens == 14
         assert answer.usage.prompt_tokens == len(offline.prompt_token_ids)
     assert second.usage.prompt_tokens_details.cached_tokens == whole
     assert second.choices[0].model_extra["diffusion"]["denoising_steps"] == offline.outputs[0].diffusion.denoising_steps
-    counted = scrape(server.url)
-    assert counted["vllm:prefix_cache_hits_total"] >= whole
-    assert counted["vllm:prefix_cache_queries_total"] > counted["vllm:prefix_cache_hits_total"]
 
 
 def test_preemptions_and_hits_are_in_vllms_metrics(client, server):

@@ -12,63 +12,36 @@ from tests.support.preloaded import preloaded_programs
 
 pytestmark = pytest.mark.slow
 
-MAX_MODEL_LEN = 512
-GEN_LENGTH = 32
-BLOCK = {"vllm_xargs": {"block_length": 8}}
-
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("vllm", "serve", demo_model_path(), "--max-model-len", str(MAX_MODEL_LEN))
+    return servers("vllm", "serve", demo_model_path(), "--max-model-len", "512")
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    return server.client()
-
-
-@pytest.fixture(scope="module")
-def model(client):
-    return client.models.list().data[0].id
-
-
-@pytest.fixture(scope="module")
-def examples():
-    return make_examples("names", 4, seed=11) + make_examples("reverse", 2, seed=11)
-
-
-@pytest.fixture(scope="module")
-def offline(engines, examples):
-    return demo_answers(engines, examples)
-
-
-def ask(client, model, text, **options):
-    extra = BLOCK | options.pop("extra_body", {})
-    options = {"max_tokens": GEN_LENGTH} | options
-    return client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": text}], extra_body=extra, **options
-    )
-
-
-def test_chat_gives_the_text_and_figures_of_offline_generation(client, model, examples, offline):
+def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
     """Usage does not count the tokens of the last block that lie behind the end."""
+    create = server.client().chat.completions.create
+    examples = make_examples("names", 4, seed=11) + make_examples("reverse", 2, seed=11)
+    offline = demo_answers(engines, examples)
     for example, expected in zip(examples, offline, strict=True):
-        answer = ask(client, model, example.prompt)
+        asked = {"model": demo_model_path(), "messages": [{"role": "user", "content": example.prompt}]}
+        asked |= {"max_tokens": 32, "extra_body": {"vllm_xargs": {"block_length": 8}}}
+        answer = create(**asked)
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == expected.finish_reason
         figures = answer.choices[0].model_extra["diffusion"]
         assert figures["forward_passes"] == expected.diffusion.forward_passes
         assert figures["tokens_per_forward"] == 1.0
         assert "trace" not in figures
-        *_, last = ask(client, model, example.prompt, stream=True, stream_options={"include_usage": True})
+        *_, last = create(**asked, stream=True, stream_options={"include_usage": True})
         for usage in (answer.usage, last.usage):
             assert usage.completion_tokens == len(expected.token_ids) <= expected.diffusion.tokens_unmasked
             assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
-def test_vllms_benchmark_runs_against_the_server(server, model, tmp_path):
-    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", model]
+def test_vllms_benchmark_runs_against_the_server(server, tmp_path):
+    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", demo_model_path()]
     command += "--dataset-name random --random-input-len 20 --random-output-len 24 --ignore-eos".split()
     command += "--num-prompts 8 --max-concurrency 4 --disable-tqdm --save-result --result-filename result.json".split()
     command += ["--result-dir", str(tmp_path)]

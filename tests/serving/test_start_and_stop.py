@@ -16,15 +16,13 @@ pytestmark = pytest.mark.slow
 NUM_CLIENTS = 3
 SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
-NEVER_ENDING = 1900
-"""Tokens of a request that outlasts its test."""
 
 
 class Watched:
-    def __init__(self, program, *arguments, **options):
+    def __init__(self, *arguments, log):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
-        self.server = Server(program, *arguments, *cache, "--max-model-len", "2048", **options)
+        self.server = Server("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", log=log)
         self.processes = set()
         self.clients = ThreadPoolExecutor()
 
@@ -33,13 +31,13 @@ class Watched:
         self.processes |= set(psutil.Process(self.server.process.pid).children(recursive=True))
         return next((p for p in self.processes if p.is_running() and name in p.name()), None)
 
-    def ask(self, num_tokens=NEVER_ENDING, path="/v1/completions", **fields) -> "Future[httpx.Response]":
-        """An answer to come; with a status of 0 where the connection breaks."""
-        body = {"model": "demo", "prompt": "Reverse: Rome Tom Oslo", "max_tokens": num_tokens, "ignore_eos": True}
+    def ask(self) -> "Future[httpx.Response]":
+        """An answer to come, to a request that outlasts its test; with a status of 0 where the connection breaks."""
+        body = {"model": "demo", "prompt": "Reverse: Rome Tom Oslo", "max_tokens": 1900, "ignore_eos": True}
 
         def answer():
             try:
-                return httpx.post(self.server.url + path, json=body | fields, timeout=120)
+                return httpx.post(self.server.url + "/v1/completions", json=body, timeout=120)
             except httpx.TransportError:
                 return httpx.Response(0)
 
@@ -60,8 +58,8 @@ class Watched:
 def start(tmp_path):
     started = []
 
-    def run(*arguments, program="dllm", model="demo"):
-        started.append(Watched(program, "serve", model, *arguments, log=tmp_path / "log"))
+    def run(*arguments):
+        started.append(Watched(*arguments, log=tmp_path / "log"))
         return started[-1]
 
     yield run

@@ -33,8 +33,6 @@ class ReferenceRow:
     kind: str
     case: Case
     row: int
-    keeps: bool = True
-    """Whether the engine has a cache, where the authors' code is the same without one."""
 
     @property
     def name(self) -> str:
@@ -60,18 +58,6 @@ class ReferenceRow:
     def fields(self) -> dict[str, Any]:
         """What the case asks for, as fields of ``DiffusionParams``."""
         return self.case["fields"]
-
-    @property
-    def makes_empty_passes(self) -> bool:
-        """Fast-dLLM's code makes a pass that unmasks nothing where the first one completed the block."""
-        return self.kind == "fast_dllm" and "threshold" in self.fields and self.fields.get("unmasking") != "entropy"
-
-    @property
-    def rows_per_pass(self) -> list[int] | None:
-        if self.kind == "vanilla":
-            return [len(self.prompt) + len(self.response)] * self.case["num_forward_passes"]
-        # With a cache, SlowFast sampling's is the canvas that rows are refreshed of.
-        return None if self.kind == "slow_fast" else self.case.get("forward_lengths")
 
 
 def reference_rows(*kinds: str) -> list[ReferenceRow]:
@@ -110,25 +96,27 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
         # The last block is whole, but Stable-DiffCoder's ends with the response.
         end = len(row.prompt) + row.fields["gen_length"] + (length if row.kind == "block" else 0)
         starts = [step[0] // length * length for step in answer.order]
-        kept = [0, *starts[:-1]] if row.keeps else [0] * len(starts)
-        fed = [list(range(a, min(b + length, end))) for a, b in zip(kept, starts, strict=True)]
+        fed = [list(range(a, min(b + length, end))) for a, b in zip([0, *starts[:-1]], starts, strict=True)]
         assert answer.computed == fed, name
         return
-    if row.makes_empty_passes:
+    if row.kind == "fast_dllm" and "threshold" in row.fields and row.fields.get("unmasking") != "entropy":
+        # The authors make a pass that unmasks nothing where the first one completed the block.
         assert [step for step in answer.order if step] == [step for step in order if step], name
         assert len(answer.order) <= case["num_forward_passes"], name
         return
     if "fills_after_eos" not in case.get("quirks", ()):
         assert answer.order == order, name
     assert len(answer.computed) == case["num_forward_passes"], name
-    if row.rows_per_pass is not None:
-        assert [len(positions) for positions in answer.computed] == row.rows_per_pass, name
-        if isinstance(answer, Answer) and row.kind != "es_dllm":
-            assert answer.tokens_computed == sum(row.rows_per_pass), name
+    whole = list(range(len(row.prompt) + len(row.response)))
     if row.kind == "slow_fast":
+        # The canvas that rows are refreshed of.
         assert [positions[-1] + 1 for positions in answer.computed] == case["forward_lengths"], name
+    elif row.kind == "vanilla" or "forward_lengths" in case:
+        lengths = case.get("forward_lengths", [len(whole)] * case["num_forward_passes"])
+        assert [len(positions) for positions in answer.computed] == lengths, name
+        if isinstance(answer, Answer) and row.kind != "es_dllm":
+            assert answer.tokens_computed == sum(lengths), name
     if "computed_positions_per_step" in case:
-        whole = list(range(len(row.prompt) + len(row.response)))
         stated = case["computed_positions_per_step"]
         assert answer.computed == [whole if step is None else step[row.row] for step in stated], name
     if "retained_positions" in case:

@@ -20,15 +20,18 @@ def import_once() -> Any:
 
 @contextmanager
 def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator[LLM]:
-    """An engine of two ranks, ended afterwards.
+    """An engine of two ranks, ended afterwards; no page is written beyond what is reserved, and none is left.
 
     vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
     """
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
     with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", import_once):
         llm = start_engine(model, **(ranks | settings))
+    pages = watch_pages(llm)
     try:
         yield llm
+        assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+        assert pages[-1][1:] == (0, 0)
     finally:
         llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 

@@ -135,14 +135,12 @@ def _write(
     folder: Path,
     *,
     seed: int = 0,
-    head_scale: float = 4.0,
     edit: Callable[[Tensors], None] | None = None,
     **config: Any,
 ) -> Path:
-    """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place. A smaller
-    ``head_scale`` makes it less sure of itself."""
+    """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
     c = defaults | config
-    tensors = (_llada_tensors if "d_model" in c else _other_tensors)(c, _Draw(seed, head_scale))
+    tensors = (_llada_tensors if "d_model" in c else _other_tensors)(c, _Draw(seed))
     if edit is not None:
         edit(tensors)
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,8 +197,7 @@ def shard(folder: Path, num_files: int = 3) -> Path:
 class _Draw:
     """Weights large enough for decisive logits, so that rounding does not decide what is unmasked."""
 
-    def __init__(self, seed: int, head_scale: float = 4.0) -> None:
-        self.head_scale = head_scale
+    def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
 
     def _normal(self, *shape: int) -> torch.Tensor:
@@ -215,7 +212,7 @@ class _Draw:
         return self._normal(rows, columns) * 1.5 / columns**0.5
 
     def head(self, rows: int, width: int) -> torch.Tensor:
-        head = self._normal(rows, width) * self.head_scale / width**0.5
+        head = self._normal(rows, width) * 4.0 / width**0.5
         head[MASK] = 0
         return head
 
