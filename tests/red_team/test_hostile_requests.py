@@ -64,10 +64,10 @@ def unharmed(server):
 
 
 def check(answer: tuple[int, bytes], sent: object) -> None:
-    """An answer, or a refusal that says what is wrong."""
+    """An answer, or a refusal that says what is wrong; 501 is that of a route of vLLM which the model does not have."""
     status, body = answer
     shown = f"{json.dumps(sent)[:500]} was answered with {status}: {body[:500]!r}"
-    assert status == 200 or 400 <= status < 500, shown
+    assert status in (200, 501) or 400 <= status < 500, shown
     if status >= 400:
         refusal = json.loads(body)
         assert refusal.get("detail") or refusal["error"]["message"], shown

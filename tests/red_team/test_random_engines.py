@@ -67,7 +67,7 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
     keeps_for_good = CACHE_METHODS[method].keeps_for_good
     options = draw_cache_options(draw, method)
     if options.get("cache_block_length"):
-        options["cache_block_length"] = 240  # every block divides it
+        options["cache_block_length"] = 480  # every block divides it
     return {
         **({"enable_prefix_caching": draw.random() < 0.7} if keeps_for_good else {}),
         "guide_model": guide if guided else None,
@@ -76,6 +76,7 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
         "page_size": draw.choice([8, 16, 32]),
         "refresh_ratio": draw.choice([None, 0.1, 1.0]),
         "steps_per_dispatch": draw.choice([1, 1, 4]),
+        "trace": draw.random() < 0.5,  # without it, more steps run ahead
         "max_num_seqs": draw.choice([1, 3, 8, 64]),
         "max_num_batched_tokens": draw.choice([64 if keeps_for_good else 256, 400, 2048]),
         "kv_cache_memory_bytes": draw.choice([1 if keeps_for_good else 3, 4, 8]) << 20,
@@ -87,10 +88,12 @@ def draw_requests(
 ) -> list[tuple[list[int], dict[str, Any]]]:
     """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
     back, or begin alike."""
-    requests, shares_beginnings = [], model in MODELS["block_causal"]
-    number = draw.randrange(1 << 30)
+    requests, number = [], draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
-    drawn = between_blocks(drawn) if shares_beginnings else in_spans(drawn, number)
+    if model in MODELS["block_causal"]:
+        drawn = between_blocks([([*range(draw.choice([0, 20, 70])), *prompt], asked) for prompt, asked in drawn])
+    else:
+        drawn = in_spans(drawn, number)
     for prompt, asked in by_blocks(in_certain_order(drawn, number), number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
         asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
@@ -120,8 +123,7 @@ def draw_requests(
         if draw.random() < 0.15:
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
-        beginning = [*range(draw.choice([0, 20, 70]))] if shares_beginnings else []
-        requests.append((beginning + [token % 140 for token in prompt], asked))
+        requests.append(([token % 140 for token in prompt], asked))
     return requests
 
 
