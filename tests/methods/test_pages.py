@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from dllm_engine import DiffusionParams
+from tests.support import tiny_checkpoints
 from tests.support.answers import answers
 from tests.support.engines import generate, runner_of, scheduler_of
 from tests.support.stepped_engines import run_in_steps
@@ -159,3 +160,15 @@ def test_rows_that_es_dllm_drops(engine):
         computed += math.ceil((2 * len(rows) + first + second) / 4)
     assert found.tokens_computed == computed
     assert found.tokens_computed < sum(map(len, found.computed))
+
+
+def test_a_model_whose_only_layer_is_always_refreshed_needs_no_page_of_features(engines, tmp_path):
+    """Keys and values of its prompt never change, so that it answers as without a cache."""
+    model = tiny_checkpoints.write_llada(tmp_path, n_layers=1)
+    prompts = [[7 * i % 100 for i in range(1, length)] for length in (14, 6)]
+    params = params_of(12, 6)
+    cached, plain = (
+        [output.outputs[0].token_ids for output in generate(engines(model, cache_method=method), prompts, params)]
+        for method in ("dllm_cache", "none")
+    )
+    assert cached == plain
