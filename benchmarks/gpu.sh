@@ -77,7 +77,7 @@ bench() { # NAME OPTIONS...
 }
 
 serve() { # random weights of the model's layers, with the vocabulary and tokenizer of the demo model
-    local port=8321 server
+    local port=8321 begin="$SECONDS" server
     python3 - "$model" "$folder/model" <<'MAKE'
 import json, shutil, sys
 from dllm_engine.checkpoints import named_shape
@@ -91,7 +91,11 @@ MAKE
     dllm serve "$folder/model" --load-format dummy --cache-method dual --max-model-len 1024 --port "$port" >"$folder/server.log" 2>&1 &
     server=$!
     until curl --silent --fail "localhost:$port/health" >/dev/null; do
-        kill -0 "$server" || { status=1 summary+=("FAILED: dllm serve; see $folder/server.log"); return; }
+        if ((SECONDS - begin > 300)) || ! kill -0 "$server"; then
+            status=1 summary+=("FAILED: dllm serve; see $folder/server.log")
+            kill "$server" || true
+            return
+        fi
         sleep 1
     done
     for at_once in 1 32; do

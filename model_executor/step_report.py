@@ -61,6 +61,7 @@ def _results(
     for plan, outcome in zip(plans, outcomes, strict=True):
         if results and (canvas.known[slice(*plan.window)] >= 0).all():
             break  # it ran with others, and had nothing to do
+        # A step that ran ahead was fed the rows of the first one; those that its own plan leaves out had no effect.
         rows = row_positions(plan, canvas) if results else batch.host_positions[batch.rows(index)]
         changed = outcome.positions[index]
         edited = canvas.write(changed, outcome.tokens[index])

@@ -68,8 +68,7 @@ def weight_bytes(
         num_experts = (num_layers - num_dense) * experts.num_experts
         mlps = [(num_dense, config.intermediate_size), (num_layers - num_dense, experts.shared_intermediate_size)]
         mlps.append((num_experts, experts.intermediate_size))
-        router_bytes = FLOAT32_BYTES if experts.num_groups else dtype_bytes
-        total += num_experts * (hidden * router_bytes + experts.has_bias * FLOAT32_BYTES)
+        total += num_experts * (hidden * dtype_bytes + experts.has_bias * FLOAT32_BYTES)
     for number, width in mlps:
         if width:
             total += number * quantization.matrix_bytes(hidden, 2 * width // tp)

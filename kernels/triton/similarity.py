@@ -27,6 +27,7 @@ def _replace_kernel(
     a = tl.load(fresh + row * fresh_row + head[:, None] * fresh_head + dim[None, :], mask=kept, other=0.0)
     place = (slot // SLOTS_PER_PAGE * page_stride + slot % SLOTS_PER_PAGE * HEAD_DIM)[:, None] + dim[None, :]
     b = tl.load(pages + place, mask=kept, other=0.0)
+    tl.debug_barrier()  # of a small tile several threads load the same numbers, and one stores
     tl.store(pages + place, a, mask=kept)
     a = a.to(tl.float32)
     b = b.to(tl.float32)
