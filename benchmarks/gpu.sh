@@ -71,9 +71,9 @@ steps() { # NAME SECONDS OPTIONS...
         "${@:3}" --output "$folder/$1.json"
 }
 
-bench() { # NAME OPTIONS...
-    run 800 dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 \
-        --repeats 2 "${@:2}" --output "$folder/bench-$1.json"
+bench() { # NAME SECONDS OPTIONS...
+    run "$2" dllm bench --model "$model" --dtype bfloat16 --batch 1,8,64 --prompt 512 --response 64 --block-length 32 \
+        --repeats 2 "${@:3}" --output "$folder/bench-$1.json"
 }
 
 serve() { # random weights of the model's layers, with the vocabulary and tokenizer of the demo model
@@ -115,16 +115,16 @@ stage() {
             ;;
         3) run 130 dllm check --only answers --output "$folder/answers.json" ;;
         4)
-            bench methods --methods none,prefix,dual,sparse,dkv,dllm_cache,maskkv,es_dllm,freecache,delayed,d2_cache
-            bench dual-launched --methods dual --no-cuda-graphs
-            bench dual-threshold --methods dual --unmasking-rules threshold=0.9
-            bench dual-fp8 --methods dual --engine-arg quantization=fp8
+            bench methods 1800 --methods none,prefix,dual,sparse,dkv,dllm_cache,maskkv,es_dllm,freecache,delayed,d2_cache
+            bench dual-launched 300 --methods dual --no-cuda-graphs
+            bench dual-threshold 300 --methods dual --unmasking-rules threshold=0.9
+            bench dual-fp8 300 --methods dual --engine-arg quantization=fp8
             ;;
         5) run 120 python3 benchmarks/kernel_time.py --output "$folder/attention.json" ;;
         6) serve ;;
         7)
             run 600 dllm check "$model" --only heads --output "$folder/heads.json"
-            run 3600 bash -c 'set -o pipefail; python3 -m pytest -q --continue-on-collection-errors 2>&1 | tee "$1"' pytest "$folder/tests.txt"
+            run 3600 bash -c 'set -o pipefail; python3 -m pytest -q -n 8 --dist loadfile --continue-on-collection-errors 2>&1 | tee "$1"' pytest "$folder/tests.txt"
             ;;
         *) echo "there is no stage $1" >&2; exit 2 ;;
     esac

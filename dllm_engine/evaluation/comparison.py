@@ -127,7 +127,7 @@ class Comparison:
         self.file, self._load = file, load
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
-        self._refusal: ValueError | None = None
+        self._refusal: str | None = None
         stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
         self._stored = {row.key: row for row in stored}
         self._asked: dict[str, Row] = {}
@@ -183,10 +183,13 @@ class Comparison:
 
     def stop(self) -> None:
         """End the running engine, if there is one."""
+        import torch
+
         if self._llm is not None:
             runner.stop_engine(self._llm)
         self._llm = self._arguments = None
         gc.collect()
+        torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
 
     def _engine(self, arguments: dict[str, Any]) -> "LLM":
         """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
@@ -196,9 +199,9 @@ class Comparison:
             try:
                 self._llm = self._load(arguments)
             except ValueError as error:
-                self._refusal = error
+                self._refusal = str(error)  # the exception would keep what it had allocated
         if self._llm is None:
-            raise self._refusal or ValueError("the engine has been stopped")
+            raise ValueError(self._refusal or "the engine has been stopped")
         return self._llm
 
     def _measure(self, key: str) -> None:

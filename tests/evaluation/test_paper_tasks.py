@@ -85,16 +85,16 @@ def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family):
 
 
 @pytest.mark.parametrize(
-    ("benchmark", "paper", "message"),
+    ("name", "paper", "message"),
     [
         ("gsm9k", None, r"benchmark 'gsm9k' is unknown; the papers have mmlu, .*gsm8k"),
         ("mbpp", "sparse-dllm", r"'mbpp' is unknown; paper sparse-dllm has mmlu"),
         ("gsm8k", "nobody", r"paper 'nobody' is unknown; choose one of sparse-dllm"),
     ],
 )
-def test_unknown_names_are_answered_with_the_known_ones(benchmark, paper, message):
+def test_unknown_names_are_answered_with_the_known_ones(name, paper, message):
     with pytest.raises(ValueError, match=message):
-        paper_task(benchmark, LLADA, paper)
+        paper_task(name, LLADA, paper)
 
 
 @pytest.mark.parametrize("key", [key for key, table in PAPER_TABLES.items() if table["benchmarks"]])
