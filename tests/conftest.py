@@ -4,6 +4,8 @@ import os
 
 # One process: tests look into the scheduler and the runner. Read when the first engine starts.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# vLLM's kernel of experts would round float32 to TF32 on a GPU.
+os.environ["TRITON_F32_DEFAULT"] = "ieee"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Beside other processes of this run, which would all bind to the same cores.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

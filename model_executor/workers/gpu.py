@@ -7,7 +7,7 @@ from vllm.distributed.parallel_state import is_global_first_rank
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
-from vllm.v1.worker.workspace import lock_workspace
+from vllm.v1.worker.workspace import lock_workspace, reset_workspace_manager
 
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.model_executor.warm_up import warm_up
@@ -36,3 +36,7 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
             lock_workspace()
         freeze_gc_heap()  # what lives now lives as long as the process
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        reset_workspace_manager()  # it refers to its worker, and would keep weights and pages on the GPU

@@ -135,7 +135,9 @@ def flash_stand_in(monkeypatch: pytest.MonkeyPatch) -> FlashStandIn:
     stand_in = FlashStandIn()
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     # As an operator, so that a fake of CUDA graphs takes it for one kernel.
-    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", Operator(stand_in, ":flash"), raising=False)
+    flash = Operator(stand_in, ":flash")
+    flash.triton = stand_in
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash, raising=False)
     return stand_in
 
 

@@ -47,8 +47,14 @@ def test_programs_that_share_keys_leave_their_counters_at_zero():
 def on_triton(monkeypatch):
     """Operators take the way of a GPU; ``PAGED`` is small for the interpreter's sake."""
     monkeypatch.setattr(cases, "PAGED", (([3, 1], [40, 17]), ([20], [70])))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=30))
-    return lambda: [monkeypatch.setattr(operator, "cpu", operator.triton) for operator in all_operators().values()]
+
+    def replace_operators() -> None:
+        gpu = SimpleNamespace(multi_processor_count=30)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        for operator in all_operators().values():
+            monkeypatch.setattr(operator, "cpu", operator.triton)
+
+    return replace_operators
 
 
 @runs_triton

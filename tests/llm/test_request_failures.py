@@ -133,7 +133,7 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
 
     def fill_broken(self, hidden, group):
         bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
-        bad_rows[:] = [torch.isin(group.requests, torch.tensor(bad, dtype=torch.int64))]
+        bad_rows[:] = [torch.isin(group.requests, group.requests.new_tensor(bad))]
         return fill(self, hidden, group)
 
     def predict_broken(self, *args, **kwargs):

@@ -196,7 +196,8 @@ def engine(engines, reference_checkpoints, monkeypatch):
             steps_per_dispatch=steps_per_dispatch,
             **settings,
         )
-        monkeypatch.setattr(runner_of(llm).denoiser, "end_tokens", torch.tensor(END_TOKENS))
+        denoiser = runner_of(llm).denoiser
+        monkeypatch.setattr(denoiser, "end_tokens", torch.tensor(END_TOKENS, device=denoiser.device))
         config = llm.llm_engine.vllm_config.model_config.hf_config
         monkeypatch.setattr(config, "eos_token_id", list(END_TOKENS))
         monkeypatch.setattr(config, "end_of_turn_token_id", list(TURN_ENDS), raising=False)

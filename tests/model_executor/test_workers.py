@@ -1,12 +1,16 @@
 """What vLLM's workers use of a model runner: ours has it, or its worker never gets there."""
 
 import ast
-import inspect
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from vllm.v1.worker import cpu_worker, gpu_worker
+import torch
+from vllm.v1.worker import workspace
+from vllm.v1.worker.gpu_worker import Worker
 
 from dllm_engine import DiffusionParams
+from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from tests.support.engines import generate, runner_of
 
 OURS = "only in methods that DiffusionWorker replaces"
@@ -27,18 +31,27 @@ NEVER_USED = {
 }
 
 
-def used_of_a_runner(module):
+def used_of_a_runner(module: str):
+    """Reads the file alone: importing vLLM's CPU worker takes CUDA streams from the process."""
+    source = Path(find_spec(f"vllm.v1.worker.{module}").origin).read_text(encoding="utf-8")
     return {
         node.attr
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.model_runner", "model_runner")
     }
 
 
 def test_every_attribute_that_vllms_workers_use_is_there_or_listed(engines, tiny_llada):
     runner = runner_of(engines(tiny_llada))
-    used = used_of_a_runner(gpu_worker) | used_of_a_runner(cpu_worker)
+    used = used_of_a_runner("gpu_worker") | used_of_a_runner("cpu_worker")
     assert {name for name in used if not hasattr(runner, name)} == set(NEVER_USED)
+
+
+def test_nothing_refers_to_a_gpu_worker_that_has_ended(monkeypatch):
+    workspace.init_workspace_manager(torch.device("cpu"))
+    monkeypatch.setattr(Worker, "shutdown", lambda self: None)
+    DiffusionGPUWorker.shutdown(DiffusionGPUWorker.__new__(DiffusionGPUWorker))
+    assert not workspace.is_workspace_manager_initialized()
 
 
 def test_weights_are_read_again_after_they_were_discarded(engines):

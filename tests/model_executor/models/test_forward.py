@@ -19,16 +19,16 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 @torch.inference_mode()
 def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
-    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass. With ``block_length``, a row sees
-    its own block and those before it."""
-    model = runner_of(llm).model
+    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass, on the CPU. With ``block_length``,
+    a row sees its own block and those before it."""
+    model, device = runner_of(llm).model, runner_of(llm).device
     sizes = [len(sequence) for sequence in sequences]
-    ids = torch.tensor([token for sequence in sequences for token in sequence])
-    positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+    ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
+    positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
     limits = None if block_length is None else (positions // block_length + 1).int() * block_length
     shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits))))
     assert shard.first_token == 0
-    return list(shard.logits.split(sizes))
+    return list(shard.logits.cpu().split(sizes))
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4) -> None:
