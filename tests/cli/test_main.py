@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from dllm_engine.batch.files import BatchRequest
+from dllm_engine.batch import BatchRequest
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
