@@ -175,4 +175,4 @@ def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> Non
         from dllm_engine.evaluation.hardware import provenance
 
         comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), **more)
-        print(f"\nwrote {args.output}" + ("" if comparison.is_through else "; the same command goes on from there"))
+        print(f"\nwrote {args.output}" + ("; the same command goes on from there" if comparison.missing else ""))

@@ -1,6 +1,7 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -129,34 +130,34 @@ class Comparison:
         self._arguments: dict[str, Any] | None = None
         self._refusal: str | None = None
         stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
-        self._stored = {row.key: row for row in stored}
-        self._asked: dict[str, Row] = {}
+        self._rows = {row.key: row for row in stored}
         self._tasks: dict[str, Task] = {}
+        """Of rows that were asked for."""
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 
     def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
         """Ask for rows, which have results where the file has them."""
         rows = []
-        for combination in combinations:
-            for task in tasks:
-                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-                engine, decoding = task.engine_of(combination), task.decoding_of(combination)
-                row = Row(combination.method, combination.unmasking, engine, decoding, label)
-                row = self._asked.setdefault(row.key, self._stored.get(row.key, row))
-                self._tasks[row.key] = task
-                rows.append(row)
+        for combination, task in itertools.product(combinations, tasks):
+            label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
+            engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+            row = Row(combination.method, combination.unmasking, engine, decoding, label)
+            self._tasks[row.key] = task
+            rows.append(self._rows.setdefault(row.key, row))
         return rows
 
     @property
-    def is_through(self) -> bool:
-        """True if each row that was asked for is measured, or cannot be."""
-        return all(row.is_measured or key in self.errors for key, row in self._asked.items())
+    def missing(self) -> list[Row]:
+        """Rows that were asked for and not measured, though they may be."""
+        asked = (self._rows[key] for key in self._tasks if key not in self.errors)
+        return [row for row in asked if not row.is_measured]
 
     @property
     def scored(self) -> list[Row]:
         """Measured rows: first those that were asked for, then the others of the file."""
-        return [row for row in (self._asked | self._stored).values() if row.is_measured]
+        rows = (self._rows[key] for key in (self._tasks | self._rows))
+        return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
         """Write all of it, after ``about``."""
@@ -165,17 +166,16 @@ class Comparison:
     def run(self, deadline: float = math.inf) -> None:
         """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
         can be measured."""
-        missing = [key for key, row in self._asked.items() if not (row.is_measured or key in self.errors)]
-        engines = [self._asked[key].engine for key in missing]
-        # Rows that share an engine follow each other.
-        for key in sorted(missing, key=lambda key: engines.index(self._asked[key].engine)):
+        missing = self.missing
+        engines = [row.engine for row in missing]
+        for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row
             if time.monotonic() > deadline:
                 break
             try:
-                self._measure(key)
+                self._measure(row)
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                self.errors[key] = one_line(error)
+                self.errors[row.key] = one_line(error)
                 if isinstance(error, RuntimeError):
                     self.stop()  # the engine failed, and may be in any state
         if not self.scored:
@@ -204,9 +204,9 @@ class Comparison:
             raise ValueError(self._refusal or "the engine has been stopped")
         return self._llm
 
-    def _measure(self, key: str) -> None:
-        row, task = self._asked[key], self._tasks[key]
-        engine = MeasuredEngine(self._engine(row.engine), task.at_once, key)
+    def _measure(self, row: Row) -> None:
+        task = self._tasks[row.key]
+        engine = MeasuredEngine(self._engine(row.engine), task.at_once, row.key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 
