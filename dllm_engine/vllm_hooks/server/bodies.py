@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
+from vllm.exceptions import VLLMValidationError
 
 from dllm_engine.decisions.response_format import settle_decision
 from dllm_engine.infill.http import settle_template
@@ -57,14 +58,14 @@ def _refusal(body: bytes, path: str) -> Any:
         if isinstance(fields, dict):
             _check_places(fields, path)
             if not isinstance(given := fields.get("structured_outputs"), dict | None):
-                raise InvalidRequestError(
+                raise VLLMValidationError(
                     f'structured_outputs is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}',
                     parameter="structured_outputs",
                 )
         return None
     except RecursionError:
         refused = InvalidRequestError("the body has too many lists and objects within each other")
-    except InvalidRequestError as error:
+    except VLLMValidationError as error:
         refused = error
     except ValueError:  # vLLM says what is wrong with it
         return None
