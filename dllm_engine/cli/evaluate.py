@@ -17,14 +17,13 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule, positive_int, split_names
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
+from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, ResultFile, Task, table
 from dllm_engine.evaluation.decision_tasks import DECISIONS, DecisionTask, demo_questions
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for

@@ -16,9 +16,9 @@ from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, give
 from dllm_engine.cli.evaluate import add_own_task_arguments, finish, own_tasks_of
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.evaluation import tuning
-from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
+from dllm_engine.evaluation.comparison import COLUMNS, Comparison, ResultFile, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
-from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.options import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def _finish(args: argparse.Namespace, search: tuning.Search, comparison: Compari
 
     (setting, row), figures = search.best, search.figures()
     loss, lowest, highest = (100 * figures[name] for name in ("loss", "loss_lowest", "loss_highest"))
-    arguments = given(args, ENGINE) | dict(args.engine_arg) | setting.engine
+    arguments = given(args, (*ENGINE, *EngineOptions.model_fields)) | dict(args.engine_arg) | setting.engine
     named = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
     print(
         f"\nChosen: {row.method} {row.unmasking}, {figures['tokens_per_second']:.0f} tokens/s; plain decoding "

@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import json
 import math
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -14,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation import runner
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
+SCHEMA = 4
+"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
     "TOKENS/PASS": ("tokens_per_pass", ".2f"),
@@ -116,6 +119,49 @@ class Row(Combination):
     def values(self) -> dict[str, Any]:
         """Names, score and cost, as columns name them."""
         return vars(self) | vars(self.result) | self.cost.figures
+
+
+def check_folder_of(path: Path | None) -> None:
+    """Raise ``ValueError`` for a file that could not be written, as its folder does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+class ResultFile:
+    """Results of a command of ``dllm`` on a subject: what they depend on, but for what the file tells them apart by.
+
+    ``path`` need not exist; without one, nothing is written. Raises ``ValueError`` for a file of another subject.
+    """
+
+    def __init__(self, path: Path | None, command: str, subject: dict[str, Any]) -> None:
+        self.path = path
+        self.subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
+        self.stored: dict[str, Any] = {}
+        """Its content at first."""
+        if path is not None and path.suffix != ".json":
+            raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
+        check_folder_of(path)
+        if path is None or not path.exists():
+            return
+        try:
+            self.stored = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
+        before = self.stored.get("subject", {})
+        for name, value in self.subject.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"{path} has results with {name}={before.get(name)!r}, this run has {value!r}; choose another "
+                    f"--output, or remove the file"
+                )
+
+    def write(self, **values: Any) -> None:
+        """Replace the file, so that an interruption leaves the old one or the new one."""
+        if self.path is None:
+            return
+        beside = self.path.with_name(self.path.name + ".part")
+        beside.write_text(json.dumps({"subject": self.subject, **values}, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self.path)
 
 
 class Comparison:

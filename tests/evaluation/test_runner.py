@@ -4,8 +4,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
-from dllm_engine.evaluation.comparison import Comparison
-from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.evaluation.comparison import Comparison, ResultFile
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine, complete_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 

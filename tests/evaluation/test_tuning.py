@@ -4,9 +4,8 @@ speed are known."""
 import pytest
 
 from dllm_engine.evaluation import tuning as module
-from dllm_engine.evaluation.comparison import Comparison, Result, mean_and_error
+from dllm_engine.evaluation.comparison import Comparison, Result, ResultFile, mean_and_error
 from dllm_engine.evaluation.own_tasks import OwnTasks
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost
 from dllm_engine.evaluation.tuning import PLAIN, RULES, Search, Setting, Space, loss_interval, space_of
 from dllm_engine.options import EngineOptions
