@@ -17,7 +17,7 @@ from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule, positive_int, split_names
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, ResultFile, Task, table
+from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
 from dllm_engine.evaluation.decision_tasks import DECISIONS, DecisionTask, demo_questions
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     for task in tasks:
         if isinstance(task, HarnessTask):
             task.check()  # before a model is loaded: the data is what is missing most often
-    comparison = Comparison(result_file(args), load)
+    comparison = Comparison(args.output, args.command, subject_of(args), load)
     comparison.add(wanted, tasks)
     try:
         comparison.run()
@@ -161,9 +161,9 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     return made
 
 
-def result_file(args: argparse.Namespace) -> ResultFile:
-    """The file of ``--output``; raises ``ValueError`` if it is of another model or other settings."""
-    return ResultFile(args.output, args.command, {name: own for name, own in vars(args).items() if name not in FREE})
+def subject_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What all rows of a table depend on: model and settings."""
+    return {name: value for name, value in vars(args).items() if name not in FREE}
 
 
 def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> None:

@@ -16,7 +16,7 @@ from dllm_engine.cli.engine import ENGINE, add_engine_arguments, add_model, give
 from dllm_engine.cli.evaluate import add_own_task_arguments, finish, own_tasks_of
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.evaluation import tuning
-from dllm_engine.evaluation.comparison import COLUMNS, Comparison, ResultFile, table
+from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
     digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
-    comparison = Comparison(ResultFile(args.output, "tune", subject), load)
+    comparison = Comparison(args.output, "tune", subject, load)
     methods = None if args.methods in (None, "all") else args.methods.split(",")
     space = tuning.space_of(args.model, methods, _rules(args), decoding)
     search = tuning.Search(comparison, tasks, space, engine, decoding, args.loss / 100)

@@ -127,56 +127,47 @@ def check_folder_of(path: Path | None) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-class ResultFile:
-    """Results of a command of ``dllm`` on a subject: what they depend on, but for what the file tells them apart by.
+def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
+    """The rows of a file; none where there is none yet.
 
-    ``path`` need not exist; without one, nothing is written. Raises ``ValueError`` for a file of another subject.
+    Raises ``ValueError`` for a file of another subject, or one that could not be written.
     """
-
-    def __init__(self, path: Path | None, command: str, subject: dict[str, Any]) -> None:
-        self.path = path
-        self.subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
-        self.stored: dict[str, Any] = {}
-        """Its content at first."""
-        if path is not None and path.suffix != ".json":
-            raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
-        check_folder_of(path)
-        if path is None or not path.exists():
-            return
-        try:
-            self.stored = dict(json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
-        before = self.stored.get("subject", {})
-        for name, value in self.subject.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"{path} has results with {name}={before.get(name)!r}, this run has {value!r}; choose another "
-                    f"--output, or remove the file"
-                )
-
-    def write(self, **values: Any) -> None:
-        """Replace the file, so that an interruption leaves the old one or the new one."""
-        if self.path is None:
-            return
-        beside = self.path.with_name(self.path.name + ".part")
-        beside.write_text(json.dumps({"subject": self.subject, **values}, indent=1) + "\n", encoding="utf-8")
-        os.replace(beside, self.path)
+    if path is not None and path.suffix != ".json":
+        raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
+    check_folder_of(path)
+    if path is None or not path.exists():
+        return []
+    try:
+        stored = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
+    before = stored.get("subject", {})
+    for name, value in subject.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{path} has results with {name}={before.get(name)!r}, this run has {value!r}; choose another "
+                f"--output, or remove the file"
+            )
+    return TypeAdapter(list[Row]).validate_python(stored.get("rows", []))
 
 
 class Comparison:
-    """Fills a table: a row per combination and task. Each is written to ``file`` as soon as it is measured.
+    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path``, if
+    there is one, as soon as it is measured, and the same command goes on from there.
 
-    One engine runs at a time: a device holds no more. ``load`` starts one with arguments of ``LLM``.
+    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more. ``load`` starts one with
+    arguments of ``LLM``.
     """
 
-    def __init__(self, file: ResultFile, load: Callable[[dict[str, Any]], "LLM"]) -> None:
-        self.file, self._load = file, load
+    def __init__(
+        self, path: Path | None, command: str, subject: dict[str, Any], load: Callable[[dict[str, Any]], "LLM"]
+    ) -> None:
+        self._path, self._load = path, load
+        self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
         self._refusal: str | None = None
-        stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
-        self._rows = {row.key: row for row in stored}
+        self._rows = {row.key: row for row in stored_rows(path, self._subject)}
         self._tasks: dict[str, Task] = {}
         """Of rows that were asked for."""
         self.errors: dict[str, str] = {}
@@ -206,8 +197,13 @@ class Comparison:
         return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Write all of it, after ``about``."""
-        self.file.write(**about, rows=[asdict(row) for row in self.scored])
+        """Replace the file by all of it, after ``about``, so that an interruption leaves the old one or the new one."""
+        if self._path is None:
+            return
+        values = {"subject": self._subject, **about, "rows": [asdict(row) for row in self.scored]}
+        beside = self._path.with_name(self._path.name + ".part")
+        beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self._path)
 
     def run(self, deadline: float = math.inf) -> None:
         """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none

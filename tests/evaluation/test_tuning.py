@@ -4,7 +4,7 @@ speed are known."""
 import pytest
 
 from dllm_engine.evaluation import tuning as module
-from dllm_engine.evaluation.comparison import Comparison, Result, ResultFile, mean_and_error
+from dllm_engine.evaluation.comparison import Comparison, Result, mean_and_error
 from dllm_engine.evaluation.own_tasks import OwnTasks
 from dllm_engine.evaluation.runner import Cost
 from dllm_engine.evaluation.tuning import PLAIN, RULES, Search, Setting, Space, loss_interval, space_of
@@ -101,7 +101,7 @@ def searched(tmp_path, monkeypatch):
             comparison.save()
 
         monkeypatch.setattr(Comparison, "_measure", measure)
-        comparison = Comparison(ResultFile(tmp_path / "tune.json", "tune", {"model": "made up"}), load=None)
+        comparison = Comparison(tmp_path / "tune.json", "tune", {"model": "made up"}, load=None)
         search = Search(comparison, OwnTasks("mine", [], "exact"), SPACE, {"model": "m"}, {"gen_length": 8}, 0.02)
         search.run(budget)
         return search, asked
