@@ -125,7 +125,8 @@ def answer_lines(
         for output in llm.llm_engine.step() if running else ():
             line, fields = running.pop(output.request_id)
             answers.append((line, fields | outcome(output.outputs[0])))
-        yield answers
+        if answers:
+            yield answers
 
 
 def _enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool) -> str:
