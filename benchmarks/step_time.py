@@ -32,7 +32,6 @@ from passes import Dispatch, InnerTime, InnerTimes, observed_step
 from program import Rows, argument_parser, report
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.checkpoints import named_shape
 from dllm_engine.evaluation.bench import random_engine
 from dllm_engine.evaluation.runner import runner_of
 
@@ -138,9 +137,7 @@ def main() -> None:
     settings |= {} if options.cuda_graphs is None else {"cuda_graphs": options.cuda_graphs}
     # All stay until the program ends: an engine that is dropped takes vLLM's process groups from the others.
     engines = {
-        (method, steps): random_engine(
-            named_shape(options.model), cache_method=method, steps_per_dispatch=steps, **settings
-        )
+        (method, steps): random_engine(options.model, cache_method=method, steps_per_dispatch=steps, **settings)
         for method in options.methods
         for steps in options.steps_per_dispatch
     }

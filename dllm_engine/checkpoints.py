@@ -18,8 +18,7 @@ from dllm_engine.text import one_line
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
-_Shape = tuple[ModelFamily, dict[str, Any], tuple[str, ...]]
-_SHAPES: dict[str, _Shape] = {
+_SHAPES: dict[str, tuple[ModelFamily, dict[str, Any], tuple[str, ...]]] = {
     "llada-8b": (families.LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, families.LLADA.checkpoints),
     "llada-moe-7b": (families.LLADA_MOE, {"qk_layernorm": True}, families.LLADA_MOE.checkpoints),
     "illada-8b": (families.ILLADA, {}, families.ILLADA.checkpoints),
@@ -35,7 +34,8 @@ _SHAPES: dict[str, _Shape] = {
         ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
     ),
 }
-"""By name: the family, what differs from its defaults, and the released checkpoints of this shape."""
+"""By name: the family, what differs from its defaults, and the released checkpoints of this shape. A model of the name
+has these sizes and random weights, and measures as a real one does."""
 
 
 def _released(family: ModelFamily, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -49,8 +49,6 @@ RELEASED_CONFIGS = {
     name: _released(family, sizes) for family, sizes, checkpoints in _SHAPES.values() for name in checkpoints
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
-NAMED_SHAPES = {shape: checkpoints[0] for shape, (*_, checkpoints) in _SHAPES.items()}
-"""Checkpoints by the names of models with their sizes and random weights, which measure as real ones do."""
 _SCALED = (
     *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
@@ -59,8 +57,8 @@ _SCALED = (
 
 
 def is_named_shape(model: str) -> bool:
-    """True for a name in ``NAMED_SHAPES``, or one scaled down such as ``llada-8b/4``."""
-    return model.partition("/")[0] in NAMED_SHAPES
+    """True for the name of a shape, or of one scaled down such as ``llada-8b/4``."""
+    return model.partition("/")[0] in _SHAPES
 
 
 def named_shape(name: str) -> dict[str, Any]:
@@ -70,9 +68,10 @@ def named_shape(name: str) -> dict[str, Any]:
     Experts become smaller, not fewer.
     """
     base, slash, divisor = name.partition("/")
-    if base not in NAMED_SHAPES:
-        raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(NAMED_SHAPES)}, or one with /N")
-    config = dict(RELEASED_CONFIGS[NAMED_SHAPES[base]])
+    if base not in _SHAPES:
+        raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or one with /N")
+    family, sizes, _ = _SHAPES[base]
+    config = _released(family, sizes)
     heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
     allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if slash and (not divisor.isdecimal() or int(divisor) not in allowed):

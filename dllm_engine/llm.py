@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -61,9 +60,26 @@ class LLM(vllm.LLM):
     ) -> None:
         options = {name: value for name, value in locals().items() if name in EngineOptions.model_fields}
         options |= {"cache_options": cache_options or {}, "request_defaults": request_defaults or {}}
-        arguments = vllm_arguments({"model": model, **options, **kwargs})
-        with explained(), progress_line("Starting the engine", shown=arguments.get("use_tqdm_on_load", True)):
-            super().__init__(**arguments)
+        of_vllm = {*inspect.signature(vllm.LLM.__init__).parameters, *(field.name for field in fields(EngineArgs))}
+        known = {*_ARGUMENTS, *of_vllm} - {"self", "kwargs"}
+        for name in kwargs.keys() - known:
+            raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+        EngineOptions.parse(options)
+        # vLLM loads plugins later, but the check below needs the model's config class.
+        register()
+        check_start(model, kwargs)
+        additional = kwargs.pop("additional_config", None) or {}
+        if OPTIONS_KEY in additional:
+            raise ValueError(
+                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
+                f"arguments of its own; give them so"
+            )
+        arguments: dict[str, Any] = {"model": model_path(model), **quiet_arguments(kwargs), **kwargs}
+        with progress_line("Starting the engine", shown=arguments.get("use_tqdm_on_load", True)):
+            try:
+                super().__init__(**arguments, additional_config=additional | {OPTIONS_KEY: options})
+            except ValidationError as error:  # of vLLM's config classes, which wrap what is raised inside them
+                raise ValueError(explain(error, "argument")) from None
 
     def infill(
         self,
@@ -191,47 +207,6 @@ class LLM(vllm.LLM):
         return params
 
 
-_OWN_OPTIONS = [name for name in inspect.signature(LLM.__init__).parameters if name in EngineOptions.model_fields]
-LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OWN_OPTIONS)
-
-
-def vllm_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of ``LLM`` as ``vllm.LLM`` takes them; raises ``ValueError`` as ``LLM`` does."""
-    known = _argument_names()
-    for name in arguments.keys() - known:
-        raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
-    options = {name: value for name, value in arguments.items() if name in _OWN_OPTIONS}
-    others = {name: value for name, value in arguments.items() if name not in _OWN_OPTIONS}
-    EngineOptions.parse(options)
-    # vLLM loads plugins later, but the check below needs the model's config class.
-    register()
-    model = others.pop("model")
-    check_start(model, others)
-    additional = others.pop("additional_config", None) or {}
-    if OPTIONS_KEY in additional:
-        raise ValueError(
-            f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as arguments of "
-            f"its own; give them so"
-        )
-    return {
-        "model": model_path(model),
-        "additional_config": additional | {OPTIONS_KEY: options},
-        **quiet_arguments(others),
-        **others,
-    }
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Errors of vLLM's config classes, which wrap what is raised inside them, as ``ValueError`` in one sentence."""
-    try:
-        yield
-    except ValidationError as error:
-        raise ValueError(explain(error, "argument")) from None
-
-
-def _argument_names() -> set[str]:
-    """All keyword arguments of ``LLM``: our own, those of ``vllm.LLM`` and vLLM's engine arguments."""
-    own = (inspect.signature(cls.__init__).parameters for cls in (LLM, vllm.LLM))
-    names = set().union(*own, (field.name for field in fields(EngineArgs)))
-    return names - {"self", "kwargs"}
+_ARGUMENTS = inspect.signature(LLM.__init__).parameters
+_OPTIONS = [name for name in _ARGUMENTS if name in EngineOptions.model_fields]
+LLM.__doc__ = with_meanings(LLM.__doc__, "Engine options", EngineOptions, _OPTIONS)

@@ -13,12 +13,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from vllm import LLM, SamplingParams
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=demo_model_path(), help="folder or Hugging Face name (default: demo model)")
+    parser.add_argument("--model", default=model_path("demo"), help="folder or Hugging Face name (default: demo model)")
     args = parser.parse_args()
 
     # Options of the diffusion engine travel in additional_config, those of a request in extra_args.

@@ -18,8 +18,7 @@ import ray
 from ray.util import ActorPool
 from tqdm import tqdm
 
-from dllm_engine.batch.files import InputLine, ResultFile, read_input, settings_digest
-from dllm_engine.batch.run import answer_lines
+from dllm_engine.batch import Answer, InputLine, ResultFile, answer_lines, read_input, settings_digest
 from dllm_engine.cli.arguments import positive_int
 from dllm_engine.cli.engine import DECODING, add_cache_arguments, add_decoding_arguments, engine_options, given
 
@@ -36,16 +35,12 @@ class Replica:
 
         self.llm = LLM(model, use_tqdm_on_load=False, **options)
 
-    def answer(self, lines: list[InputLine], decoding: dict[str, Any]) -> list[Any]:
-        """Each line with its id and the fields of its record."""
+    def answer(self, lines: list[InputLine], decoding: dict[str, Any]) -> list[Answer]:
         from dllm_engine import DiffusionParams
 
-        records: list[Any] = []
-        part: Any = argparse.Namespace(pending=lines, append=records.extend)
-        part.record = lambda line, request_id, **fields: (line, request_id, fields)
-        use_chat = self.llm.has_chat_template
-        answer_lines(self.llm, part, DiffusionParams(**decoding), use_chat=use_chat, bar=tqdm(disable=True))
-        return records
+        params = DiffusionParams(**decoding)
+        steps = answer_lines(self.llm, lines, params, use_chat=self.llm.has_chat_template)
+        return [answer for answers in steps for answer in answers]
 
 
 def main() -> int:
@@ -70,8 +65,8 @@ def main() -> int:
         pool = ActorPool([start.remote(args.model, options) for _ in range(args.replicas)])
         tasks = [results.pending[first : first + args.lines] for first in range(0, len(results.pending), args.lines)]
         answers = pool.map_unordered(lambda replica, task: replica.answer.remote(task, decoding), tasks)
-        for records in tqdm(answers, total=len(tasks), desc="Tasks"):
-            results.append([results.record(line, request_id, **fields) for line, request_id, fields in records])
+        for answered in tqdm(answers, total=len(tasks), desc="Tasks"):
+            results.append(answered)
         print(f"answered: {len(results.pending)}, errors: {results.num_errors}", file=sys.stderr)
         return 1 if results.num_errors else 0
 

@@ -11,10 +11,10 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
+from dllm_engine.checkpoints import is_named_shape, load_config
 from dllm_engine.cli.arguments import add_value, positive_int, positive_ints, whole_number
 from dllm_engine.cli.engine import given, load
-from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, finish, result_file
+from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, finish, subject_of
 from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
 from dllm_engine.evaluation.comparison import Comparison, table
 from dllm_engine.memory.capacity import canvas_limit
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
-    comparison = Comparison(result_file(args), _load)
+    comparison = Comparison(args.output, args.command, subject_of(args), _load)
     comparison.add(combinations(args, max(args.batch)), workloads)
     try:
         comparison.run()
@@ -63,7 +63,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _load(arguments: dict[str, Any]) -> "LLM":
-    model = arguments["model"]
-    if not is_named_shape(model):
-        return load(arguments)
-    return random_engine(named_shape(model), **{name: value for name, value in arguments.items() if name != "model"})
+    return random_engine(**arguments) if is_named_shape(arguments["model"]) else load(arguments)

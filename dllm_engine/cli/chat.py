@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.batch.files import Message, prompt_tokens
+from dllm_engine.batch import Message, prompt_tokens
 from dllm_engine.cli.engine import add_request_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import add_value
 from dllm_engine.demo import DEMO_MODEL
-from dllm_engine.evaluation.result_file import check_folder_of
+from dllm_engine.evaluation.comparison import check_folder_of
 from dllm_engine.quiet import be_quiet
 from dllm_engine.vllm_hooks.release import check_release
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from dllm_engine.demo import DEMO_MODEL, DEMO_MODELS, demo_model_path
+from dllm_engine.demo import DEMO_MODEL, DEMO_MODELS, model_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -11,5 +11,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    print(demo_model_path(args.model))
+    print(model_path(args.model))
     return 0

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from dllm_engine.params import DiffusionParams
 
 # Names of arguments. Those that are not given are None, and left to `LLM`, `DiffusionParams` and vLLM.
-CACHE = ("cache_method", "page_size", *GUIDE_SETTINGS)
-ENGINE = ("dtype", "max_model_len", "tensor_parallel_size", "cuda_graphs", "batch_invariant")
+ENGINE = ("dtype", "max_model_len", "tensor_parallel_size")
 DECODING = ("gen_length", *DENOISING, "temperature", "top_p", "top_k", "seed", "ignore_eos")
 STRUCTURE = ("regex", "json", "choice")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
@@ -120,8 +119,8 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The cache arguments as engine options; raises ``ValueError`` naming what is unknown or out of range."""
-    options = {"cache_options": dict(getattr(args, "cache_option", ())), **given(args, CACHE)}
+    """The arguments that are engine options; raises ``ValueError`` naming what is unknown or out of range."""
+    options = {"cache_options": dict(getattr(args, "cache_option", ())), **given(args, EngineOptions.model_fields)}
     EngineOptions.parse(options)
     return options
 

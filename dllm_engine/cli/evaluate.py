@@ -24,7 +24,6 @@ from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     for task in tasks:
         if isinstance(task, HarnessTask):
             task.check()  # before a model is loaded: the data is what is missing most often
-    comparison = Comparison(result_file(args), load)
+    comparison = Comparison(args.output, args.command, subject_of(args), load)
     comparison.add(wanted, tasks)
     try:
         comparison.run()
@@ -162,9 +161,9 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
     return made
 
 
-def result_file(args: argparse.Namespace) -> ResultFile:
-    """The file of ``--output``; raises ``ValueError`` if it is of another model or other settings."""
-    return ResultFile(args.output, args.command, {name: own for name, own in vars(args).items() if name not in FREE})
+def subject_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What all rows of a table depend on: model and settings."""
+    return {name: value for name, value in vars(args).items() if name not in FREE}
 
 
 def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> None:
@@ -175,4 +174,4 @@ def finish(args: argparse.Namespace, comparison: Comparison, **more: Any) -> Non
         from dllm_engine.evaluation.hardware import provenance
 
         comparison.save(command=shlex.join(["dllm", *args.argv]), machine=provenance(), **more)
-        print(f"\nwrote {args.output}" + ("" if comparison.is_through else "; the same command goes on from there"))
+        print(f"\nwrote {args.output}" + ("; the same command goes on from there" if comparison.missing else ""))

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dllm_engine.batch.files import Message, ResultFile, read_input, settings_digest
-from dllm_engine.batch.run import answer_lines, outcome
+from dllm_engine.batch import Message, ResultFile, answer_lines, outcome, read_input, settings_digest
 from dllm_engine.cli.arguments import add_value
 from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
 from dllm_engine.text import is_text
@@ -79,7 +78,10 @@ def _answer_file(args: argparse.Namespace) -> int:
         if results.pending:
             llm, params = start_engine(args)
             with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
-                answer_lines(llm, results, params, use_chat=not args.raw and llm.has_chat_template, bar=bar)
+                use_chat = not args.raw and llm.has_chat_template
+                for answers in answer_lines(llm, results.pending, params, use_chat=use_chat):
+                    results.append(answers)
+                    bar.update(len(answers))
         print(
             f"{args.output}: {len(lines)} of {len(lines)} requests done, {results.num_resumed} of them by an earlier "
             f"run; errors: {results.num_errors}",

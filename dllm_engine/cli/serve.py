@@ -10,19 +10,13 @@ from typing import Any
 
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.arguments import DENOISING, add_options, add_value
-from dllm_engine.cli.engine import CACHE, add_cache_arguments, add_denoising_arguments, add_model, given
+from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server import start as server_start
 
-OTHER_SETTINGS = (
-    *("refresh_ratio", "steps_per_dispatch", "lora_path"),
-    *("max_automaton_states", "max_automaton_seconds", "max_automaton_search"),
-    *("cuda_graphs", "batch_invariant", "trace", "playground"),
-)
-"""Arguments that are engine options of the same name, beside those about the cache."""
 ADDITIONAL_CONFIG = "--additional-config"
 REQUESTS = """For requests that name none themselves (in `vllm_xargs`). They are fitted to the length of a response: a
 block is at most the response, and a response takes at least a step per block and at most one per token. A request that
@@ -37,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser)
     add_denoising_arguments(parser.add_argument_group("requests", REQUESTS))
     other = parser.add_argument_group("other")
-    add_options(other, EngineOptions, OTHER_SETTINGS)
+    limits = ("max_automaton_states", "max_automaton_seconds", "max_automaton_search")
+    add_options(other, EngineOptions, ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits))
+    add_options(other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground"))
     additional = f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
     add_value(other, ADDITIONAL_CONFIG, str, "JSON", additional)
 
@@ -93,7 +89,7 @@ def merged_config(args: argparse.Namespace) -> dict[str, Any]:
         )
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
         options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
-    stated = given(args, (*CACHE, *OTHER_SETTINGS))
+    stated = given(args, EngineOptions.model_fields)
     for name, value in {"cache_options": dict(args.cache_option), "request_defaults": given(args, DENOISING)}.items():
         if value:
             before = options.get(name)

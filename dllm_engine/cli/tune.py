@@ -18,7 +18,7 @@ from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.evaluation import tuning
 from dllm_engine.evaluation.comparison import COLUMNS, Comparison, table
 from dllm_engine.evaluation.plots import draw_tradeoff, plot_beside
-from dllm_engine.evaluation.result_file import ResultFile
+from dllm_engine.options import EngineOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
     digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
-    comparison = Comparison(ResultFile(args.output, "tune", subject), load)
+    comparison = Comparison(args.output, "tune", subject, load)
     methods = None if args.methods in (None, "all") else args.methods.split(",")
     space = tuning.space_of(args.model, methods, _rules(args), decoding)
     search = tuning.Search(comparison, tasks, space, engine, decoding, args.loss / 100)
@@ -87,7 +87,7 @@ def _finish(args: argparse.Namespace, search: tuning.Search, comparison: Compari
 
     (setting, row), figures = search.best, search.figures()
     loss, lowest, highest = (100 * figures[name] for name in ("loss", "loss_lowest", "loss_highest"))
-    arguments = given(args, ENGINE) | dict(args.engine_arg) | setting.engine
+    arguments = given(args, (*ENGINE, *EngineOptions.model_fields)) | dict(args.engine_arg) | setting.engine
     named = "".join(f", {name}={value!r}" for name, value in arguments.items() if value != {})
     print(
         f"\nChosen: {row.method} {row.unmasking}, {figures['tokens_per_second']:.0f} tokens/s; plain decoding "

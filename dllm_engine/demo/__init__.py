@@ -15,11 +15,6 @@ DEMO_MODELS: dict[str, str] = {DEMO_MODEL: str(DEMO_MODEL_DIR), DEMO_BLOCKS: str
 """The folder of each name."""
 
 
-def demo_model_path(name: str = DEMO_MODEL) -> str:
-    """Return the folder of a demo checkpoint, ready to pass as a model path."""
-    return DEMO_MODELS[name]
-
-
 def model_path(model: str) -> str:
     """A demo model's folder for its name; every other name as it is."""
     return DEMO_MODELS.get(model, model)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.checkpoints import named_shape
 from dllm_engine.evaluation.comparison import COST_COLUMNS, Result, Row, Task
 from dllm_engine.evaluation.runner import MeasuredEngine, Request
 
@@ -52,12 +53,12 @@ class Workload(Task):
         return [(rng.choices(tokens, k=self.prompt), params) for _ in range(self.at_once or 1)]
 
 
-def random_engine(config: dict[str, Any], **settings: Any) -> "LLM":
-    """An engine of a ``config.json`` with random weights, without tokenizer; ``settings`` are those of ``LLM``."""
+def random_engine(model: str, **settings: Any) -> "LLM":
+    """An engine of a named shape with random weights, without tokenizer; ``settings`` are those of ``LLM``."""
     from dllm_engine.llm import LLM
 
     with tempfile.TemporaryDirectory(prefix="dllm-shape-") as name:
-        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (Path(name) / "config.json").write_text(json.dumps(named_shape(model)), encoding="utf-8")
         return LLM(model=name, load_format="dummy", skip_tokenizer_init=True, **settings)
 
 

@@ -1,7 +1,10 @@
 """Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
 
 import gc
+import itertools
+import json
 import math
+import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -13,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation import runner
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
+SCHEMA = 4
+"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
     "TOKENS/PASS": ("tokens_per_pass", ".2f"),
@@ -117,65 +121,103 @@ class Row(Combination):
         return vars(self) | vars(self.result) | self.cost.figures
 
 
-class Comparison:
-    """Fills a table: a row per combination and task. Each is written to ``file`` as soon as it is measured.
+def check_folder_of(path: Path | None) -> None:
+    """Raise ``ValueError`` for a file that could not be written, as its folder does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
-    One engine runs at a time: a device holds no more. ``load`` starts one with arguments of ``LLM``.
+
+def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
+    """The rows of a file; none where there is none yet.
+
+    Raises ``ValueError`` for a file of another subject, or one that could not be written.
+    """
+    if path is not None and path.suffix != ".json":
+        raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
+    check_folder_of(path)
+    if path is None or not path.exists():
+        return []
+    try:
+        stored = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
+    before = stored.get("subject", {})
+    for name, value in subject.items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{path} has results with {name}={before.get(name)!r}, this run has {value!r}; choose another "
+                f"--output, or remove the file"
+            )
+    return TypeAdapter(list[Row]).validate_python(stored.get("rows", []))
+
+
+class Comparison:
+    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path``, if
+    there is one, as soon as it is measured, and the same command goes on from there.
+
+    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more. ``load`` starts one with
+    arguments of ``LLM``.
     """
 
-    def __init__(self, file: ResultFile, load: Callable[[dict[str, Any]], "LLM"]) -> None:
-        self.file, self._load = file, load
+    def __init__(
+        self, path: Path | None, command: str, subject: dict[str, Any], load: Callable[[dict[str, Any]], "LLM"]
+    ) -> None:
+        self._path, self._load = path, load
+        self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
         self._refusal: str | None = None
-        stored = TypeAdapter(list[Row]).validate_python(file.stored.get("rows", []))
-        self._stored = {row.key: row for row in stored}
-        self._asked: dict[str, Row] = {}
+        self._rows = {row.key: row for row in stored_rows(path, self._subject)}
         self._tasks: dict[str, Task] = {}
+        """Of rows that were asked for."""
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 
     def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
         """Ask for rows, which have results where the file has them."""
         rows = []
-        for combination in combinations:
-            for task in tasks:
-                label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-                engine, decoding = task.engine_of(combination), task.decoding_of(combination)
-                row = Row(combination.method, combination.unmasking, engine, decoding, label)
-                row = self._asked.setdefault(row.key, self._stored.get(row.key, row))
-                self._tasks[row.key] = task
-                rows.append(row)
+        for combination, task in itertools.product(combinations, tasks):
+            label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
+            engine, decoding = task.engine_of(combination), task.decoding_of(combination)
+            row = Row(combination.method, combination.unmasking, engine, decoding, label)
+            self._tasks[row.key] = task
+            rows.append(self._rows.setdefault(row.key, row))
         return rows
 
     @property
-    def is_through(self) -> bool:
-        """True if each row that was asked for is measured, or cannot be."""
-        return all(row.is_measured or key in self.errors for key, row in self._asked.items())
+    def missing(self) -> list[Row]:
+        """Rows that were asked for and not measured, though they may be."""
+        asked = (self._rows[key] for key in self._tasks if key not in self.errors)
+        return [row for row in asked if not row.is_measured]
 
     @property
     def scored(self) -> list[Row]:
         """Measured rows: first those that were asked for, then the others of the file."""
-        return [row for row in (self._asked | self._stored).values() if row.is_measured]
+        rows = (self._rows[key] for key in (self._tasks | self._rows))
+        return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Write all of it, after ``about``."""
-        self.file.write(**about, rows=[asdict(row) for row in self.scored])
+        """Replace the file by all of it, after ``about``, so that an interruption leaves the old one or the new one."""
+        if self._path is None:
+            return
+        values = {"subject": self._subject, **about, "rows": [asdict(row) for row in self.scored]}
+        beside = self._path.with_name(self._path.name + ".part")
+        beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, self._path)
 
     def run(self, deadline: float = math.inf) -> None:
         """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
         can be measured."""
-        missing = [key for key, row in self._asked.items() if not (row.is_measured or key in self.errors)]
-        engines = [self._asked[key].engine for key in missing]
-        # Rows that share an engine follow each other.
-        for key in sorted(missing, key=lambda key: engines.index(self._asked[key].engine)):
+        missing = self.missing
+        engines = [row.engine for row in missing]
+        for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row
             if time.monotonic() > deadline:
                 break
             try:
-                self._measure(key)
+                self._measure(row)
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                self.errors[key] = one_line(error)
+                self.errors[row.key] = one_line(error)
                 if isinstance(error, RuntimeError):
                     self.stop()  # the engine failed, and may be in any state
         if not self.scored:
@@ -204,9 +246,9 @@ class Comparison:
             raise ValueError(self._refusal or "the engine has been stopped")
         return self._llm
 
-    def _measure(self, key: str) -> None:
-        row, task = self._asked[key], self._tasks[key]
-        engine = MeasuredEngine(self._engine(row.engine), task.at_once, key)
+    def _measure(self, row: Row) -> None:
+        task = self._tasks[row.key]
+        engine = MeasuredEngine(self._engine(row.engine), task.at_once, row.key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_engine.batch.files import prompt_tokens
+from dllm_engine.batch import prompt_tokens
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, StringConstraints
 
-from dllm_engine.batch.files import Message, prompt_tokens, read_input
+from dllm_engine.batch import Message, prompt_tokens, read_input
 from dllm_engine.demo.tasks import TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine

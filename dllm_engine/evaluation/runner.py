@@ -12,7 +12,9 @@ from tqdm import tqdm
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
+    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
     from dllm_engine.params import DiffusionParams
+    from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 
 Request = tuple[list[int], "DiffusionParams"]
 """Prompt tokens and how to answer them."""
@@ -159,13 +161,13 @@ def is_in_process(llm: "LLM") -> bool:
     return core is not None and hasattr(core.model_executor, "driver_worker")
 
 
-def runner_of(llm: "LLM") -> Any:
-    """The ``DiffusionModelRunner`` of an engine in this process, on a single device."""
+def runner_of(llm: "LLM") -> "DiffusionModelRunner":
+    """Of an engine in this process, on a single device."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def scheduler_of(llm: "LLM") -> Any:
-    """The ``DiffusionScheduler`` of an engine in this process."""
+def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
+    """Of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 

@@ -24,15 +24,6 @@ def page() -> str:
     return _PAGE.read_text(encoding="utf-8")
 
 
-def page_for(options: EngineOptions, family: ModelFamily) -> str:
-    """The HTML, with attributes for the highest retention ratio of a request, whether it may ask for a trace, and
-    whether attention goes by blocks."""
-    known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
-    known |= {"trace": options.trace and "true", "by-blocks": family.attention == "block_causal" and "true"}
-    attributes = "".join(f' data-{name}="{value}"' for name, value in known.items() if value)
-    return page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
-
-
 @functools.cache
 def page_headers() -> dict[str, str]:
     """Its HTTP headers: only its own style and script may run, and it may connect to its own server only."""
@@ -62,10 +53,17 @@ def _hashes(tag: str) -> str:
 
 
 def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
-    """Serve the page from a FastAPI ``app`` of an engine with these options and a model of this family."""
+    """Serve the page from a FastAPI ``app`` of an engine with these options and a model of this family.
+
+    Attributes tell it the highest retention ratio of a request, whether it may ask for a trace, and whether attention
+    goes by blocks.
+    """
     from starlette.responses import HTMLResponse
 
-    html = page_for(options, family)
+    known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
+    known |= {"trace": options.trace and "true", "by-blocks": family.attention == "block_causal" and "true"}
+    attributes = "".join(f' data-{name}="{value}"' for name, value in known.items() if value)
+    html = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
 
     async def playground() -> HTMLResponse:
         return HTMLResponse(html, headers=page_headers())

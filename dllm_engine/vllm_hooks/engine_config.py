@@ -1,11 +1,12 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import barred_tokens, family_of
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
@@ -19,8 +20,8 @@ from dllm_engine.scheduler.options.request_fields import RequestOptions, with_de
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
+from dllm_engine.text import did_you_mean
 from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.generation_config import checkpoint_generation, left_out_generation, settled_override
 from dllm_engine.vllm_hooks.input_processor import limit_responses
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
@@ -39,6 +40,12 @@ WORKER_CLASSES = {
     "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
+USED_DEFAULTS = ("temperature", "top_p", "top_k", "max_new_tokens")
+"""Defaults of requests that are served, of ``generation_config.json`` and ``override_generation_config``."""
+OTHER_DEFAULTS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
+"""The others that vLLM takes from there. One that a user sets is refused. What a file brings, whose author wrote it for
+another engine, is left out with a warning."""
+
 
 class DiffusionEngineConfig(VerifyAndUpdateConfig):
     """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
@@ -56,8 +63,10 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
         model_config.trust_remote_code = False
         # Defaults of requests: the checkpoint's, else greedy as the authors decode, and a bounded length.
-        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH} | checkpoint_generation(model_config)
-        given = settled_override(model_config.override_generation_config or {})
+        stated = stated_defaults(model_config)
+        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH, **dict.fromkeys(OTHER_DEFAULTS)}
+        defaults |= {name: stated[name] for name in USED_DEFAULTS if stated.get(name) is not None}
+        given = checked_defaults(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
         model_config.override_generation_config = defaults | given
@@ -73,8 +82,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         if vllm_config.load_config.load_format != "dummy":
             # Weights that cannot be read are refused before any process is started for them.
             check_safetensors(model_config.model)
-        if left_out := left_out_generation(model_config):
-            logger.warning("%s", left_out)
+        if left_out := left_out_defaults(model_config):
+            text = "generation_config.json of %s: not supported for diffusion models, and left out: %s"
+            logger.warning(text, model_config.model, ", ".join(left_out))
         options = _settle_engine_options(vllm_config)
         if (device := current_platform.device_type) not in WORKER_CLASSES:
             raise ValueError(f"device type {device!r} is not supported; use one of {', '.join(WORKER_CLASSES)}")
@@ -115,6 +125,31 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         limit_responses(model_config.dllm_response_limit)
         leave_completion_length_open()
         patch.apply(table.SERVING)
+
+
+def stated_defaults(model_config: "ModelConfig") -> dict[str, Any]:
+    """Defaults of requests that the checkpoint, or the folder named as ``generation_config``, states; "vllm" there
+    means that it states none."""
+    return {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
+
+
+def left_out_defaults(model_config: "ModelConfig") -> list[str]:
+    """What the file states and the engine leaves out."""
+    stated = stated_defaults(model_config)
+    return [f"{name}={stated[name]!r}" for name in OTHER_DEFAULTS if unsupported(name, stated.get(name)) is not None]
+
+
+def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
+    """``override_generation_config`` without values that mean nothing. Raises ``ValueError`` naming what is wrong."""
+    where = "override_generation_config"
+    for name, value in override.items():
+        if name not in (*USED_DEFAULTS, *OTHER_DEFAULTS):
+            raise ValueError(
+                f"{where} takes no {name!r}{did_you_mean(name, USED_DEFAULTS)} (it may hold {', '.join(USED_DEFAULTS)})"
+            )
+        if reason := unsupported(name, value):
+            raise ValueError(f"{where}: {reason}; leave it out")
+    return {name: value for name, value in override.items() if name in USED_DEFAULTS and value is not None}
 
 
 def refuse_stray_options(original: Original, self: "VllmConfig") -> None:

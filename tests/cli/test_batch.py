@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from dllm_engine.batch.files import BatchRequest, InputLine, ResultFile, read_input, settings_digest
+from dllm_engine.batch import BatchRequest, InputLine, ResultFile, read_input, settings_digest
 from dllm_engine.text import one_line
 
 SETTINGS = settings_digest({"model": "demo"})
@@ -23,7 +23,7 @@ def write(output, lines, **fields):
     """A run that finishes every pending line."""
     with ResultFile(output, lines, SETTINGS) as results:
         for line in results.pending:
-            results.append([results.record(line, **(fields or {"text": f"said {line.index}"}))])
+            results.append([(line, fields or {"text": f"said {line.index}"})])
 
 
 def indices(output):
@@ -74,7 +74,7 @@ def test_a_run_cut_at_any_byte_goes_on_to_one_record_per_line(output):
 
 def test_records_in_any_order_count_and_lines_added_to_the_input_are_done_later(output):
     with ResultFile(output, LINES, SETTINGS) as results:
-        results.append([results.record(LINES[2], text=""), results.record(LINES[0], error="too long")])
+        results.append([(LINES[2], {"text": ""}), (LINES[0], {"error": "too long"})])
     with ResultFile(output, LINES, SETTINGS) as results:
         assert results.pending == [LINES[1]]
         assert (results.num_resumed, results.num_errors) == (2, 1)
@@ -144,7 +144,7 @@ def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output,
     output.unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with ResultFile(output, LINES, SETTINGS) as results:
-        records = [results.record(line, text=f"said {line.index}") for line in LINES]
+        records = [(line, {"text": f"said {line.index}"}) for line in LINES]
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(complete) - 5, limits[1]))
         try:
             *whole, last = [records] if at_once else [[record] for record in records]

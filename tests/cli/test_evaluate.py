@@ -44,10 +44,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(started, tmp_path, monkeypa
     arguments = ["eval", "--tasks", "copy", "--count", "5", "--methods", "none,dual", "--output", str(output)]
     measure = Comparison._measure
 
-    def interrupted(comparison, key):
-        if key == "dual one copy":
+    def interrupted(comparison, row):
+        if row.key == "dual one copy":
             raise KeyboardInterrupt
-        measure(comparison, key)
+        measure(comparison, row)
 
     monkeypatch.setattr(Comparison, "_measure", interrupted)
     assert main(arguments) == 130

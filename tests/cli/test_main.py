@@ -8,12 +8,12 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from dllm_engine.batch.files import BatchRequest
+from dllm_engine.batch import BatchRequest
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.models import describe
-from dllm_engine.demo import DEMO_GUIDE_DIR, demo_model_path
+from dllm_engine.demo import DEMO_GUIDE_DIR, model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
@@ -145,9 +145,9 @@ def test_the_command_line_loads_neither_vllm_nor_torch():
 
 
 def test_demo_path_is_printed_alone(capsys):
-    for name in ([], ["demo"], ["demo-blocks"]):
+    for name, folder in {(): "demo", ("demo",): "demo", ("demo-blocks",): "demo-blocks"}.items():
         assert main(["demo-path", *name]) == 0
-        assert capsys.readouterr().out == f"{demo_model_path(*name)}\n"
+        assert capsys.readouterr().out == f"{model_path(folder)}\n"
 
 
 @pytest.mark.parametrize(

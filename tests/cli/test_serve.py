@@ -6,7 +6,7 @@ import pytest
 
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.demo import DEMO_MODELS, demo_model_path
+from dllm_engine.demo import DEMO_MODELS, model_path
 
 
 def arguments(*argv):
@@ -28,8 +28,8 @@ def test_vllms_options_are_passed_on():
 
 def test_the_demo_model_is_served_under_its_name():
     for name in DEMO_MODELS:
-        assert arguments(name) == ["serve", demo_model_path(name), "--served-model-name", name]
-    assert arguments("demo", "--served_model_name=x") == ["serve", demo_model_path(), "--served_model_name=x"]
+        assert arguments(name) == ["serve", model_path(name), "--served-model-name", name]
+    assert arguments("demo", "--served_model_name=x") == ["serve", model_path("demo"), "--served_model_name=x"]
 
 
 SPARSE = {"cache_method": "sparse", "cache_options": {"update_delay": 0}}

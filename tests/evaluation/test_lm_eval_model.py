@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 from tests.evaluation.test_likelihood import plain_bound
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
     (right, is_greedy), (wrong, is_not) = make(mc_num=mc_num).loglikelihood(pairs, disable_tqdm=True)
     tokenizer = demo.get_tokenizer()
     prompt, answer = tokenizer.encode(context) or [tokenizer.bos_token_id], tokenizer.encode(" Ida=07")
-    assert right == pytest.approx(plain_bound(Path(demo_model_path()), prompt, answer), rel=1e-3, abs=1e-5)
+    assert right == pytest.approx(plain_bound(Path(model_path("demo")), prompt, answer), rel=1e-3, abs=1e-5)
     if context:
         assert right > wrong
         assert (is_greedy, is_not) == (True, False)

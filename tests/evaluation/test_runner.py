@@ -5,7 +5,6 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.evaluation import runner as module
 from dllm_engine.evaluation.comparison import Comparison
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine, complete_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
@@ -66,7 +65,7 @@ def test_costs_are_sums_and_peaks():
 def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
     started, stopped = [], []
     monkeypatch.setattr(module, "stop_engine", stopped.append)
-    comparison = Comparison(ResultFile(None, "eval", {}), lambda arguments: started.append(arguments) or llm)
+    comparison = Comparison(None, "eval", {}, lambda arguments: started.append(arguments) or llm)
     engine = MeasuredEngine(comparison._engine({"cache_method": "dual"}))
     assert (len(engine.complete(requests[:1])[0]), len(engine.complete(requests[1:])[0]), engine.cost.requests) == (
         1,

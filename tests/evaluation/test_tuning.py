@@ -6,7 +6,6 @@ import pytest
 from dllm_engine.evaluation import tuning as module
 from dllm_engine.evaluation.comparison import Comparison, Result, mean_and_error
 from dllm_engine.evaluation.own_tasks import OwnTasks
-from dllm_engine.evaluation.result_file import ResultFile
 from dllm_engine.evaluation.runner import Cost
 from dllm_engine.evaluation.tuning import PLAIN, RULES, Search, Setting, Space, loss_interval, space_of
 from dllm_engine.options import EngineOptions
@@ -87,7 +86,8 @@ def searched(tmp_path, monkeypatch):
     def search(losses, refused="", budget=1e9):
         asked = []
 
-        def measure(comparison, key):
+        def measure(comparison, row):
+            key = row.key
             asked.append(key)
             if refused and refused in key:
                 raise ValueError("not for this model")
@@ -96,13 +96,12 @@ def searched(tmp_path, monkeypatch):
                 speed *= factor if part in key else 1.0
             wrong = round(100 * sum(loss for part, loss in losses.items() if part in key))
             scores = [0.0] * wrong + [1.0] * (100 - wrong)
-            row = comparison._asked[key]
             row.result = Result("exact", *mean_and_error(scores), 100, {"scores": scores})
             row.cost = Cost(requests=100, tokens=1000, seconds=1000 / speed)
             comparison.save()
 
         monkeypatch.setattr(Comparison, "_measure", measure)
-        comparison = Comparison(ResultFile(tmp_path / "tune.json", "tune", {"model": "made up"}), load=None)
+        comparison = Comparison(tmp_path / "tune.json", "tune", {"model": "made up"}, load=None)
         search = Search(comparison, OwnTasks("mine", [], "exact"), SPACE, {"model": "m"}, {"gen_length": 8}, 0.02)
         search.run(budget)
         return search, asked

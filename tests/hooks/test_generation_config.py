@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.plugin import register
 from dllm_engine.vllm_hooks import engine_config
-from dllm_engine.vllm_hooks.generation_config import left_out_generation
+from dllm_engine.vllm_hooks.engine_config import left_out_defaults
 from tests.support.engines import start_engine
 from tests.support.http_app import served
 from tests.support.tiny_checkpoints import write_llada
@@ -35,16 +35,14 @@ def configured(folder):
 @pytest.mark.parametrize(("name", "value"), [("repetition_penalty", 1.05), ("presence_penalty", 1), ("min_p", 0.05)])
 def test_what_a_file_brings_and_is_not_supported_is_left_out_and_named(configured, name, value):
     model_config = configured(USED | {name: value})
-    assert left_out_generation(model_config).endswith(
-        f"not supported for diffusion models, and left out: {name}={value!r}"
-    )
+    assert left_out_defaults(model_config) == [f"{name}={value!r}"]
     assert model_config.get_diff_sampling_param() == USED | {"max_tokens": 256}
-    assert left_out_generation(configured(USED | {name: value}, generation_config="vllm")) is None
+    assert left_out_defaults(configured(USED | {name: value}, generation_config="vllm")) == []
 
 
 def test_what_is_used_or_off_is_not_named(configured):
     model_config = configured(USED | {"repetition_penalty": 1.0, "min_p": 0.0, "eos_token_id": [1, 2]})
-    assert left_out_generation(model_config) is None
+    assert left_out_defaults(model_config) == []
     assert model_config.get_diff_sampling_param() == USED | {"max_tokens": 256}
 
 

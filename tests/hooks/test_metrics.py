@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from vllm.benchmarks.serve import fetch_diffusion_metrics
 
 from dllm_engine import DiffusionParams
-from dllm_engine.metrics import METRICS, PREFIX
+from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
 from tests.support.engines import generate
 
 DOCS = Path(__file__).parents[2] / "docs"

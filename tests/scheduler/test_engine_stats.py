@@ -4,9 +4,9 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from dllm_engine.metrics import METRICS
 from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats, take_stats
 from dllm_engine.structured_output.automata import take_counts
+from dllm_engine.vllm_hooks.metrics import METRICS
 from tests.scheduler.test_diffusion_scheduler import scheduler_with, step
 
 

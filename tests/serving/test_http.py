@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import demo_answers
 from tests.support.preloaded import preloaded_programs
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def server(servers):
-    return servers("vllm", "serve", demo_model_path(), "--max-model-len", "512")
+    return servers("vllm", "serve", model_path("demo"), "--max-model-len", "512")
 
 
 def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
@@ -24,7 +24,7 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
     examples = make_examples("names", 4, seed=11) + make_examples("reverse", 2, seed=11)
     offline = demo_answers(engines, examples)
     for example, expected in zip(examples, offline, strict=True):
-        asked = {"model": demo_model_path(), "messages": [{"role": "user", "content": example.prompt}]}
+        asked = {"model": model_path("demo"), "messages": [{"role": "user", "content": example.prompt}]}
         asked |= {"max_tokens": 32, "extra_body": {"vllm_xargs": {"block_length": 8}}}
         answer = create(**asked)
         assert answer.choices[0].message.content == expected.text
@@ -41,7 +41,7 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
 
 
 def test_vllms_benchmark_runs_against_the_server(server, tmp_path):
-    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", demo_model_path()]
+    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", model_path("demo")]
     command += "--dataset-name random --random-input-len 20 --random-output-len 24 --ignore-eos".split()
     command += "--num-prompts 8 --max-concurrency 4 --disable-tqdm --save-result --result-filename result.json".split()
     command += ["--result-dir", str(tmp_path)]

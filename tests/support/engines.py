@@ -11,9 +11,8 @@ from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.model_executor.model_runner import DiffusionModelRunner
+from dllm_engine.evaluation.runner import runner_of, scheduler_of
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
 from tests.support.plans import FULL_METHODS
 
@@ -89,14 +88,6 @@ def freeze_imports() -> None:
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.collect()
     gc.freeze()
-
-
-def scheduler_of(llm: LLM) -> DiffusionScheduler:
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def runner_of(llm: LLM) -> DiffusionModelRunner:
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutput]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 from tests.support.server import Server, ServerFactory
 from tests.support.tiny_checkpoints import Tensors, write_sdar
 
@@ -20,7 +20,7 @@ def keyed_server(servers: ServerFactory) -> Server:
     """Asks for a key, has a cache and records traces."""
     model = servers.folder / "markup"
     if not model.exists():
-        shutil.copytree(demo_model_path(), model)
+        shutil.copytree(model_path("demo"), model)
         tokenizer = json.loads((model / "tokenizer.json").read_text())
         replace = {"type": "Replace", "pattern": {"String": WORD}, "content": MARKUP}
         tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], replace]}
@@ -33,7 +33,7 @@ def keyed_server(servers: ServerFactory) -> Server:
 def blocks_server(servers: ServerFactory) -> Server:
     """A random model with blocks of 4 that writes the demo model's tokens. Its memory holds one request of the longest
     and a quarter, so that requests side by side are preempted."""
-    model, demo = servers.folder / "blocks", Path(demo_model_path())
+    model, demo = servers.folder / "blocks", Path(model_path("demo"))
     if not model.exists():
         same = {name: json.loads((demo / "config.json").read_text())[name] for name in ("vocab_size", "mask_token_id")}
 

@@ -5,12 +5,13 @@
 """
 
 import json
-from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
+from vllm.exceptions import VLLMValidationError
 
 from dllm_engine.decisions.response_format import settle_decision
 from dllm_engine.infill.http import settle_template
@@ -54,22 +55,24 @@ def _refusal(body: bytes, path: str) -> Any:
     """The response to a body that is refused; None for one that goes to vLLM."""
     try:
         fields = json.loads(body)
+        if isinstance(fields, dict):
+            _check_places(fields, path)
+            if not isinstance(given := fields.get("structured_outputs"), dict | None):
+                raise VLLMValidationError(
+                    f'structured_outputs is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}',
+                    parameter="structured_outputs",
+                )
+        return None
     except RecursionError:
-        return error_response("the body has too many lists and objects within each other")
+        refused = InvalidRequestError("the body has too many lists and objects within each other")
+    except VLLMValidationError as error:
+        refused = error
     except ValueError:  # vLLM says what is wrong with it
         return None
-    if not isinstance(fields, dict):
-        return None
-    try:
-        _check_places(fields, path)
-    except InvalidRequestError as error:
-        return error_response(str(error))
-    given = fields.get(field := "structured_outputs")
-    if given is None or isinstance(given, dict):
-        return None
-    return error_response(
-        f'{field} is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}', field=field
-    )
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
+    response = create_error_response(refused)
+    return JSONResponse(response.model_dump(), status_code=response.error.code)
 
 
 def _check_places(fields: dict[str, Any], path: str) -> None:
@@ -88,16 +91,6 @@ def _check_places(fields: dict[str, Any], path: str) -> None:
     check_place(params.keys() - _FIELDS_OF_VLLM - VLLM_OPTIONS if isinstance(params, dict) else (), *places)
     if "vllm_xargs" in fields:
         raise InvalidRequestError(f"vllm_xargs: {path} takes options in {'.'.join(places)}; move them there")
-
-
-def error_response(message: str, field: str | None = None) -> Any:
-    """A refusal as vLLM's server answers it."""
-    from starlette.responses import JSONResponse
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    status = HTTPStatus.BAD_REQUEST
-    error = create_error_response(message, err_type="BadRequestError", status_code=status, param=field)
-    return JSONResponse(error.model_dump(), status_code=status)
 
 
 async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:

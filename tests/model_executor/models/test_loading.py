@@ -9,7 +9,7 @@ from tokenizers import pre_tokenizers
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import load_config
-from dllm_engine.demo import demo_model_path
+from dllm_engine.demo import model_path
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
@@ -153,7 +153,7 @@ POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\n
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_each_file_of_a_checkpoint_that_is_a_pointer_is_named(tmp_path, name):
-    folder = shutil.copytree(demo_model_path(), tmp_path / "model")
+    folder = shutil.copytree(model_path("demo"), tmp_path / "model")
     (folder / name).write_text(POINTER)
     expected = f"{folder / name} is a Git LFS pointer, not the file itself; run git lfs pull in {folder}"
     for check in (load_config, guide_config, start_engine):

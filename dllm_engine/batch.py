@@ -1,8 +1,9 @@
-"""Files of a batch run: an input line is a request, an output line is its record.
+"""A batch run: a file of requests answered into a file of records, which an interrupted run resumes.
 
-A record is appended and synced to disk as soon as its request has finished; its ``index`` is the number of the input
-line, from 0. So whatever stops a run, the output says what is left to do. Each record also has digests of its input and
-settings, so that a run never resumes an output of another input or other settings.
+An input line is a request, an output line is its record; its ``index`` is the number of the input line, from 0. A
+record is appended and synced to disk as soon as its request has finished. So whatever stops a run, the output says what
+is left to do. Each record also has digests of its input and settings, so that a run never resumes an output of another
+input or other settings.
 """
 
 import fcntl
@@ -10,14 +11,21 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict
+
+from dllm_engine.text import one_line
+
+if TYPE_CHECKING:
+    from dllm_engine.llm import LLM
+    from dllm_engine.params import DiffusionParams
 
 
 @with_config(ConfigDict(extra="allow", strict=True))
@@ -26,6 +34,15 @@ class Message(TypedDict):
 
     role: str
     content: str
+
+
+def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
+    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
+    if isinstance(prompt, str):
+        if not getattr(tokenizer, "chat_template", None):
+            return list(tokenizer.encode(prompt))
+        prompt = [Message(role="user", content=prompt)]
+    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
 class BatchRequest(BaseModel):
@@ -42,19 +59,6 @@ class BatchRequest(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either 'prompt' or 'messages'")
         return self
-
-    def as_messages(self) -> list[Message]:
-        """The messages, or the prompt as a message of the user."""
-        return self.messages or [Message(role="user", content=self.prompt or "")]
-
-
-def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
-    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
-    if isinstance(prompt, str):
-        if not getattr(tokenizer, "chat_template", None):
-            return list(tokenizer.encode(prompt))
-        prompt = [Message(role="user", content=prompt)]
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class InputLine:
         return BatchRequest.model_validate_json(self.text)
 
 
+Answer = tuple[InputLine, dict[str, Any]]
+"""A line, and the fields of its record that do not follow from it: the request's id and how it ended."""
+
+
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -86,6 +94,65 @@ def read_input(path: Path) -> list[InputLine]:
     """The lines of a file, not parsed yet: a bad one must not stop the others."""
     lines = path.read_bytes().split(b"\n")
     return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
+
+
+def answer_lines(
+    llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
+) -> Iterator[list[Answer]]:
+    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error.
+
+    The engine holds twice as many requests as it can run at once. So its steps are full, memory stays bounded, and
+    answers come as requests finish.
+    """
+    from vllm.exceptions import VLLMClientError
+
+    window = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    pending = deque(lines)
+    running: dict[str, Answer] = {}
+    while pending or running:
+        answers: list[Answer] = []
+        while pending and len(running) < window:
+            line, fields = pending.popleft(), {}
+            try:
+                request = line.parse()
+                fields = {} if request.id is None else {"id": request.id}
+                own = params.clone()
+                if own.seed is not None:  # equal prompts get different responses, and a resumed run the same ones
+                    own.seed += line.index
+                running[_enqueue(llm, request, own, use_chat=use_chat)] = line, fields
+            except (ValueError, VLLMClientError) as error:
+                answers.append((line, fields | {"error": one_line(error)}))
+        for output in llm.llm_engine.step() if running else ():
+            line, fields = running.pop(output.request_id)
+            answers.append((line, fields | outcome(output.outputs[0])))
+        if answers:
+            yield answers
+
+
+def _enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool) -> str:
+    """Add a request to the engine; returns the id that its outputs will have."""
+    if use_chat:
+        messages = request.messages or [Message(role="user", content=request.prompt or "")]
+        (internal_id,) = llm.enqueue_chat(messages, params, use_tqdm=False)
+    elif request.messages is None:
+        (internal_id,) = llm.enqueue([request.prompt], params, use_tqdm=False)
+    else:
+        raise ValueError("'messages' need the tokenizer's chat template: the model has none, or --raw is set")
+    # vLLM returns "<number>-<random>" and reports the number.
+    return str(internal_id).split("-")[0]
+
+
+def outcome(completion: Any) -> dict[str, Any]:
+    """The fields of a record that say how its request ended: text and figures, or an ``error``."""
+    if completion.finish_reason not in ("stop", "length"):
+        why = getattr(completion.diffusion, "error", None) or completion.finish_reason
+        return {"error": f"the engine ended the request: {why}"}
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": completion.finish_reason,
+        "figures": completion.diffusion.to_json(),
+    }
 
 
 _RECORD_START = b'{"index": '
@@ -164,15 +231,12 @@ class ResultFile(AbstractContextManager["ResultFile"]):
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def record(self, line: InputLine, request_id: str | int | None = None, **fields: Any) -> dict[str, Any]:
-        """An output line: the request's index and id, its outcome, and the digests of input and settings."""
-        given_id = {} if request_id is None else {"id": request_id}
-        made_from = {"input_hash": line.digest, "settings_hash": self._settings}
-        return {"index": line.index, **given_id, **fields, **made_from}
-
-    def append(self, records: Sequence[dict[str, Any]]) -> None:
+    def append(self, answers: Sequence[Answer]) -> None:
         """Write the records of finished requests. Once this returns, they survive a crash of the machine."""
-        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        data = b""
+        for line, fields in answers:
+            made_from = {"input_hash": line.digest, "settings_hash": self._settings}
+            data += json.dumps({"index": line.index, **fields, **made_from}).encode() + b"\n"
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -182,4 +246,4 @@ class ResultFile(AbstractContextManager["ResultFile"]):
             raise ValueError(
                 f"cannot write {self.path}: {error.strerror}; the same command goes on with what is in it"
             ) from error
-        self.num_errors += sum("error" in record for record in records)
+        self.num_errors += sum("error" in fields for _, fields in answers)
