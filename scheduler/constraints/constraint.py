@@ -121,8 +121,9 @@ class Constraint:
         token."""
         before = np.zeros_like(accepted)
         if token is None:
-            sources, targets = (self._transitions.sources, self._transitions.targets) if ends else self._inside
-            before[sources[accepted[targets]]] = True
+            sources, targets = self._transitions.sources, self._transitions.targets
+            # Only end tokens lead to the last state.
+            before[sources[accepted[targets] & (ends | (targets < self.num_states - 1))]] = True
         elif self.class_of[token] >= 0:
             following = self.next_state[:, self.class_of[token]]
             before[(following >= 0) & accepted[following]] = True
@@ -131,13 +132,6 @@ class Constraint:
     @cached_property
     def _transitions(self) -> Transitions:
         return Transitions.of(self.next_state)
-
-    @cached_property
-    def _inside(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of states of which a token that is no end token leads from the first to the second."""
-        sources, classes = np.nonzero(self.next_state[:, :-1] >= 0)
-        keys = np.unique(sources * self.num_states + self.next_state[sources, classes])
-        return keys // self.num_states, keys % self.num_states
 
     @cached_property
     def _fewest(self) -> np.ndarray:

@@ -210,7 +210,9 @@ class RunningDecision:
         A text that may follow several others begins with an edge from each of them.
         """
         fields, lattice = self.decision.edge_fields, self.decision.lattice
-        return lattice.agrees(path) & (fields == fields[path][lattice.positions])
+        same = path[lattice.positions]
+        writes_same = (lattice.tokens == lattice.tokens[same]) & (fields == fields[same])
+        return writes_same & (lattice.targets == lattice.targets[same])
 
     def _tokens_left(self, path: np.ndarray, committed: list[int]) -> np.ndarray:
         """Allow only texts that have the committed fields where the path has them; as ``Lattice.tokens_left``."""

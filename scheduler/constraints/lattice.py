@@ -15,7 +15,7 @@ OPEN = -2
 class Sweep:
     """An order in which edges carry values from their far ends to their near ends."""
 
-    def __init__(self, levels: np.ndarray, near: np.ndarray, far: np.ndarray) -> None:
+    def __init__(self, levels: np.ndarray, near: np.ndarray, far: np.ndarray, num_nodes: int) -> None:
         """
         Args:
             levels: ascending from edge to edge of a path.
@@ -24,27 +24,30 @@ class Sweep:
         """
         self.order = np.lexsort((near, levels))
         """Edges by level and by near end."""
-        self.far, near = far[self.order], near[self.order]
+        self.far, near, levels = far[self.order], near[self.order], levels[self.order]
         starts = np.flatnonzero(np.diff(near, prepend=-1))
-        self.nodes = near[starts]
-        self.bounds = np.append(starts, len(near))
-        """Where the edges to each of ``nodes`` begin in ``order``."""
-        level_of = levels[self.order][starts]
-        firsts = np.append(np.flatnonzero(np.diff(level_of, prepend=level_of[0] - 1)), len(starts)).tolist()
+        stops = np.append(starts[1:], len(near))
+        self.bounds = np.zeros((num_nodes, 2), np.int64)
+        """Of each node, where the edges to it begin and end in ``order``."""
+        self.bounds[near[starts]] = np.column_stack((starts, stops))
+        firsts = np.append(np.flatnonzero(np.diff(levels[starts], prepend=levels[0] - 1)), len(starts)).tolist()
         self.levels = [
-            (slice(first, stop), slice(*self.bounds[[first, stop]].tolist()), starts[first:stop] - starts[first])
+            (near[starts[first:stop]], slice(starts[first], stops[stop - 1]), starts[first:stop] - starts[first])
             for first, stop in pairwise(firsts)
         ]
         """Of each level its nodes, its edges, and where those of each node begin among them."""
 
-    def run(self, join: np.ufunc, values: np.ndarray, scores: np.ndarray) -> np.ndarray:
-        """Set the value of each node to the ``join`` of its edges' scores with the values of their far ends.
+    def edges_to(self, node: int) -> np.ndarray:
+        """The edges that carry values to a node."""
+        return self.order[slice(*self.bounds[node])]
 
-        ``values``: ``[num_nodes]``, 0 where paths begin and −∞ elsewhere; it is changed. ``scores``: ``[num_edges]``.
-        """
-        scores = scores[self.order]
+    def run(self, join: np.ufunc, begins: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """The ``join`` of the scores of all paths from the nodes ``begins`` to each node, ``[num_nodes]``; −∞ where
+        none leads. ``scores``: ``[num_edges]``; that of a path is their sum."""
+        values, scores = np.full(len(self.bounds), -np.inf), scores[self.order]
+        values[begins] = 0.0
         for nodes, edges, starts in self.levels:
-            values[self.nodes[nodes]] = join.reduceat(values[self.far[edges]] + scores[edges], starts)
+            values[nodes] = join.reduceat(values[self.far[edges]] + scores[edges], starts)
         return values
 
 
@@ -138,10 +141,8 @@ class Lattice:
         self.following = np.arange(self.num_nodes)
         """For the last node of a segment, the first one of the next; for others the node itself."""
         self.following[self.closes[:-1]] = self.opens[1:]
-        self.forward = Sweep(level, self.targets, self.sources)
-        self.backward = Sweep(-level, self.sources, self.targets)
-        self.arriving, self.leaving = (_bounds(sweep, self.num_nodes) for sweep in (self.forward, self.backward))
-        """Bounds of the edges to and from each node in the orders of these sweeps, ``[num_nodes, 2]``."""
+        self.forward = Sweep(level, self.targets, self.sources, len(keys))
+        self.backward = Sweep(-level, self.sources, self.targets, len(keys))
         self.first_edges = np.searchsorted(self.positions, np.arange(self.length))
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -150,34 +151,24 @@ class Lattice:
         ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path is their sum.
         """
         return (
-            self.forward.run(np.logaddexp, self._begun(self.opens), scores),
-            self.backward.run(np.logaddexp, self._begun(self.closes), scores),
+            self.forward.run(np.logaddexp, self.opens, scores),
+            self.backward.run(np.logaddexp, self.closes, scores),
         )
-
-    def _begun(self, nodes: np.ndarray) -> np.ndarray:
-        values = np.full(self.num_nodes, -np.inf)
-        values[nodes] = 0.0
-        return values
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
         """The edges of a path with the largest score, one per position, int64 ``[length]``."""
-        best = self.forward.run(np.maximum, self._begun(self.opens), scores)
+        best = self.forward.run(np.maximum, self.opens, scores)
         path = np.empty(self.length, np.int64)
         segment_end = dict(zip(self.opens[1:].tolist(), self.closes.tolist(), strict=False))
         node = int(self.closes[-1])
         for position in range(self.length - 1, -1, -1):
-            edges = self.forward.order[slice(*self.arriving[node])]
+            edges = self.forward.edges_to(node)
             if len(edges) > 1:
                 edges = edges[(best[self.sources[edges]] + scores[edges]).argmax() :]
             path[position] = edges[0]
             source = int(self.sources[edges[0]])
             node = segment_end.get(source, source)
         return path
-
-    def agrees(self, path: np.ndarray) -> np.ndarray:
-        """The edges with the token and the target of a path's edge at their position, bool ``[num_lattice_edges]``."""
-        same = path[self.positions]
-        return (self.tokens == self.tokens[same]) & (self.targets == self.targets[same])
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
         """The token of each position that all sequences of ``allowed`` edges (bool ``[num_lattice_edges]``) have there,
@@ -191,7 +182,7 @@ class Lattice:
 
     def edges_from(self, node: int) -> np.ndarray:
         """The edges that leave a node."""
-        return self.backward.order[slice(*self.leaving[node])]
+        return self.backward.edges_to(node)
 
     def conditionals(self, path: np.ndarray, weights: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each position of a path, the tokens that may follow its tokens before, and their log-probabilities.
@@ -207,9 +198,3 @@ class Lattice:
             options.append((tokens, logs - np.logaddexp.reduce(logs)))
             nodes = np.unique(self.following[self.targets[leaving[self.tokens[leaving] == self.tokens[edge]]]])
         return options
-
-
-def _bounds(sweep: Sweep, num_nodes: int) -> np.ndarray:
-    bounds = np.zeros((num_nodes, 2), np.int64)
-    bounds[sweep.nodes] = np.column_stack((sweep.bounds[:-1], sweep.bounds[1:]))
-    return bounds
