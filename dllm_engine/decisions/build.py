@@ -4,7 +4,7 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
@@ -18,7 +18,6 @@ from dllm_engine.scheduler.constraints.decision import LITERAL, Decision
 from dllm_engine.scheduler.constraints.lattice import Graph
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.lifting import Vocabulary
 from dllm_engine.structured_output.requests import build_input
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
@@ -105,21 +104,27 @@ def build_decision(
     Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
     where the decision is too large.
     """
-    model_config = vllm_config.model_config
-    tokens = _Tokens(tokenizer, vocabulary_of(tokenizer, model_config.hf_config.vocab_size))
-    graph = GraphBuilder()
+    model_config, graph = vllm_config.model_config, GraphBuilder()
+    spelling = vocabulary_of(tokenizer, model_config.hf_config.vocab_size).spelling
+
+    def tokens_of(name: str, text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        if b"".join(map(spelling, tokens)) != text.encode():
+            raise InvalidRequestError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
+        return tokens
+
     for number, (field, literal, choices) in enumerate(zip(texts.fields, texts.literals, texts.choices, strict=False)):
         name = f"fields.{field.name}"
         # Most tokenizers join a space with the word behind it.
         has_space = bool(choices) and literal.endswith(" ")
-        graph.literal(tokens.of(name, literal.removesuffix(" ") if has_space else literal))
+        graph.literal(tokens_of(name, literal.removesuffix(" ") if has_space else literal))
         if field.values is None:
             graph.pattern(number, field.name, automata[field.name])
         elif all(choices) or has_space:
-            graph.choices(number, [tokens.of(name, " " * has_space + text) for text in choices])
+            graph.choices(number, [tokens_of(name, " " * has_space + text) for text in choices])
         else:
             raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
-    graph.literal(tokens.of("the text behind the last field", texts.literals[-1]))
+    graph.literal(tokens_of("the text behind the last field", texts.literals[-1]))
     if graph.longest > model_config.max_model_len:
         raise InvalidRequestError(
             f"fields: their text needs up to {graph.longest} tokens, max_model_len is {model_config.max_model_len}; "
@@ -136,25 +141,8 @@ def build_decision(
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
-    spellings = [tokens.spelling(token) for token in np.unique(edges[1]).tolist()] if has_patterns else []
+    spellings = [spelling(token) for token in np.unique(edges[1]).tolist()] if has_patterns else []
     return Decision(made, edges[3], edges[4], names, values, spellings, top_k, texts.is_json)
-
-
-class _Tokens:
-    """Tokens of pieces of text."""
-
-    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
-        self.tokenizer, self.vocabulary = tokenizer, vocabulary
-
-    def spelling(self, token: int) -> bytes:
-        first, last = self.vocabulary.starts[token : token + 2]
-        return self.vocabulary.token_bytes[first:last].tobytes()
-
-    def of(self, name: str, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        if b"".join(map(self.spelling, tokens)) != text.encode():
-            raise InvalidRequestError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
-        return tokens
 
 
 class GraphBuilder:
@@ -181,7 +169,8 @@ class GraphBuilder:
         end = self._new_state()
         for number, tokens in enumerate(choices):
             sources, choice = self.ends, number
-            for token, target in self._chain(tokens, end):
+            for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+                target = self._new_state() if left else end
                 self._add(sources, token, target, field, choice)
                 sources, choice = [target], LITERAL
         self.ends = [end]
@@ -211,12 +200,6 @@ class GraphBuilder:
         """Add an edge from each of ``sources``."""
         columns = np.broadcast_arrays(sources, tokens, targets, field, choice)
         self.edges.append(np.stack(columns).astype(np.int32))
-
-    def _chain(self, tokens: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-        """Tokens with the states that they lead to."""
-        for token in tokens[:-1]:
-            yield token, self._new_state()
-        yield tokens[-1], end
 
     def _new_state(self) -> int:
         self.num_states += 1

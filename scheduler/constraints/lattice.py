@@ -132,13 +132,12 @@ class Lattice:
         self.edges = np.minimum(self.edges, len(graph.tokens))
         keys, nodes = np.unique(np.concatenate((source_keys, target_keys)), return_inverse=True)
         self.sources, self.targets = np.split(nodes, 2)
-        self.num_nodes = len(keys)
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
         self.closes = np.unique(self.targets[is_cut[self.positions + 1]])
         """Last node of each segment."""
-        self.following = np.arange(self.num_nodes)
+        self.following = np.arange(len(keys))
         """For the last node of a segment, the first one of the next; for others the node itself."""
         self.following[self.closes[:-1]] = self.opens[1:]
         self.forward = Sweep(level, self.targets, self.sources, len(keys))
