@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm.v1.metrics.stats import SchedulerStats
@@ -106,10 +106,6 @@ class EngineStats:
         if progress.num_forwards:
             self.request_pages_held.append(progress.pages_held)
             self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
-
-    def to_message(self) -> dict[str, Any]:
-        by_label = {"denoising_steps": dict(self.denoising_steps), "requests_failed": dict(self.requests_failed)}
-        return asdict(self) | by_label
 
 
 STATS_KEY = "diffusion"

@@ -125,17 +125,12 @@ class StepReport:
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.
             retained = min(retained, spec.from_block_start(self.plan.window).start)
-        progress.advance(
-            spec,
-            self.num_unmasked,
-            self.masked,
-            num_edited=self.num_edited,
-            revises=self.revises,
-            ends=self.ends,
-            seen=self.seen,
-            retained=retained,
-            prefills=self.plan.prefills,
-        )
+        if progress.span is not None and self.seen is not None:
+            progress.span = progress.span.after(self.seen)
+        progress.num_edited += self.num_edited
+        progress.revises = self.revises
+        progress.ended |= self.ends
+        progress.advance(spec, self.num_unmasked, self.masked, retained=retained, prefills=self.plan.prefills)
 
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]

@@ -14,8 +14,8 @@ import numpy as np
 from dllm_engine.decisions.fields import Field
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.constraints.decision import LITERAL, Decision
-from dllm_engine.scheduler.constraints.lattice import Graph
+from dllm_engine.scheduler.constraints.decision import Decision
+from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.requests import build_input
@@ -130,19 +130,18 @@ def build_decision(
             f"fields: their text needs up to {graph.longest} tokens, max_model_len is {model_config.max_model_len}; "
             "give fewer fields, or shorter texts"
         )
-    edges = np.concatenate(graph.edges, axis=1)
-    made = Graph(edges[0], edges[1], edges[2], np.array(graph.ends))
+    made = graph.made()
     limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = graph.longest * edges.shape[1] > _BUILT_AT_ONCE * limit
+    is_large = graph.longest * len(made.tokens) > _BUILT_AT_ONCE * limit
     if is_large or made.size > limit // _SUM_COST:
         raise InvalidRequestError(
-            f"fields: at {graph.longest} positions there may be too many of their {edges.shape[1]} tokens for "
+            f"fields: at {graph.longest} positions there may be too many of their {len(made.tokens)} tokens for "
             f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
-    spellings = [spelling(token) for token in np.unique(edges[1]).tolist()] if has_patterns else []
-    return Decision(made, edges[3], edges[4], names, values, spellings, top_k, texts.is_json)
+    spellings = [spelling(token) for token in np.unique(made.tokens).tolist()] if has_patterns else []
+    return Decision(made, names, values, spellings, top_k, texts.is_json)
 
 
 class GraphBuilder:
@@ -156,6 +155,9 @@ class GraphBuilder:
         """States at the end of the last piece."""
         self.longest = 0
         """Upper bound of the tokens of a sequence."""
+
+    def made(self) -> Graph:
+        return Graph(np.array(self.ends), *np.concatenate(self.edges, axis=1))
 
     def literal(self, tokens: Sequence[int]) -> None:
         self.longest += len(tokens)

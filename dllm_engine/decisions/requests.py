@@ -130,11 +130,7 @@ def _naming(field: str) -> Iterator[None]:
         raise InvalidRequestError(f"fields.{field}: {str(error).partition(': ')[2]}") from None
 
 
-def _key(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> tuple[Any, ...]:
-    return schema, template, id(tokenizer), top_k
-
-
-@cached(LRUCache(64), key=_key, lock=Lock())  # read in several threads
+@cached(LRUCache(64), key=lambda *arguments: arguments[:-1], lock=Lock())  # read in several threads
 def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
     automata = {}

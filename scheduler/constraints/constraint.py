@@ -82,11 +82,7 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
-        self._has_ends = bool(end_tokens)
-        self._before_masks = [self.accepting]
-        """From which states so many tokens lead to an accepted text; grows as it is asked for."""
-        self._settled = False
-        """True if any more tokens lead there from the states of the last entry."""
+        self._before_mask = lru_cache(maxsize=1024)(self._states_before_mask)
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
@@ -94,40 +90,31 @@ class Constraint:
 
         ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
         """
-        num_given = next((i for i in range(len(template), 0, -1) if template[i - 1] is not None), 0)
-        alike = max(num_given, first_end)
-        found = [self._completed_by(count) for count in range(len(template) - alike + 1)]
-        for place in range(alike - 1, -1, -1):
-            found.append(self._before(found[-1], template[place], ends=place >= first_end))
+        found = [self.accepting]
+        for place in reversed(range(len(template))):
+            token, accepted = template[place], found[-1]
+            if token is None:
+                found.append(self._before_mask(accepted.tobytes(), place >= first_end))
+            else:
+                kind = self.class_of[token]
+                following = self.next_state[:, kind]
+                found.append((kind >= 0) & (following >= 0) & accepted[following])
         return found[::-1]
 
-    def _completed_by(self, count: int) -> np.ndarray:
-        """The states from which ``count`` tokens lead to an accepted text, bool ``[num_states]``."""
-        while count >= len(self._before_masks) and not self._settled:
-            last = self._before_masks[-1]
-            # Behind an accepted text there may be any number of end tokens.
-            few = self._fewest <= len(self._before_masks) if self._has_ends else self._before(last, None)
-            self._before_masks.append(few)
-            self._settled = np.array_equal(self._before_masks[-1], last)
-        return self._before_masks[min(count, len(self._before_masks) - 1)]
+    def _states_before_mask(self, accepted: bytes, may_end: bool) -> np.ndarray:
+        """The states from which a token leads to one of ``accepted``, which are the bytes of bool ``[num_states]``;
+        not ``may_end``: a token that is no end token."""
+        sources, targets = self._transitions.sources, self._transitions.targets
+        # Only end tokens lead to the last state.
+        leads = np.frombuffer(accepted, bool)[targets] & (may_end | (targets < self.num_states - 1))
+        before = np.zeros(self.num_states, bool)
+        before[sources[leads]] = True
+        return before
 
     def fewest_tokens(self) -> int | None:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
         fewest = int(self._fewest[0])
         return None if fewest == FAR else fewest
-
-    def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
-        """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
-        token."""
-        before = np.zeros_like(accepted)
-        if token is None:
-            sources, targets = self._transitions.sources, self._transitions.targets
-            # Only end tokens lead to the last state.
-            before[sources[accepted[targets] & (ends | (targets < self.num_states - 1))]] = True
-        elif self.class_of[token] >= 0:
-            following = self.next_state[:, self.class_of[token]]
-            before[(following >= 0) & accepted[following]] = True
-        return before
 
     @cached_property
     def _transitions(self) -> Transitions:

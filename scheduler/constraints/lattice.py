@@ -10,6 +10,8 @@ END = -1
 """Number that stands for any end token."""
 OPEN = -2
 """Number of a position that may hold several tokens."""
+LITERAL = -1
+"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
 
 
 class Sweep:
@@ -55,14 +57,18 @@ class Sweep:
 class Graph:
     """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
 
+    ends: np.ndarray
+    """int32 ``[num_ends]``"""
     sources: np.ndarray
     """int32 ``[num_edges]``"""
     tokens: np.ndarray
     """int32 ``[num_edges]``"""
     targets: np.ndarray
     """int32 ``[num_edges]``"""
-    ends: np.ndarray
-    """int32 ``[num_ends]``"""
+    fields: np.ndarray
+    """int32 ``[num_edges]``: number of the field that an edge belongs to, or ``LITERAL``."""
+    choices: np.ndarray
+    """int32 ``[num_edges]``: number of the choice that an edge begins, or ``LITERAL``."""
 
     @property
     def num_states(self) -> int:
@@ -101,7 +107,10 @@ class Lattice:
     def __init__(self, graph: Graph) -> None:
         final, ends = graph.num_states, graph.ends
         sources = np.concatenate((graph.sources, ends, [final]))
-        tokens = np.append(graph.tokens, [END] * (len(ends) + 1))
+        tokens, fields, choices = (
+            np.append(column, np.full(len(ends) + 1, value))
+            for column, value in ((graph.tokens, END), (graph.fields, LITERAL), (graph.choices, LITERAL))
+        )
         targets = np.append(graph.targets, [final] * (len(ends) + 1))
         reached = np.column_stack((graph.reached, np.zeros(len(graph.reached), bool)))
         reached[1:, final] = np.logical_or.accumulate(reached[:-1, ends].any(axis=1))
@@ -115,21 +124,20 @@ class Lattice:
             alive.append(np.flatnonzero(leads & reached[position][sources]))
         self.positions = np.repeat(np.arange(self.length), [len(edges) for edges in reversed(alive)])
         """Position of each edge, ascending."""
-        self.edges = np.concatenate(alive[::-1])
-        """Edge of the graph; the number behind the last one for an end token."""
-        self.tokens = tokens[self.edges]
+        edges = np.concatenate(alive[::-1])
+        self.tokens, self.fields, self.choices = tokens[edges], fields[edges], choices[edges]
+        """Of each edge, those of the graph's."""
         # At the end all states are one.
-        next_states = np.where(self.positions == self.length - 1, final, targets[self.edges])
+        next_states = np.where(self.positions == self.length - 1, final, targets[edges])
         is_cut = (reached & completable).sum(axis=1) == 1
         is_cut[-1] = True
         segment_of = is_cut.cumsum() - 1
         self.segments = segment_of[self.positions]
         """Segment of each edge."""
         num_states = final + 1
-        source_keys = self.positions * num_states + sources[self.edges]
+        source_keys = self.positions * num_states + sources[edges]
         target_keys = (self.positions + 1) * num_states + next_states
         target_keys += (self.length + 1) * num_states * is_cut[self.positions + 1]
-        self.edges = np.minimum(self.edges, len(graph.tokens))
         keys, nodes = np.unique(np.concatenate((source_keys, target_keys)), return_inverse=True)
         self.sources, self.targets = np.split(nodes, 2)
         level = self.positions - np.flatnonzero(is_cut)[self.segments]

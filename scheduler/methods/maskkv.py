@@ -64,21 +64,16 @@ def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
     return average if options.kv_budget is None else min(average, options.kv_budget)
 
 
-def importance_name(options: MaskKVOptions) -> ImportanceName | None:
-    """The importance of layers that budgets go by."""
-    return LAYER_BUDGETS[options.layer_budget].importance
-
-
-def measures_layers(spec: DecodingSpec) -> bool:
-    """Return True if the budgets of a request depend on its first forward pass."""
+def measured_importance(spec: DecodingSpec) -> ImportanceName | None:
+    """The importance of layers that a request's budgets go by, which its first forward pass measures; None: by none."""
     options = MaskKVOptions.of(spec)
     evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
-    return evicts and importance_name(options) is not None
+    return LAYER_BUDGETS[options.layer_budget].importance if evicts else None
 
 
 def runs(spec: DecodingSpec, plan: StepPlan) -> int:
     """Twice where the first pass measures layers before it evicts."""
-    return 2 if plan.forward == 0 and measures_layers(spec) else 1
+    return 2 if plan.forward == 0 and measured_importance(spec) else 1
 
 
 def prompt_budgets(spec: DecodingSpec, importance: Sequence[float]) -> list[int]:

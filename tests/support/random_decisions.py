@@ -9,7 +9,6 @@ import pytest
 from dllm_engine.decisions.build import GraphBuilder
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
-from dllm_engine.scheduler.constraints.lattice import Graph
 from dllm_engine.scheduler.options.request_options import DECISION
 from tests.oracles.decisions import Fields
 
@@ -41,19 +40,10 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
     if rng.random() < 0.2:
         literals[-1] = []
     graph.literal(literals[-1])
-    edges = np.concatenate(graph.edges, axis=1)
+    made = graph.made()
     text_of = {token: text for text, token in DIGITS.items()}
-    spellings = [text_of.get(token, b"") for token in np.unique(edges[1]).tolist()]
-    decision = Decision(
-        Graph(*edges[:3], np.array(graph.ends)),
-        edges[3],
-        edges[4],
-        [*fields],
-        values,
-        spellings,
-        100,
-        [True] * len(fields),
-    )
+    spellings = [text_of.get(token, b"") for token in np.unique(made.tokens).tolist()]
+    decision = Decision(made, [*fields], values, spellings, 100, [True] * len(fields))
     return unpacked_decision(decision.packed), fields, literals
 
 
