@@ -129,10 +129,7 @@ class BlockChanges:
             sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
-        now = [
-            None if masked else pair
-            for masked, pair in zip(block.masked, zip(block.token_ids, pieces, strict=True), strict=True)
-        ]
+        now = [None if block.masked[i] else (block.token_ids[i], pieces[i]) for i in range(length)]
         changed = [i for i in range(length) if now[i] != self._known[i]]
         self._known = now
         form["positions"] = [block.start + i for i in changed]

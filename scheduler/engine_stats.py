@@ -114,9 +114,7 @@ STATS_KEY = "diffusion"
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
     """Take ours out of vLLM's message; None where there is none."""
-    if scheduler_stats is None or STATS_KEY not in (scheduler_stats.kv_connector_stats or {}):
-        return None
-    assert scheduler_stats.kv_connector_stats is not None
-    message: dict[str, Any] = scheduler_stats.kv_connector_stats[STATS_KEY]
-    scheduler_stats.kv_connector_stats = None
+    message = None if scheduler_stats is None else (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
+    if scheduler_stats is not None and message is not None:
+        scheduler_stats.kv_connector_stats = None
     return message

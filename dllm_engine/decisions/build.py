@@ -6,6 +6,7 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from string import Formatter
 from typing import Any
 
@@ -15,7 +16,7 @@ from dllm_engine.decisions.fields import Field
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision
-from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph
+from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, states_reached
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.requests import build_input
@@ -210,11 +211,6 @@ class GraphBuilder:
 
 def _is_bounded(automaton: Automaton) -> bool:
     """Return True if no text of the automaton is longer than its number of states."""
-    sources, kinds = np.nonzero(automaton.next_state >= 0)
-    targets = automaton.next_state[sources, kinds]
-    reached = np.arange(len(automaton.accepting)) == 0
-    for _ in range(len(reached)):
-        following = np.zeros_like(reached)
-        following[targets[reached[sources]]] = True
-        reached = following
-    return not reached.any()
+    num_states, (sources, kinds) = len(automaton.accepting), np.nonzero(automaton.next_state >= 0)
+    reached = states_reached(sources, automaton.next_state[sources, kinds], num_states)
+    return next(islice(reached, num_states, None), None) is None

@@ -1,7 +1,6 @@
 """Constraint of a response: an automaton over tokens, and the tokens that end a response."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -13,28 +12,11 @@ _LEAST = -1e9
 that the sum of a text's scores would not tell them apart."""
 
 
-@dataclass(frozen=True)
 class Transitions:
     """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
     so, pairs share one set of classes."""
 
-    sources: np.ndarray
-    """``[num_pairs]``: the first state."""
-    targets: np.ndarray
-    """``[num_pairs]``: the second state, ascending."""
-    set_of: np.ndarray
-    """``[num_pairs]``: the set of classes."""
-    classes: np.ndarray
-    """Classes of all sets, end to end."""
-    begins: np.ndarray
-    """``[num_sets + 1]``: where those of each set begin."""
-    reached: np.ndarray
-    """States that are some second state, ascending."""
-    into: np.ndarray
-    """``[len(reached) + 1]``: where the pairs of each of them begin."""
-
-    @classmethod
-    def of(cls, next_state: np.ndarray) -> "Transitions":
+    def __init__(self, next_state: np.ndarray) -> None:
         """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
         num_states, num_classes = next_state.shape
         sources, classes = np.nonzero(next_state >= 0)
@@ -45,20 +27,21 @@ class Transitions:
         stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
         # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
         numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
-        sums = np.add.reduceat(numbers[classes], starts)
-        _, firsts, set_of = np.unique(sums, return_index=True, return_inverse=True)
-        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
-        targets, sources = np.divmod(keys[starts], num_states)
-        reached, into = np.unique(targets, return_index=True)
-        return cls(
-            sources,
-            targets,
-            set_of,
-            np.concatenate([classes[:0], *sets]),
-            np.cumsum([0, *map(len, sets)]),
-            reached,
-            np.append(into, len(targets)),
+        _, firsts, self.set_of = np.unique(
+            np.add.reduceat(numbers[classes], starts), return_index=True, return_inverse=True
         )
+        """``[num_pairs]``: the set of classes."""
+        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
+        self.classes = np.concatenate([classes[:0], *sets])
+        """Classes of all sets, end to end."""
+        self.begins = np.cumsum([0, *map(len, sets)])
+        """``[num_sets + 1]``: where those of each set begin."""
+        self.targets, self.sources = np.divmod(keys[starts], num_states)
+        """``[num_pairs]`` each: the second state, ascending, and the first."""
+        self.reached, into = np.unique(self.targets, return_index=True)
+        """States that are some second state, ascending."""
+        self.into = np.append(into, len(self.targets))
+        """``[len(reached) + 1]``: where the pairs of each of them begin."""
 
 
 class Constraint:
@@ -118,7 +101,7 @@ class Constraint:
 
     @cached_property
     def _transitions(self) -> Transitions:
-        return Transitions.of(self.next_state)
+        return Transitions(self.next_state)
 
     @cached_property
     def _fewest(self) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Sums and maxima over all sequences of tokens that a graph spells in a given number of positions."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,6 +54,16 @@ class Sweep:
         return values
 
 
+def states_reached(sources: np.ndarray, targets: np.ndarray, num_states: int) -> Iterator[np.ndarray]:
+    """States that each number of edges leads to from state 0, bool ``[num_states]``, as long as there are any."""
+    reached = np.arange(num_states) == 0
+    while reached.any():
+        yield reached
+        following = np.zeros(num_states, bool)
+        following[targets[reached[sources]]] = True
+        reached = following
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
@@ -77,12 +88,7 @@ class Graph:
     @cached_property
     def reached(self) -> np.ndarray:
         """States that each number of tokens leads to, bool ``[longest + 1, num_states]``."""
-        rows = [np.arange(self.num_states) == 0]
-        while rows[-1].any():
-            following = np.zeros(self.num_states, bool)
-            following[self.targets[rows[-1][self.sources]]] = True
-            rows.append(following)
-        return np.stack(rows[:-1])
+        return np.stack([*states_reached(self.sources, self.targets, self.num_states)])
 
     @property
     def size(self) -> int:

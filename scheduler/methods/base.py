@@ -191,6 +191,5 @@ def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
     return lambda spec, running, geometry: geometry.uniform(retained(spec, running))
 
 
-def hold_canvas(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """Keys and values of the whole canvas in every layer."""
-    return geometry.uniform(spec.canvas_length)
+hold_canvas = hold_tokens(lambda spec, running: spec.canvas_length)
+"""Keys and values of the whole canvas in every layer."""

@@ -58,17 +58,13 @@ def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) 
     return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)
 
 
-def pass_bytes(rows: int, longest: int) -> int:
-    """Four float32 for each row and position: rollout and probabilities of every request, and twice as much again while
-    a layer is added."""
-    return 16 * rows * longest
-
-
 D2_CACHE = CacheMethod(
     plan,
     hold_canvas,
     D2CacheOptions,
     "passes.d2_cache:RolloutPass",
-    pass_bytes=pass_bytes,
+    # Four float32 for each row and position: rollout and probabilities of every request, and twice as much again while
+    # a layer is added.
+    pass_bytes=lambda rows, longest: 16 * rows * longest,
     unguided=lambda options: "cache_method='d2_cache'",
 )

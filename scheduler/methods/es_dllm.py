@@ -139,7 +139,6 @@ def hold_canvas_and_copy(spec: DecodingSpec, running: Blocks, geometry: PoolGeom
     return counts
 
 
-TUNED = {"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)}
 ES_DLLM = CacheMethod(
     plan,
     hold_canvas_and_copy,
@@ -149,5 +148,5 @@ ES_DLLM = CacheMethod(
     unguided=lambda options: (
         "cache_method='es_dllm' unless its cache option indicator is 'none'" if options.skips else None
     ),
-    tuned=TUNED,
+    tuned={"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)},
 )

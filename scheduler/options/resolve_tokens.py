@@ -8,8 +8,7 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import end_token_ids
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.token_bias import TokenBias
+from dllm_engine.scheduler.request import DecodingSpec, TokenBias
 
 MOST_BIASES = 8192
 """As many are checked, sent and added in milliseconds."""
