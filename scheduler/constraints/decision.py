@@ -4,8 +4,11 @@ docs/decisions.md defines the probabilities. The tokens that all accepted texts 
 rest are masks.
 """
 
+import heapq
 import io
+import itertools
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,8 +16,88 @@ from typing import Any
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.field_texts import FieldTexts
 from dllm_engine.scheduler.constraints.lattice import END, LITERAL, OPEN, Graph, Lattice
+
+_PATHS_PER_TEXT = 40
+"""Beginnings of sequences that a search looks at for each of the most probable texts of a field."""
+
+
+class FieldTexts:
+    """Texts of a field with a pattern, and their probabilities. Several sequences of tokens may spell one."""
+
+    def __init__(self, decision: "Decision", field: int) -> None:
+        lattice, self.spellings = decision.lattice, decision.spellings
+        self.lattice, self.columns, self.is_own = lattice, decision.edge_columns, lattice.fields == field
+        self.longest = max(map(len, self.spellings))
+        self.starts = np.setdiff1d(lattice.sources[self.is_own], lattice.following[lattice.targets[self.is_own]])
+        """Nodes before the field."""
+        self._edges_of: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+        """Edges of the field by their source and their text, which several tokens may have."""
+        own = np.flatnonzero(self.is_own)
+        columns = (column.tolist() for column in (own, lattice.sources[own], self.columns[own]))
+        for edge, source, column in zip(*columns, strict=True):
+            self._edges_of[source, self.spellings[column]].append(edge)
+
+    def text_of(self, edges: np.ndarray) -> bytes:
+        """The text that edges spell."""
+        return b"".join(self.spellings[column] for column in self.columns[edges].tolist())
+
+    def top(self, visits: np.ndarray, steps: np.ndarray, top_k: int, wanted: bytes) -> list[tuple[bytes, float]]:
+        """The most probable texts, most probable first, with ``wanted`` among them, and their probabilities.
+
+        The probabilities are exact. The search is bounded, so that a text of many improbable spellings may be missing.
+
+        Args:
+            visits: log-probability that a text passes through each node, ``[num_nodes]``.
+            steps: log-probability of each edge, given that its source is passed through, ``[num_lattice_edges]``.
+        """
+        probabilities = {wanted: self._probability(visits, steps, wanted)}
+        numbers = itertools.count()
+        queue = [(-visits[node], next(numbers), int(node), b"") for node in self.starts]
+        heapq.heapify(queue)
+        for _ in range(_PATHS_PER_TEXT * top_k):
+            best = heapq.nlargest(top_k, probabilities.values())
+            # No other text is more probable than all others together.
+            if not queue or (len(best) == top_k and best[-1] >= 1 - sum(probabilities.values())):
+                break
+            cost, _, node, text = heapq.heappop(queue)
+            if node < 0:
+                if text not in probabilities:
+                    probabilities[text] = self._probability(visits, steps, text)
+                continue
+            leaving = self.lattice.edges_from(node)
+            own = leaving[self.is_own[leaving]]
+            if text and (leaves := self.leaves(node, steps)) > -np.inf:
+                heapq.heappush(queue, (cost - leaves, next(numbers), -1, text))
+            # Through fewer than the best of a node's edges no more texts can be among the best.
+            for edge in own[np.argsort(-steps[own])][: top_k + len(probabilities)].tolist():
+                target = int(self.lattice.following[self.lattice.targets[edge]])
+                spelled = text + self.spellings[self.columns[edge]]
+                heapq.heappush(queue, (cost - steps[edge], next(numbers), target, spelled))
+        ranked = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
+        if wanted not in dict(ranked):
+            ranked[-1] = wanted, probabilities[wanted]
+        return ranked
+
+    def _probability(self, visits: np.ndarray, steps: np.ndarray, text: bytes) -> float:
+        """Sum over all spellings of a text."""
+        masses: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(len(text) + 1)]
+        for node in self.starts.tolist():
+            masses[0][node] = float(np.exp(visits[node]))
+        for start in range(len(text)):
+            for node, mass in masses[start].items():
+                for stop in range(start + 1, min(start + self.longest, len(text)) + 1):
+                    for edge in self._edges_of.get((node, text[start:stop]), ()):
+                        target = int(self.lattice.following[self.lattice.targets[edge]])
+                        masses[stop][target] += mass * float(np.exp(steps[edge]))
+        return min(sum(mass * float(np.exp(self.leaves(node, steps))) for node, mass in masses[-1].items()), 1.0)
+
+    def leaves(self, node: int, steps: np.ndarray) -> float:
+        """Log-probability that the field ends at a node."""
+        leaving = self.lattice.edges_from(node)
+        if node == self.lattice.closes[-1]:
+            return 0.0
+        return float(np.logaddexp.reduce(steps[leaving[~self.is_own[leaving]]], initial=-np.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +145,7 @@ class Decision:
     @cached_property
     def texts(self) -> list[FieldTexts | None]:
         """Texts of each field with a pattern; None for a field of choices."""
-        return [
-            None
-            if values is not None
-            else FieldTexts(self.lattice, self.lattice.fields == field, self.edge_columns, self.spellings)
-            for field, values in enumerate(self.values)
-        ]
+        return [FieldTexts(self, field) if values is None else None for field, values in enumerate(self.values)]
 
     @cached_property
     def packed(self) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily, every_end_token, released_defaults
+from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
@@ -211,16 +211,6 @@ def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
             "return_given=False leaves out what stream_granularity='step' shows; leave one of them unset"
         )
     return tuple(template)
-
-
-def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
-    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
-    ends = set(params.stop_token_ids or ())
-    if not params.ignore_eos:
-        ends.update(every_end_token(hf_config))
-        if params.eos_token_id is not None:
-            ends.add(params.eos_token_id)
-    return frozenset(ends)
 
 
 def resolve_decoding(

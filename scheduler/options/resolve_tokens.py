@@ -7,13 +7,22 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import end_token_ids
 from dllm_engine.scheduler.request import DecodingSpec, TokenBias
 
 MOST_BIASES = 8192
 """As many are checked, sent and added in milliseconds."""
 LARGEST_BIAS = 1e4
 """More than logits differ by; added to one, float32 still tells tokens apart."""
+
+
+def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
+    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ends.update(every_end_token(hf_config))
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+    return frozenset(ends)
 
 
 def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
