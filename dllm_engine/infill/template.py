@@ -1,8 +1,5 @@
-"""Templates of text: given pieces and holes, how they become tokens, and which text was filled into which hole.
-
-Pieces are tokenized one by one, and so is what is filled in. Where a piece begins or ends inside of what the tokenizer
-would make one token, the model sees other tokens than in its training. Nothing is stripped.
-"""
+"""Templates of text: given pieces and holes, how they become tokens (docs/infill.md), and which text was filled into
+which hole."""
 
 import math
 import re
