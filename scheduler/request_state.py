@@ -39,7 +39,7 @@ class RequestState:
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
         progress, spec = self.progress, self.spec
-        shown = provisional_message(spec, progress, report.change) if report.change is not None else {}
+        shown = provisional_message(spec, progress, report.shown) if report.shown is not None else {}
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
