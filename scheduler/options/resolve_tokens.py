@@ -64,19 +64,14 @@ def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -
 def check_token_numbers(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``InvalidRequestError`` for token ids that the vocabulary has not, and for what cannot be added to
     logits."""
-    for token in params.stop_token_ids or ():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
-            )
     biases = params.logit_bias or {}
     if len(biases) > MOST_BIASES:
         raise InvalidRequestError(f"logit_bias has {len(biases)} tokens; leave some out, at most {MOST_BIASES} can be")
+    for name, tokens in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", biases)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(f"{name} holds {token}, outside the vocabulary of {vocab_size}; leave it out")
     for token, number in biases.items():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias holds {token}, no token id of the vocabulary of {vocab_size}; leave it out"
-            )
         if not (number == -math.inf or -LARGEST_BIAS <= number <= LARGEST_BIAS):
             raise InvalidRequestError(
                 f"logit_bias[{token}]={number} is out of range: it must be a number of "
