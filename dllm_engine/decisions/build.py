@@ -105,7 +105,7 @@ def build_decision(
     Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
     where the decision is too large.
     """
-    model_config, graph = vllm_config.model_config, GraphBuilder()
+    model_config, builder = vllm_config.model_config, GraphBuilder()
     spelling = vocabulary_of(tokenizer, model_config.hf_config.vocab_size).spelling
 
     def tokens_of(name: str, text: str) -> list[int]:
@@ -118,31 +118,31 @@ def build_decision(
         name = f"fields.{field.name}"
         # Most tokenizers join a space with the word behind it.
         has_space = bool(choices) and literal.endswith(" ")
-        graph.literal(tokens_of(name, literal.removesuffix(" ") if has_space else literal))
+        builder.literal(tokens_of(name, literal.removesuffix(" ") if has_space else literal))
         if field.values is None:
-            graph.pattern(number, field.name, automata[field.name])
+            builder.pattern(number, field.name, automata[field.name])
         elif all(choices) or has_space:
-            graph.choices(number, [tokens_of(name, " " * has_space + text) for text in choices])
+            builder.choices(number, [tokens_of(name, " " * has_space + text) for text in choices])
         else:
             raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
-    graph.literal(tokens_of("the text behind the last field", texts.literals[-1]))
-    if graph.longest > model_config.max_model_len:
+    builder.literal(tokens_of("the text behind the last field", texts.literals[-1]))
+    if builder.longest > model_config.max_model_len:
         raise InvalidRequestError(
-            f"fields: their text needs up to {graph.longest} tokens, max_model_len is {model_config.max_model_len}; "
+            f"fields: their text needs up to {builder.longest} tokens, max_model_len is {model_config.max_model_len}; "
             "give fewer fields, or shorter texts"
         )
-    made = graph.made()
+    graph = builder.graph()
     limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = graph.longest * len(made.tokens) > _BUILT_AT_ONCE * limit
-    if is_large or made.size > limit // _SUM_COST:
+    is_large = builder.longest * len(graph.tokens) > _BUILT_AT_ONCE * limit
+    if is_large or graph.size > limit // _SUM_COST:
         raise InvalidRequestError(
-            f"fields: at {graph.longest} positions there may be too many of their {len(made.tokens)} tokens for "
+            f"fields: at {builder.longest} positions there may be too many of their {len(graph.tokens)} tokens for "
             f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
-    spellings = [spelling(token) for token in np.unique(made.tokens).tolist()] if has_patterns else []
-    return Decision(made, names, values, spellings, top_k, texts.is_json)
+    spellings = [spelling(token) for token in np.unique(graph.tokens).tolist()] if has_patterns else []
+    return Decision(graph, names, values, spellings, top_k, texts.is_json)
 
 
 class GraphBuilder:
@@ -157,7 +157,7 @@ class GraphBuilder:
         self.longest = 0
         """Upper bound of the tokens of a sequence."""
 
-    def made(self) -> Graph:
+    def graph(self) -> Graph:
         return Graph(np.array(self.ends), *np.concatenate(self.edges, axis=1))
 
     def literal(self, tokens: Sequence[int]) -> None:
