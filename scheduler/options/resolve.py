@@ -41,8 +41,8 @@ from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
 _UNGUIDED = (
-    *(*COUNT_OPTIONS, "unmasking", "certainty_sigma", "alg_temp", "delay_eos", "block_add_threshold"),
-    *(*END_OPTIONS, *PARALLEL_OPTIONS),
+    *("unmasking", "certainty_sigma", "alg_temp", "delay_eos", "block_add_threshold"),
+    *(*COUNT_OPTIONS, *END_OPTIONS, *PARALLEL_OPTIONS),
 )
 """Request options about what a step fills, which the guide decides for a guided request."""
 _KEPT = {
