@@ -110,11 +110,20 @@ DiffusionParams.__doc__ = with_meanings(
 )
 
 
-_OTHER_NAMES = ("gen_length", "template", "cfg_scale")
-OWN_NAMES = frozenset({*RequestOptions.model_fields, *EngineOptions.model_fields, *_OTHER_NAMES})
-"""Names that mean something to this package, or to others like it, in the body of a request."""
 VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
 """Fields of vLLM's own that some routes do not have, and ``vllm_xargs`` does not take."""
+ELSEWHERE = {
+    **dict.fromkeys(EngineOptions.model_fields, "is an option of the engine, set when it starts; leave it out"),
+    **dict.fromkeys(
+        sorted(VLLM_OPTIONS),
+        "is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there",
+    ),
+    "gen_length": "is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)",
+    "template": "belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token ids set "
+    "response_template",
+    "cfg_scale": "asks for classifier-free guidance, which is not supported; leave it out",
+}
+"""Other names that mean something to this package, or to others like it, in the body of a request, and what to do."""
 
 
 def check_place(fields: Iterable[str], *places: str) -> None:
@@ -124,24 +133,10 @@ def check_place(fields: Iterable[str], *places: str) -> None:
         fields: names of fields.
         places: the field that takes request options, after those that contain it.
     """
-    for name in (OWN_NAMES | VLLM_OPTIONS).intersection(fields):
+    for name in fields:
         if name in RequestOptions.model_fields:
             places = places or ("vllm_xargs",)
             example = "".join(f'{{"{place}": ' for place in (*places, name)) + "…" + "}" * (len(places) + 1)
             raise InvalidRequestError(f"{name} belongs into {'.'.join(places)}: {example}")
-        if name == "gen_length":
-            raise InvalidRequestError(
-                "gen_length is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)"
-            )
-        if name in VLLM_OPTIONS:
-            raise InvalidRequestError(
-                f"{name} is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
-            )
-        if name == "template":
-            raise InvalidRequestError(
-                "template belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token "
-                "ids set response_template"
-            )
-        if name == "cfg_scale":
-            raise InvalidRequestError("cfg_scale: classifier-free guidance is not supported; leave it out")
-        raise InvalidRequestError(f"{name} is an option of the engine, set when it starts; leave it out")
+        if name in ELSEWHERE:
+            raise InvalidRequestError(f"{name} {ELSEWHERE[name]}")

@@ -1,8 +1,8 @@
 """Streaming by denoising step: the running blocks as they are after each step, before their text is final.
 
-A request asks with ``stream_granularity="step"``. The model runner reports what a step changed in them, the scheduler
-sends it with an output that has no new tokens, and ``vllm_hooks`` puts the blocks together and hands them on: whole as
-``RequestOutput.outputs[i].provisional``, to HTTP clients what changed.
+A request asks with ``stream_granularity="step"``. The model runner reports the blocks, the scheduler sends them with an
+output that has no new tokens, and ``vllm_hooks`` hands them on: whole as ``RequestOutput.outputs[i].provisional``, to
+HTTP clients what changed.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,44 +68,21 @@ class ProvisionalBlock:
 
 
 class BlockReader:
-    """Puts the running blocks of one response together from what each step changed. It must see every message."""
+    """Reads the running blocks of one response."""
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer``: None where the engine has none."""
         self._special = None if tokenizer is None else frozenset(tokenizer.all_special_ids)
         self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))  # each step reads the same tokens again
-        self._tokens: list[int | None] = []
-        """By position of the response; None where masked."""
-        self._confidences: list[float | None] = []
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:
         """The running blocks after the step that the message is of."""
-        message = dict(message)
-        start, length, mask = message["start"], message.pop("length"), message.pop("mask_token_id")
-        names = ("positions", "token_ids", "confidences", "guesses")
-        positions, tokens, confidences, guesses = (message.pop(name) for name in names)
-        template = message.pop("template")
-        if not self._tokens:
-            self._confidences = [None] * message["gen_length"]
-            self._tokens = template or list(self._confidences)
-        for position, token, confidence in zip(positions, tokens, confidences, strict=True):
-            self._tokens[start + position], self._confidences[start + position] = token, confidence
-        window = slice(start, start + length)
-        still_masked = (i for i, token in enumerate(self._tokens[window], start) if token is None)
-        for position, guess in zip(still_masked, guesses, strict=True):
-            self._confidences[position] = guess
-        running = self._tokens[window]
-        texts: dict[str, Any] = {}
-        if self._special is not None:
-            texts["pieces"] = pieces_of(running, self._decode)
-            texts["special"] = [token in self._special for token in running]
-        return ProvisionalBlock(
-            **message,
-            token_ids=[mask if token is None else token for token in running],
-            masked=[token is None for token in running],
-            confidences=self._confidences[window],
-            **texts,
-        )
+        if self._special is None:
+            return ProvisionalBlock(**message)
+        marks = zip(message["token_ids"], message["masked"], strict=True)
+        tokens = [None if masked else token for token, masked in marks]
+        special = [token in self._special for token in tokens]
+        return ProvisionalBlock(**message, pieces=pieces_of(tokens, self._decode), special=special)
 
 
 class BlockChanges:
@@ -129,10 +106,7 @@ class BlockChanges:
             sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
-        now = [
-            None if masked else pair
-            for masked, pair in zip(block.masked, zip(block.token_ids, pieces, strict=True), strict=True)
-        ]
+        now = [None if block.masked[i] else (block.token_ids[i], pieces[i]) for i in range(length)]
         changed = [i for i in range(length) if now[i] != self._known[i]]
         self._known = now
         form["positions"] = [block.start + i for i in changed]

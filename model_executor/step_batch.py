@@ -109,21 +109,19 @@ class Canvas:
             return positions
         return positions[[not self.spec.is_given(position) for position in positions.tolist()]]
 
-    def give_up_behind_end(self) -> np.ndarray | None:
-        """Replace all tokens behind the first end token of the response by end tokens. Return the changed positions;
-        None if the response has no end token."""
+    def give_up_behind_end(self) -> bool:
+        """Replace all tokens behind the first end token of the response by end tokens; return True if there is one."""
         response = self.known[self.spec.prompt_length :]
         ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
         if not ends.size:
-            return None
+            return False
         behind = slice(self.spec.prompt_length + int(ends[0]) + 1, None)
         token = int(response[ends[0]])
-        changed = behind.start + np.flatnonzero(self.known[behind] != token)
-        if changed.size:
+        if (self.known[behind] != token).any():
             self.known[behind] = token
             self.tokens[behind] = token
             self.masked[behind] = False
-        return changed
+        return True
 
 
 class RowBounds:

@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import Canvas, StepBatch, row_positions
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
-from dllm_engine.scheduler.messages import Commits, RequestFailure, StepReport, StepResult, WindowChange, failure_of
+from dllm_engine.scheduler.messages import Commits, RequestFailure, ShownWindow, StepReport, StepResult, failure_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill, revises
 
@@ -70,9 +70,7 @@ def _results(
             canvas.committed_at[changed] = plan.forward + 1
         if failure := _failure(plan, canvas, index, outcome):
             return [*results, failure]
-        given_up = canvas.give_up_behind_end() if canvas.spec.early_stop else None
-        if given_up is not None:
-            changed = sorted({*changed, *given_up[given_up < plan.window.stop].tolist()})
+        ends = canvas.spec.early_stop and canvas.give_up_behind_end()
         canvas.next_rows = layer_pass.next_rows(index)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, canvas.spec, sum(masked), len(edited))
@@ -89,12 +87,12 @@ def _results(
             seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if canvas.spec.slow_fast else None,
             tokens=tokens or None,
             trace=_trace(batch, index, plan, rows, edited, layer_pass) if with_trace else None,
-            ends=given_up is not None,
+            ends=ends,
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
             commits=_commits(canvas, sent) if tokens and canvas.committed_at is not None else None,
             decision=canvas.decision.answers if canvas.decision is not None and not sum(masked) else None,
-            change=_change(canvas, plan.window, changed, mask_token_id) if shows_step else None,
+            shown=_shown(canvas, plan.window, mask_token_id) if shows_step else None,
         )
         results.append(report)
     return results
@@ -147,21 +145,15 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
     return Commits(canvas.committed_at[sent].tolist(), canvas.logprobs.token[sent].tolist())
 
 
-def _change(canvas: Canvas, window: Span, changed: list[int], mask_token_id: int) -> WindowChange:
-    """``changed``: the canvas positions that the step filled. What lies behind the response is not shown."""
+def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
     assert canvas.confidences is not None
-    window = Span(window.start, min(window.stop, canvas.spec.response_span.stop))
-    changed = [position for position in changed if position < window.stop]
-    here = slice(*window)
-    known = [None if math.isnan(confidence) else confidence for confidence in canvas.confidences[here].tolist()]
-    filled = [position - window.start for position in changed]
-    return WindowChange(
-        start=window.start - canvas.spec.prompt_length,
-        length=window.size,
-        sent=canvas.sent - canvas.spec.prompt_length,
-        positions=filled,
-        token_ids=canvas.known[changed].tolist(),
-        confidences=[known[position] for position in filled],
-        guesses=[known[position] for position in np.flatnonzero(canvas.known[here] < 0).tolist()],
-        mask_token_id=mask_token_id,
+    start = canvas.spec.prompt_length
+    here = slice(window.start, min(window.stop, canvas.spec.response_span.stop))
+    known = canvas.known[here]
+    return ShownWindow(
+        start=window.start - start,
+        sent=canvas.sent - start,
+        token_ids=np.where(known < 0, mask_token_id, known).tolist(),
+        masked=(known < 0).tolist(),
+        confidences=[None if math.isnan(value) else value for value in canvas.confidences[here].tolist()],
     )

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllm.v1.metrics.stats import SchedulerStats
@@ -107,10 +107,6 @@ class EngineStats:
             self.request_pages_held.append(progress.pages_held)
             self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
 
-    def to_message(self) -> dict[str, Any]:
-        by_label = {"denoising_steps": dict(self.denoising_steps), "requests_failed": dict(self.requests_failed)}
-        return asdict(self) | by_label
-
 
 STATS_KEY = "diffusion"
 """Key of ``SchedulerStats.kv_connector_stats``."""
@@ -118,9 +114,7 @@ STATS_KEY = "diffusion"
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
     """Take ours out of vLLM's message; None where there is none."""
-    if scheduler_stats is None or STATS_KEY not in (scheduler_stats.kv_connector_stats or {}):
-        return None
-    assert scheduler_stats.kv_connector_stats is not None
-    message: dict[str, Any] = scheduler_stats.kv_connector_stats[STATS_KEY]
-    scheduler_stats.kv_connector_stats = None
+    message = None if scheduler_stats is None else (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
+    if scheduler_stats is not None and message is not None:
+        scheduler_stats.kv_connector_stats = None
     return message

@@ -55,25 +55,18 @@ class DiffusionSchedulerOutput(SchedulerOutput):
 
 
 @dataclass(frozen=True)
-class WindowChange:
-    """Change of the running blocks in one step."""
+class ShownWindow:
+    """The running blocks after a step, as far as they lie in the response. Lists have an entry per position."""
 
     start: int
-    """First position of the running blocks, counted from the start of the response."""
-    length: int
-    """Number of positions of the running blocks."""
+    """First position, counted from the start of the response."""
     sent: int
     """Tokens of the response that are sent, with those of this step."""
-    positions: list[int]
-    """Positions that the step filled, counted from ``start``."""
     token_ids: list[int]
-    """Tokens at ``positions``."""
+    """The mask token where masked."""
+    masked: list[bool]
     confidences: list[float | None]
-    """Probabilities of these tokens."""
-    guesses: list[float | None]
-    """For each position that is still masked, in order: the probability of its best token; None where none was
-    predicted yet."""
-    mask_token_id: int
+    """Probability of the token, or where masked of the best one; None where none was predicted yet."""
 
 
 class Commits(NamedTuple):
@@ -114,8 +107,8 @@ class StepReport:
     """Log-probabilities of ``tokens``, if the request asks."""
     commits: Commits | None = None
     """Origin of ``tokens``, if the request asks."""
-    change: WindowChange | None = None
-    """Change of the running blocks, if the request streams by step."""
+    shown: ShownWindow | None = None
+    """The running blocks, if the request streams by step."""
     decision: dict[str, Any] | None = None
     """Value, probability and distribution of each field, after the last pass of a decision."""
 
@@ -125,17 +118,12 @@ class StepReport:
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.
             retained = min(retained, spec.from_block_start(self.plan.window).start)
-        progress.advance(
-            spec,
-            self.num_unmasked,
-            self.masked,
-            num_edited=self.num_edited,
-            revises=self.revises,
-            ends=self.ends,
-            seen=self.seen,
-            retained=retained,
-            prefills=self.plan.prefills,
-        )
+        if progress.span is not None and self.seen is not None:
+            progress.span = progress.span.after(self.seen)
+        progress.num_edited += self.num_edited
+        progress.revises = self.revises
+        progress.ended |= self.ends
+        progress.advance(spec, self.num_unmasked, self.masked, retained=retained, prefills=self.plan.prefills)
 
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
@@ -204,8 +192,8 @@ def figures_message(
     return {FIGURES_KEY: figures}
 
 
-def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowChange) -> dict[str, Any]:
-    """Change of the running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``: before the step."""
+def provisional_message(spec: DecodingSpec, progress: Progress, shown: ShownWindow) -> dict[str, Any]:
+    """The running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``: before the step."""
     return {
         PROVISIONAL_KEY: {
             "block": progress.running.first,
@@ -213,9 +201,8 @@ def provisional_message(spec: DecodingSpec, progress: Progress, change: WindowCh
             "gen_length": spec.gen_length,
             "block_length": spec.block_length,
             "first_block_length": min(spec.block_span(0).size, spec.gen_length),
-            "template": list(spec.template) if progress.num_denoised == 0 else None,
             "step": progress.step + 1,
             "forward_pass": progress.num_forwards + 1,
-            **asdict(change),
+            **asdict(shown),
         }
     }

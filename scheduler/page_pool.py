@@ -103,11 +103,9 @@ class PagePool:
     def grow(self, request_id: str, num_pages: int) -> bool:
         """Raise a request's reservation to ``num_pages``, if it has less; whether the pool has room for that."""
         more = num_pages - self._reserved[request_id]
-        if more <= 0:
-            return True
-        if self.num_reserved + more > self.num_pages:
+        if more > 0 and not self.can_reserve(more):
             return False
-        self._reserved[request_id] = num_pages
+        self._reserved[request_id] += max(more, 0)
         return True
 
     def num_keyed(self, request_id: str) -> int:

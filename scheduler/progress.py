@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from dllm_engine.scheduler.request import FIRST_BLOCK, Blocks, DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import SeenOfBlock, SpanState
+from dllm_engine.scheduler.unmasking_policies import SpanState
 
 
 @dataclass
@@ -90,33 +90,24 @@ class Progress:
         num_unmasked: int,
         masked: list[int] | None = None,
         *,
-        num_edited: int = 0,
-        revises: bool = False,
-        ends: bool = False,
-        seen: SeenOfBlock | None = None,
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """Advance by one forward pass. Arguments as the fields of ``StepReport``.
+        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of its plan.
 
         ``masked``: None: a single block runs. ``retained``: tokens per layer that pages hold now; None: unchanged.
         """
         if retained is not None:
             self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
-        if prefills:
-            self.num_forwards, self.num_prefills = self.num_forwards + 1, self.num_prefills + 1
-            return
-        if self.span is not None and seen is not None:
-            self.span = self.span.after(seen)
         self.num_forwards += 1
+        if prefills:
+            self.num_prefills += 1
+            return
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
-        self.num_edited += num_edited
         self.post_steps += not self.num_masked
-        self.revises = revises
         self.masked = [self.num_masked - num_unmasked] if masked is None else masked
         self.step += 1
-        self.ended |= ends
         self._settle(spec)
 
     def _settle(self, spec: DecodingSpec) -> None:

@@ -1,13 +1,9 @@
-"""Bounds refreshes of long requests, so that they do not hold up short ones.
+"""Bounds refreshes of long requests, so that they do not hold up short ones (docs/reference.md, ``refresh_ratio``).
 
-A FULL or UPDATE step computes a canvas, a REUSE step only a block, and all requests of a batch wait for the longest.
 With the ratio ρ, a request that refreshes owes the rows of that refresh. It may refresh again once requests of at most
 a quarter of its canvas have run 1/ρ times as many rows. So while these work for a time T, it refreshes for at most
-about ρ·T, and one refresh more.
-
-A refresh is put off, never dropped: the smallest requests owe nothing, and the rows they run pay for the others.
-Requests of similar size refresh when they are due, together where they can. To put them off would gain little, and
-smaller batches would cost all of them.
+about ρ·T, and one refresh more. A refresh is put off, never dropped: the smallest requests owe nothing, and the rows
+they run pay for the others. Requests of similar size refresh when they are due, together where they can.
 """
 
 import itertools

@@ -1,13 +1,15 @@
 """A request's settings, as every plan sees them."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from dllm_engine.families import Attention, ScheduleKind
-from dllm_engine.scheduler.token_bias import TokenBias
 from dllm_engine.scheduler.unmasking_policies import SlowFast, SpanState, split_steps
 
 
@@ -54,18 +56,34 @@ class CacheOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Guidance:
-    """Settings of Guided Diffusion (arXiv 2505.21467): the guide model's part in a step."""
+    """Settings of Guided Diffusion (arXiv 2505.21467): the guide's part in a step. Fields mean what request options of
+    these names mean, with ``guide_`` before them or not."""
 
     speculation_length: int = 32
-    """Masked positions, from the leftmost on, that are drafted and checked in a step."""
     top_k: int = 1
-    """A draft passes if it is among this many of the guide's best tokens."""
     threshold: float | None = None
-    """Drafts of a probability above this are filled too, beside the prefix that passes."""
     fallback: Literal["guide", "draft"] = "guide"
-    """Model whose token fills the first position if no draft passes."""
     correction: bool = False
-    """True if the guide's tokens replace the drafts that pass."""
+
+
+@dataclass(frozen=True)
+class TokenBias:
+    """A number for each of some tokens, added to their logits at the canvas positions before ``stop``."""
+
+    stop: int
+    values: tuple[tuple[int, float], ...]
+    """Token and number, of each token once. −∞: the token is not chosen."""
+
+    @classmethod
+    def barring(cls, tokens: Iterable[int], stop: int) -> "TokenBias":
+        """Tokens that are not chosen before ``stop``."""
+        return cls(stop, tuple((token, -math.inf) for token in sorted(tokens)))
+
+    @cached_property
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens, int64, and their numbers, float32; ``[num_tokens]`` each."""
+        tokens, numbers = zip(*self.values, strict=True) if self.values else ((), ())
+        return np.array(tokens, dtype=np.int64), np.array(numbers, dtype=np.float32)
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ class RequestQueue(SchedulerInterface):
         stats.pages_allocated = self.pages.num_allocated
         stats.tokens_retained = sum(self.states[request.request_id].progress.retained for request in self.running)
         # The only free dictionaries of vLLM's message are those of key-value connectors.
-        scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
+        scheduler_stats.kv_connector_stats = {STATS_KEY: vars(stats)}
         return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

@@ -39,23 +39,20 @@ class RequestState:
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
         progress, spec = self.progress, self.spec
-        shown = provisional_message(spec, progress, report.change) if report.change is not None else {}
+        shown = provisional_message(spec, progress, report.shown) if report.shown is not None else {}
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
         report.advance(progress, spec)
         if report.tokens is not None:
-            tokens = self._accept(report.tokens)
+            self._accept(report.tokens)
             if report.commits is not None:
                 passes, logprobs = self.commits or Commits([], [])
                 # New lists: an output that waits to be sent holds the old ones.
-                self.commits = Commits(
-                    passes + report.commits.forward_passes[: len(tokens)],
-                    logprobs + report.commits.logprobs[: len(tokens)],
-                )
-            if self.request.status is RequestStatus.FINISHED_STOPPED and tokens[-1] not in spec.end_tokens:
+                self.commits = Commits(passes + report.commits.forward_passes, logprobs + report.commits.logprobs)
+            if self.request.status is RequestStatus.FINISHED_STOPPED and report.tokens[-1] not in spec.end_tokens:
                 shown |= {COMPLETE_KEY: True}
-            return self._output(tokens, report, shown)
+            return self._output(report.tokens, report, shown)
         if not shown:
             return None
         message = figures_message(progress, with_trace=False) | shown
@@ -72,14 +69,12 @@ class RequestState:
             f"{progress.step} forward passes, more than any block can need",
         )
 
-    def _accept(self, tokens: list[int]) -> list[int]:
-        """Append tokens to the request up to its first end token; sets the status when it is done."""
+    def _accept(self, tokens: list[int]) -> None:
+        """Append tokens to the request, of which only the last may end it; sets the status when it is done."""
         request, params = self.request, self.request.sampling_params
         assert params is not None
-        end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
-        tokens = tokens if end is None else tokens[: end + 1]
         request.append_output_token_ids(tokens)
-        if end is not None:
+        if tokens[-1] in self.spec.end_tokens:
             request.status = RequestStatus.FINISHED_STOPPED
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
@@ -87,16 +82,14 @@ class RequestState:
             # By the end of the response a constraint or a decision has a whole text, also without an end token.
             is_whole = self.spec.constraint is not None or self.spec.decision is not None
             request.status = RequestStatus.FINISHED_STOPPED if is_whole else RequestStatus.FINISHED_LENGTH_CAPPED
-        return tokens
 
     def _output(self, tokens: list[int], report: StepReport, shown: dict[str, Any]) -> EngineCoreOutput:
-        request, logprobs = self.request, report.logprobs
+        request = self.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
-            # Tokens behind an end token are not sent.
-            new_logprobs=logprobs.slice_request(0, len(tokens)) if logprobs is not None else None,
+            new_logprobs=report.logprobs,
             finish_reason=request.get_finished_reason(),
             stop_reason=request.stop_reason,
             events=request.take_events(),

@@ -4,8 +4,9 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from string import Formatter
 from typing import Any
 
@@ -14,11 +15,10 @@ import numpy as np
 from dllm_engine.decisions.fields import Field
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import Automaton
-from dllm_engine.scheduler.constraints.decision import LITERAL, Decision
-from dllm_engine.scheduler.constraints.lattice import Graph
+from dllm_engine.scheduler.constraints.decision import Decision
+from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, states_reached
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.lifting import Vocabulary
 from dllm_engine.structured_output.requests import build_input
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
@@ -105,56 +105,44 @@ def build_decision(
     Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
     where the decision is too large.
     """
-    model_config = vllm_config.model_config
-    tokens = _Tokens(tokenizer, vocabulary_of(tokenizer, model_config.hf_config.vocab_size))
-    graph = GraphBuilder()
+    model_config, builder = vllm_config.model_config, GraphBuilder()
+    spelling = vocabulary_of(tokenizer, model_config.hf_config.vocab_size).spelling
+
+    def tokens_of(name: str, text: str) -> list[int]:
+        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        if b"".join(map(spelling, tokens)) != text.encode():
+            raise InvalidRequestError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
+        return tokens
+
     for number, (field, literal, choices) in enumerate(zip(texts.fields, texts.literals, texts.choices, strict=False)):
         name = f"fields.{field.name}"
         # Most tokenizers join a space with the word behind it.
         has_space = bool(choices) and literal.endswith(" ")
-        graph.literal(tokens.of(name, literal.removesuffix(" ") if has_space else literal))
+        builder.literal(tokens_of(name, literal.removesuffix(" ") if has_space else literal))
         if field.values is None:
-            graph.pattern(number, field.name, automata[field.name])
+            builder.pattern(number, field.name, automata[field.name])
         elif all(choices) or has_space:
-            graph.choices(number, [tokens.of(name, " " * has_space + text) for text in choices])
+            builder.choices(number, [tokens_of(name, " " * has_space + text) for text in choices])
         else:
             raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
-    graph.literal(tokens.of("the text behind the last field", texts.literals[-1]))
-    if graph.longest > model_config.max_model_len:
+    builder.literal(tokens_of("the text behind the last field", texts.literals[-1]))
+    if builder.longest > model_config.max_model_len:
         raise InvalidRequestError(
-            f"fields: their text needs up to {graph.longest} tokens, max_model_len is {model_config.max_model_len}; "
+            f"fields: their text needs up to {builder.longest} tokens, max_model_len is {model_config.max_model_len}; "
             "give fewer fields, or shorter texts"
         )
-    edges = np.concatenate(graph.edges, axis=1)
-    made = Graph(edges[0], edges[1], edges[2], np.array(graph.ends))
+    graph = builder.graph()
     limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = graph.longest * edges.shape[1] > _BUILT_AT_ONCE * limit
-    if is_large or made.size > limit // _SUM_COST:
+    is_large = builder.longest * len(graph.tokens) > _BUILT_AT_ONCE * limit
+    if is_large or graph.size > limit // _SUM_COST:
         raise InvalidRequestError(
-            f"fields: at {graph.longest} positions there may be too many of their {edges.shape[1]} tokens for "
+            f"fields: at {builder.longest} positions there may be too many of their {len(graph.tokens)} tokens for "
             f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
-    spellings = [tokens.spelling(token) for token in np.unique(edges[1]).tolist()] if has_patterns else []
-    return Decision(made, edges[3], edges[4], names, values, spellings, top_k, texts.is_json)
-
-
-class _Tokens:
-    """Tokens of pieces of text."""
-
-    def __init__(self, tokenizer: Any, vocabulary: Vocabulary) -> None:
-        self.tokenizer, self.vocabulary = tokenizer, vocabulary
-
-    def spelling(self, token: int) -> bytes:
-        first, last = self.vocabulary.starts[token : token + 2]
-        return self.vocabulary.token_bytes[first:last].tobytes()
-
-    def of(self, name: str, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        if b"".join(map(self.spelling, tokens)) != text.encode():
-            raise InvalidRequestError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
-        return tokens
+    spellings = [spelling(token) for token in np.unique(graph.tokens).tolist()] if has_patterns else []
+    return Decision(graph, names, values, spellings, top_k, texts.is_json)
 
 
 class GraphBuilder:
@@ -169,6 +157,9 @@ class GraphBuilder:
         self.longest = 0
         """Upper bound of the tokens of a sequence."""
 
+    def graph(self) -> Graph:
+        return Graph(np.array(self.ends), *np.concatenate(self.edges, axis=1))
+
     def literal(self, tokens: Sequence[int]) -> None:
         self.longest += len(tokens)
         for token in tokens:
@@ -181,7 +172,8 @@ class GraphBuilder:
         end = self._new_state()
         for number, tokens in enumerate(choices):
             sources, choice = self.ends, number
-            for token, target in self._chain(tokens, end):
+            for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+                target = self._new_state() if left else end
                 self._add(sources, token, target, field, choice)
                 sources, choice = [target], LITERAL
         self.ends = [end]
@@ -212,12 +204,6 @@ class GraphBuilder:
         columns = np.broadcast_arrays(sources, tokens, targets, field, choice)
         self.edges.append(np.stack(columns).astype(np.int32))
 
-    def _chain(self, tokens: Sequence[int], end: int) -> Iterator[tuple[int, int]]:
-        """Tokens with the states that they lead to."""
-        for token in tokens[:-1]:
-            yield token, self._new_state()
-        yield tokens[-1], end
-
     def _new_state(self) -> int:
         self.num_states += 1
         return self.num_states - 1
@@ -225,11 +211,6 @@ class GraphBuilder:
 
 def _is_bounded(automaton: Automaton) -> bool:
     """Return True if no text of the automaton is longer than its number of states."""
-    sources, kinds = np.nonzero(automaton.next_state >= 0)
-    targets = automaton.next_state[sources, kinds]
-    reached = np.arange(len(automaton.accepting)) == 0
-    for _ in range(len(reached)):
-        following = np.zeros_like(reached)
-        following[targets[reached[sources]]] = True
-        reached = following
-    return not reached.any()
+    num_states, (sources, kinds) = len(automaton.accepting), np.nonzero(automaton.next_state >= 0)
+    reached = states_reached(sources, automaton.next_state[sources, kinds], num_states)
+    return next(islice(reached, num_states, None), None) is None

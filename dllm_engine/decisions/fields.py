@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ MOST_FIELDS, MOST_CHOICES = 256, 1024
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 _OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", *_ANNOTATIONS}
 _INTEGER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+_TYPES = ("string", "number", "integer", "boolean", "null")
+"""Types of choices."""
 _KINDS = "an enum or const, a boolean, an integer with minimum and maximum, or a string with a pattern"
 
 
@@ -90,23 +92,17 @@ def _field(name: str, schema: Any) -> Field:
 def _choices(name: str, values: Any, kind: Any) -> list[Any]:
     if not isinstance(values, list) or not 1 <= len(values) <= MOST_CHOICES:
         raise InvalidRequestError(f"fields.{name}: enum is a list of 1 … {MOST_CHOICES} choices")
+    kinds, is_type = kind if isinstance(kind, list) else [kind], Draft202012Validator.TYPE_CHECKER.is_type
     different: dict[str, Any] = {}
     for value in values:
-        if isinstance(value, list | dict) or (kind is not None and not _is_of(value, kind)):
+        suits = kind is None or any(is_type(value, each) for each in kinds if each in _TYPES)
+        if isinstance(value, list | dict) or not suits:
             raise InvalidRequestError(f"fields.{name}: the choice {value!r} is no {kind or 'text, number or literal'}")
         try:
             different[json.dumps(value, allow_nan=False)] = value
         except (TypeError, ValueError):
             raise InvalidRequestError(f"fields.{name}: the choice {value!r} has no text in JSON") from None
     return list(different.values())
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    kinds: Sequence[Any] = kind if isinstance(kind, list) else [kind]
-    return any(Draft202012Validator.TYPE_CHECKER.is_type(value, each) for each in kinds if each in _TYPES)
-
-
-_TYPES = ("string", "number", "integer", "boolean", "null")
 
 
 def _integer(name: str, bounds: dict[str, Any]) -> Field:

@@ -18,6 +18,7 @@ from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR
+from dllm_engine.text import is_text
 
 TOP_K = 5
 """Values that are reported of a field with a pattern, unless a request says otherwise."""
@@ -111,14 +112,11 @@ def _checked_text(schema: Any) -> str:
 
 def _checked_template(template: str | None) -> str | None:
     """Raises ``InvalidRequestError`` for a template that is no text, or too long."""
-    if template is not None:
-        if not isinstance(template, str) or len(template) > LONGEST_GRAMMAR:
-            raise InvalidRequestError(f"template: give a text of at most {LONGEST_GRAMMAR} characters")
-        try:
-            template.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(f"template: it is no valid Unicode: {error}") from None
-    return template
+    if template is None or (isinstance(template, str) and len(template) <= LONGEST_GRAMMAR and is_text(template)):
+        return template
+    raise InvalidRequestError(
+        f"template: it is no valid Unicode text of at most {LONGEST_GRAMMAR} characters; give one"
+    )
 
 
 @contextmanager
@@ -130,11 +128,7 @@ def _naming(field: str) -> Iterator[None]:
         raise InvalidRequestError(f"fields.{field}: {str(error).partition(': ')[2]}") from None
 
 
-def _key(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> tuple[Any, ...]:
-    return schema, template, id(tokenizer), top_k
-
-
-@cached(LRUCache(64), key=_key, lock=Lock())  # read in several threads
+@cached(LRUCache(64), key=lambda *arguments: arguments[:-1], lock=Lock())  # read in several threads
 def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
     automata = {}

@@ -18,7 +18,10 @@ async def settle_decision(request: Any, serving: Any) -> None:
         request: a request object of vLLM's server, which is changed.
         serving: the server's object that has it.
     """
-    schema = _schema_of(request)
+    wanted: Any = getattr(request, "response_format", None)
+    if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
+        return
+    schema = wanted.json_schema.json_schema
     if schema is None or request.logprobs in (None, False):
         return
     xargs, engine = dict(request.vllm_xargs or {}), serving.engine_client
@@ -39,11 +42,3 @@ async def settle_decision(request: Any, serving: Any) -> None:
     request.vllm_xargs = {**params.extra_args, **xargs}
     request.response_format, request.temperature = None, 0.0
     set_length(request, params.max_tokens)
-
-
-def _schema_of(request: Any) -> Any:
-    """The JSON schema of ``response_format``; None for another format."""
-    wanted: Any = getattr(request, "response_format", None)
-    if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
-        return None
-    return wanted.json_schema.json_schema

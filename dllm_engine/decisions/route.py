@@ -41,14 +41,8 @@ def add_route(app: Any) -> None:
         engine = state.engine_client
         tokenizer = state.openai_serving_completion.renderer.tokenizer
         prompt = await prompt_tokens(request, state)
-        params = await decision_params_when_built(
-            request.fields,
-            tokenizer,
-            engine.vllm_config,
-            template=request.template,
-            passes=request.passes,
-            top_k=request.top_k,
-        )
+        settings = request.model_dump(include={"template", "passes", "top_k"})
+        params = await decision_params_when_built(request.fields, tokenizer, engine.vllm_config, **settings)
         request_id = f"decision-{random_uuid()}"
         results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)
         (output,) = [result async for result in results]

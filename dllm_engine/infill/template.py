@@ -1,9 +1,7 @@
-"""Templates of text: given pieces and holes, how they become tokens, and which text was filled into which hole.
+"""Templates of text: given pieces and holes, how they become tokens (docs/infill.md), and which text was filled into
+which hole."""
 
-Pieces are tokenized one by one, and so is what is filled in. Where a piece begins or ends inside of what the tokenizer
-would make one token, the model sees other tokens than in its training. Nothing is stripped.
-"""
-
+import math
 import re
 from collections.abc import Sequence
 from itertools import groupby, product
@@ -29,14 +27,12 @@ def parse_template(text: str) -> list[Piece]:
 def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
     """The template with one size for each hole, in every combination of their sizes."""
     choices = [piece if isinstance(piece, tuple) else (piece,) for piece in pieces]
-    found: list[list[str | int]] = []
-    for combination in product(*choices):
-        found.append(list(combination))
-        if len(found) > MOST_CANDIDATES:
-            raise InvalidRequestError(f"the holes have more than {MOST_CANDIDATES} combinations of sizes; give fewer")
-    if not found:
+    count = math.prod(map(len, choices))
+    if not count:
         raise InvalidRequestError("a hole has no size; give one, or several to choose from")
-    return found
+    if count > MOST_CANDIDATES:
+        raise InvalidRequestError(f"the holes have more than {MOST_CANDIDATES} combinations of sizes; give fewer")
+    return [list(combination) for combination in product(*choices)]
 
 
 def response_template(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[int | None]:

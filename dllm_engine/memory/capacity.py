@@ -169,7 +169,6 @@ def request_demand(
 
     assert d.max_model_len is not None
     method = options.method
-    method.check(options.cache, geometry.num_layers, geometry.guide is not None)
     defaults = {name: value for name, value in checkpoint_section(config).items() if name == "block_length"}
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})

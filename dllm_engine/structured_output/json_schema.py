@@ -1,6 +1,5 @@
-"""JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, and a keyword that cannot be held to
-is refused by name. Not every valid text is there: properties come in the order of the schema, and others than the
-listed are never written."""
+"""JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, but not every valid text is there
+(docs/structured_output.md). A keyword that cannot be held to is refused by name."""
 
 from fractions import Fraction
 from itertools import combinations

@@ -1,8 +1,4 @@
-"""JSON texts as expressions.
-
-A text has at most one space behind each comma and colon, and no other whitespace outside strings. Strings hold
-characters as themselves; of escapes there are those of one letter.
-"""
+"""JSON texts as expressions; docs/structured_output.md says which."""
 
 import json
 from collections.abc import Iterator

@@ -22,6 +22,9 @@ class Vocabulary:
         numbers that the tokenizer does not use."""
         self.digest = _digest(self.token_bytes) + _digest(self.starts)
 
+    def spelling(self, token: int) -> bytes:
+        return self.token_bytes[slice(*self.starts[token : token + 2])].tobytes()
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Vocabulary) and self.digest == other.digest
 

@@ -193,7 +193,6 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
     if options.lora_path is not None:
         check_adapter(options.lora_path, vllm_config)
     geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
-    options.method.check(options.cache, geometry.num_layers, options.guide_model is not None)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
     options = options.on_device(current_platform.device_type, model_config.enforce_eager)
     # The validated cache options: other nodes need not have the files that they name (a profile).

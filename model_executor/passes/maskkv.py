@@ -30,8 +30,7 @@ from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 from dllm_engine.scheduler.methods.maskkv import (
     MaskKVOptions,
     average_budget,
-    importance_name,
-    measures_layers,
+    measured_importance,
     prompt_budgets,
 )
 from dllm_engine.scheduler.page_layout import PageKind
@@ -150,7 +149,7 @@ class MaskKVPass(AdaptivePass):
         num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
         self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
-        self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
+        self.measuring = [i for i in self.voting if measured_importance(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
         """Per layer, of each of ``voting``."""
 
@@ -177,10 +176,11 @@ class MaskKVPass(AdaptivePass):
         All layers must have run before the first may evict, and until then their keys and values would have to be held
         beside the pages. So they run twice. The host waits for what the first run has measured.
         """
-        name = importance_name(self.options)
-        if not self.measuring or name is None:
+        if not self.measuring:
             return {}
         batch, device = self.batch, hidden.device
+        name = measured_importance(batch.canvases[self.measuring[0]].spec)
+        assert name is not None
         rows = torch.cat([torch.arange(*batch.bounds[i : i + 2], device=device) for i in self.measuring])
         bounds = RowBounds([batch.sizes[i] for i in self.measuring], device)
         importance = layer_importance(name, layers, hidden[rows], phases[rows], bounds)

@@ -10,7 +10,7 @@ from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
-from dllm_engine.scheduler.token_bias import TokenBias
+from dllm_engine.scheduler.request import TokenBias
 
 
 class BiasedRows(NamedTuple):

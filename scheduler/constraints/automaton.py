@@ -1,8 +1,6 @@
 """Automata over tokens: which sequences of tokens spell a text that a request may write."""
 
-import hashlib
 import io
-import zlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -24,21 +22,13 @@ class Automaton:
     """bool ``[num_states]``: whether the text may end here."""
 
     @cached_property
-    def digest(self) -> str:
-        """Equal for equal automata."""
-        return hashlib.blake2b(self._raw, digest_size=16).hexdigest()
-
-    @cached_property
-    def _raw(self) -> bytes:
-        buffer = io.BytesIO()
-        for table in (self.class_of, self.next_state, self.accepting):
-            np.save(buffer, table, allow_pickle=False)
-        return buffer.getvalue()
-
-    @cached_property
     def packed(self) -> bytes:
-        """To be sent; ``unpacked`` makes it an automaton again."""
-        return bytes.fromhex(self.digest) + zlib.compress(self._raw, level=1)
+        """To be sent; ``unpacked`` makes it an automaton again. Equal for equal automata."""
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer, class_of=self.class_of, next_state=self.next_state, accepting=self.accepting, allow_pickle=False
+        )
+        return buffer.getvalue()
 
 
 def joined(first: Automaton, second: Automaton) -> Automaton:
@@ -84,7 +74,7 @@ def distances(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> n
 @lru_cache(maxsize=16)
 def unpacked(packed: bytes) -> Automaton:
     """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
-    buffer = io.BytesIO(zlib.decompress(packed[16:]))
-    automaton = Automaton(*(np.load(buffer, allow_pickle=False) for _ in range(3)))
+    with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
+        automaton = Automaton(**tables)
     vars(automaton)["packed"] = packed  # not to be made again
     return automaton

@@ -1,7 +1,6 @@
 """Constraint of a response: an automaton over tokens, and the tokens that end a response."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -13,28 +12,11 @@ _LEAST = -1e9
 that the sum of a text's scores would not tell them apart."""
 
 
-@dataclass(frozen=True)
 class Transitions:
     """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
     so, pairs share one set of classes."""
 
-    sources: np.ndarray
-    """``[num_pairs]``: the first state."""
-    targets: np.ndarray
-    """``[num_pairs]``: the second state, ascending."""
-    set_of: np.ndarray
-    """``[num_pairs]``: the set of classes."""
-    classes: np.ndarray
-    """Classes of all sets, end to end."""
-    begins: np.ndarray
-    """``[num_sets + 1]``: where those of each set begin."""
-    reached: np.ndarray
-    """States that are some second state, ascending."""
-    into: np.ndarray
-    """``[len(reached) + 1]``: where the pairs of each of them begin."""
-
-    @classmethod
-    def of(cls, next_state: np.ndarray) -> "Transitions":
+    def __init__(self, next_state: np.ndarray) -> None:
         """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
         num_states, num_classes = next_state.shape
         sources, classes = np.nonzero(next_state >= 0)
@@ -45,20 +27,21 @@ class Transitions:
         stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
         # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
         numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
-        sums = np.add.reduceat(numbers[classes], starts)
-        _, firsts, set_of = np.unique(sums, return_index=True, return_inverse=True)
-        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
-        targets, sources = np.divmod(keys[starts], num_states)
-        reached, into = np.unique(targets, return_index=True)
-        return cls(
-            sources,
-            targets,
-            set_of,
-            np.concatenate([classes[:0], *sets]),
-            np.cumsum([0, *map(len, sets)]),
-            reached,
-            np.append(into, len(targets)),
+        _, firsts, self.set_of = np.unique(
+            np.add.reduceat(numbers[classes], starts), return_index=True, return_inverse=True
         )
+        """``[num_pairs]``: the set of classes."""
+        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
+        self.classes = np.concatenate([classes[:0], *sets])
+        """Classes of all sets, end to end."""
+        self.begins = np.cumsum([0, *map(len, sets)])
+        """``[num_sets + 1]``: where those of each set begin."""
+        self.targets, self.sources = np.divmod(keys[starts], num_states)
+        """``[num_pairs]`` each: the second state, ascending, and the first."""
+        self.reached, into = np.unique(self.targets, return_index=True)
+        """States that are some second state, ascending."""
+        self.into = np.append(into, len(self.targets))
+        """``[len(reached) + 1]``: where the pairs of each of them begin."""
 
 
 class Constraint:
@@ -82,11 +65,7 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
-        self._has_ends = bool(end_tokens)
-        self._before_masks = [self.accepting]
-        """From which states so many tokens lead to an accepted text; grows as it is asked for."""
-        self._settled = False
-        """True if any more tokens lead there from the states of the last entry."""
+        self._before_mask = lru_cache(maxsize=4096)(self._states_before_mask)
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
@@ -94,50 +73,35 @@ class Constraint:
 
         ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
         """
-        num_given = next((i for i in range(len(template), 0, -1) if template[i - 1] is not None), 0)
-        alike = max(num_given, first_end)
-        found = [self._completed_by(count) for count in range(len(template) - alike + 1)]
-        for place in range(alike - 1, -1, -1):
-            found.append(self._before(found[-1], template[place], ends=place >= first_end))
+        found = [self.accepting]
+        for place in reversed(range(len(template))):
+            token, accepted = template[place], found[-1]
+            if token is None:
+                found.append(self._before_mask(accepted.tobytes(), place >= first_end))
+            else:
+                kind = self.class_of[token]
+                following = self.next_state[:, kind]
+                found.append((kind >= 0) & (following >= 0) & accepted[following])
         return found[::-1]
 
-    def _completed_by(self, count: int) -> np.ndarray:
-        """The states from which ``count`` tokens lead to an accepted text, bool ``[num_states]``."""
-        while count >= len(self._before_masks) and not self._settled:
-            last = self._before_masks[-1]
-            # Behind an accepted text there may be any number of end tokens.
-            few = self._fewest <= len(self._before_masks) if self._has_ends else self._before(last, None)
-            self._before_masks.append(few)
-            self._settled = np.array_equal(self._before_masks[-1], last)
-        return self._before_masks[min(count, len(self._before_masks) - 1)]
+    def _states_before_mask(self, accepted: bytes, may_end: bool) -> np.ndarray:
+        """The states from which a token leads to one of ``accepted``, which are the bytes of bool ``[num_states]``;
+        not ``may_end``: a token that is no end token."""
+        sources, targets = self._transitions.sources, self._transitions.targets
+        # Only end tokens lead to the last state.
+        leads = np.frombuffer(accepted, bool)[targets] & (may_end | (targets < self.num_states - 1))
+        before = np.zeros(self.num_states, bool)
+        before[sources[leads]] = True
+        return before
 
     def fewest_tokens(self) -> int | None:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
         fewest = int(self._fewest[0])
         return None if fewest == FAR else fewest
 
-    def _before(self, accepted: np.ndarray, token: int | None, ends: bool = True) -> np.ndarray:
-        """The states from which a token, or any, leads to one of ``accepted``; without ``ends``, any but an end
-        token."""
-        before = np.zeros_like(accepted)
-        if token is None:
-            sources, targets = (self._transitions.sources, self._transitions.targets) if ends else self._inside
-            before[sources[accepted[targets]]] = True
-        elif self.class_of[token] >= 0:
-            following = self.next_state[:, self.class_of[token]]
-            before[(following >= 0) & accepted[following]] = True
-        return before
-
     @cached_property
     def _transitions(self) -> Transitions:
-        return Transitions.of(self.next_state)
-
-    @cached_property
-    def _inside(self) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of states of which a token that is no end token leads from the first to the second."""
-        sources, classes = np.nonzero(self.next_state[:, :-1] >= 0)
-        keys = np.unique(sources * self.num_states + self.next_state[sources, classes])
-        return keys // self.num_states, keys % self.num_states
+        return Transitions(self.next_state)
 
     @cached_property
     def _fewest(self) -> np.ndarray:

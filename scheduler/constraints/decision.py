@@ -1,13 +1,14 @@
 """Decisions: fields with accepted texts, and the probabilities that forward passes give these texts.
 
-A response is the text of a JSON object with a value for each field. The tokens that all accepted texts have at the same
-position are given; the rest are masks. A pass gives each mask a distribution over tokens. The probability of a text is
-the product of its tokens' probabilities, end tokens behind a shorter text included, normalised over all accepted
-texts. That of a field's value is the sum over all texts with that value.
+docs/decisions.md defines the probabilities. The tokens that all accepted texts have at the same position are given; the
+rest are masks.
 """
 
+import heapq
 import io
+import itertools
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,11 +16,88 @@ from typing import Any
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.field_texts import FieldTexts
-from dllm_engine.scheduler.constraints.lattice import END, OPEN, Graph, Lattice
+from dllm_engine.scheduler.constraints.lattice import END, LITERAL, OPEN, Graph, Lattice
 
-LITERAL = -1
-"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
+_PATHS_PER_TEXT = 40
+"""Beginnings of sequences that a search looks at for each of the most probable texts of a field."""
+
+
+class FieldTexts:
+    """Texts of a field with a pattern, and their probabilities. Several sequences of tokens may spell one."""
+
+    def __init__(self, decision: "Decision", field: int) -> None:
+        lattice, self.spellings = decision.lattice, decision.spellings
+        self.lattice, self.columns, self.is_own = lattice, decision.edge_columns, lattice.fields == field
+        self.longest = max(map(len, self.spellings))
+        self.starts = np.setdiff1d(lattice.sources[self.is_own], lattice.following[lattice.targets[self.is_own]])
+        """Nodes before the field."""
+        self._edges_of: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+        """Edges of the field by their source and their text, which several tokens may have."""
+        own = np.flatnonzero(self.is_own)
+        columns = (column.tolist() for column in (own, lattice.sources[own], self.columns[own]))
+        for edge, source, column in zip(*columns, strict=True):
+            self._edges_of[source, self.spellings[column]].append(edge)
+
+    def text_of(self, edges: np.ndarray) -> bytes:
+        """The text that edges spell."""
+        return b"".join(self.spellings[column] for column in self.columns[edges].tolist())
+
+    def top(self, visits: np.ndarray, steps: np.ndarray, top_k: int, wanted: bytes) -> list[tuple[bytes, float]]:
+        """The most probable texts, most probable first, with ``wanted`` among them, and their probabilities.
+
+        The probabilities are exact. The search is bounded, so that a text of many improbable spellings may be missing.
+
+        Args:
+            visits: log-probability that a text passes through each node, ``[num_nodes]``.
+            steps: log-probability of each edge, given that its source is passed through, ``[num_lattice_edges]``.
+        """
+        probabilities = {wanted: self._probability(visits, steps, wanted)}
+        numbers = itertools.count()
+        queue = [(-visits[node], next(numbers), int(node), b"") for node in self.starts]
+        heapq.heapify(queue)
+        for _ in range(_PATHS_PER_TEXT * top_k):
+            best = heapq.nlargest(top_k, probabilities.values())
+            # No other text is more probable than all others together.
+            if not queue or (len(best) == top_k and best[-1] >= 1 - sum(probabilities.values())):
+                break
+            cost, _, node, text = heapq.heappop(queue)
+            if node < 0:
+                if text not in probabilities:
+                    probabilities[text] = self._probability(visits, steps, text)
+                continue
+            leaving = self.lattice.edges_from(node)
+            own = leaving[self.is_own[leaving]]
+            if text and (leaves := self.leaves(node, steps)) > -np.inf:
+                heapq.heappush(queue, (cost - leaves, next(numbers), -1, text))
+            # Through fewer than the best of a node's edges no more texts can be among the best.
+            for edge in own[np.argsort(-steps[own])][: top_k + len(probabilities)].tolist():
+                target = int(self.lattice.following[self.lattice.targets[edge]])
+                spelled = text + self.spellings[self.columns[edge]]
+                heapq.heappush(queue, (cost - steps[edge], next(numbers), target, spelled))
+        ranked = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
+        if wanted not in dict(ranked):
+            ranked[-1] = wanted, probabilities[wanted]
+        return ranked
+
+    def _probability(self, visits: np.ndarray, steps: np.ndarray, text: bytes) -> float:
+        """Sum over all spellings of a text."""
+        masses: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(len(text) + 1)]
+        for node in self.starts.tolist():
+            masses[0][node] = float(np.exp(visits[node]))
+        for start in range(len(text)):
+            for node, mass in masses[start].items():
+                for stop in range(start + 1, min(start + self.longest, len(text)) + 1):
+                    for edge in self._edges_of.get((node, text[start:stop]), ()):
+                        target = int(self.lattice.following[self.lattice.targets[edge]])
+                        masses[stop][target] += mass * float(np.exp(steps[edge]))
+        return min(sum(mass * float(np.exp(self.leaves(node, steps))) for node, mass in masses[-1].items()), 1.0)
+
+    def leaves(self, node: int, steps: np.ndarray) -> float:
+        """Log-probability that the field ends at a node."""
+        leaving = self.lattice.edges_from(node)
+        if node == self.lattice.closes[-1]:
+            return 0.0
+        return float(np.logaddexp.reduce(steps[leaving[~self.is_own[leaving]]], initial=-np.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +105,6 @@ class Decision:
     """Fields of a decision, and the texts that it may write."""
 
     graph: Graph
-    fields: np.ndarray
-    """int32 ``[num_edges]``: number of the field that an edge of the graph belongs to, or ``LITERAL``."""
-    choices: np.ndarray
-    """int32 ``[num_edges]``: number of the choice that an edge begins, or ``LITERAL``."""
     names: Sequence[str]
     values: Sequence[list[Any] | None]
     """Choices of each field; None for a field of a pattern."""
@@ -53,18 +127,8 @@ class Decision:
     @cached_property
     def template(self) -> tuple[int | None, ...]:
         """The response before the first pass, with None for each mask."""
-        left = self.lattice.tokens_left(np.ones(len(self.lattice.edges), bool))
+        left = self.lattice.tokens_left(np.ones(len(self.lattice.tokens), bool))
         return tuple(token if token >= 0 else None for token in left.tolist())
-
-    @cached_property
-    def edge_fields(self) -> np.ndarray:
-        """Field of each edge of the lattice."""
-        return np.append(self.fields, LITERAL)[self.lattice.edges]
-
-    @cached_property
-    def edge_choices(self) -> np.ndarray:
-        """Choice that each edge of the lattice begins."""
-        return np.append(self.choices, LITERAL)[self.lattice.edges]
 
     @cached_property
     def edge_columns(self) -> np.ndarray:
@@ -74,19 +138,14 @@ class Decision:
     @cached_property
     def first_edges(self) -> list[np.ndarray]:
         """Of each field, the edges of the lattice that begin a choice."""
-        begins = np.flatnonzero(self.edge_choices != LITERAL)
-        order = begins[np.argsort(self.edge_fields[begins], kind="stable")]
-        return np.split(order, np.searchsorted(self.edge_fields[order], range(1, len(self.names))))
+        fields, begins = self.lattice.fields, np.flatnonzero(self.lattice.choices != LITERAL)
+        order = begins[np.argsort(fields[begins], kind="stable")]
+        return np.split(order, np.searchsorted(fields[order], range(1, len(self.names))))
 
     @cached_property
     def texts(self) -> list[FieldTexts | None]:
         """Texts of each field with a pattern; None for a field of choices."""
-        return [
-            None
-            if values is not None
-            else FieldTexts(self.lattice, self.edge_fields == field, self.edge_columns, self.spellings)
-            for field, values in enumerate(self.values)
-        ]
+        return [FieldTexts(self, field) if values is None else None for field, values in enumerate(self.values)]
 
     @cached_property
     def packed(self) -> bytes:
@@ -95,7 +154,7 @@ class Decision:
         header = json.dumps(
             [self.names, self.values, self.top_k, self.is_json, [text.hex() for text in self.spellings]]
         )
-        edges = np.stack((graph.sources, graph.tokens, graph.targets, self.fields, self.choices))
+        edges = np.stack((graph.sources, graph.tokens, graph.targets, graph.fields, graph.choices))
         np.savez_compressed(buffer, edges=edges, ends=graph.ends, header=np.frombuffer(header.encode(), np.uint8))
         return buffer.getvalue()
 
@@ -104,10 +163,10 @@ class Decision:
 def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        (sources, tokens, targets, fields, choices), ends = arrays["edges"], arrays["ends"]
+        graph = Graph(arrays["ends"], *arrays["edges"])
         names, values, top_k, is_json, spellings = json.loads(arrays["header"].tobytes())
     texts = [bytes.fromhex(text) for text in spellings]
-    return Decision(Graph(sources, tokens, targets, ends), fields, choices, names, values, texts, top_k, is_json)
+    return Decision(graph, names, values, texts, top_k, is_json)
 
 
 @dataclass(frozen=True)
@@ -132,7 +191,7 @@ class RunningDecision:
         self._answers: dict[int, dict[str, Any]] = {}
         self._left = list(range(len(decision.names)))
         self._passes_left = passes
-        self._allowed = np.ones(len(decision.lattice.edges), bool)
+        self._allowed = np.ones(len(decision.lattice.tokens), bool)
 
     @property
     def answers(self) -> dict[str, dict[str, Any]]:
@@ -189,7 +248,7 @@ class RunningDecision:
         """The fields to commit in a pass that is not the last: those whose tokens are all decided, and an equal part of
         the others. Arguments as of ``commit`` and ``FieldTexts.top``."""
         decision, lattice = self.decision, self.decision.lattice
-        path_fields, as_on_path = decision.edge_fields[path], self._as_on_path(path)
+        path_fields, as_on_path = lattice.fields[path], self._as_on_path(path)
 
         def sureness(field: int) -> float:
             """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
@@ -209,12 +268,14 @@ class RunningDecision:
 
         A text that may follow several others begins with an edge from each of them.
         """
-        fields, lattice = self.decision.edge_fields, self.decision.lattice
-        return lattice.agrees(path) & (fields == fields[path][lattice.positions])
+        fields, lattice = self.decision.lattice.fields, self.decision.lattice
+        same = path[lattice.positions]
+        writes_same = (lattice.tokens == lattice.tokens[same]) & (fields == fields[same])
+        return writes_same & (lattice.targets == lattice.targets[same])
 
     def _tokens_left(self, path: np.ndarray, committed: list[int]) -> np.ndarray:
         """Allow only texts that have the committed fields where the path has them; as ``Lattice.tokens_left``."""
-        fields, lattice = self.decision.edge_fields, self.decision.lattice
+        fields, lattice = self.decision.lattice.fields, self.decision.lattice
         fixed = np.isin(fields[path], committed)[lattice.positions]
         self._allowed &= np.where(fixed, self._as_on_path(path), ~np.isin(fields, committed))
         return lattice.tokens_left(self._allowed)
@@ -222,7 +283,8 @@ class RunningDecision:
     def _answer(self, field: int, path: np.ndarray, visits: np.ndarray, steps: np.ndarray) -> dict[str, Any]:
         """Arguments as of ``FieldTexts.top``."""
         decision, texts, values = self.decision, self.decision.texts[field], self.decision.values[field]
-        own = path[decision.edge_fields[path] == field]
+        lattice = decision.lattice
+        own = path[lattice.fields[path] == field]
         if texts is not None:
             text = texts.text_of(own)
             ranked = texts.top(visits, steps, decision.top_k, text)
@@ -233,9 +295,9 @@ class RunningDecision:
         else:
             assert values is not None
             begins = decision.first_edges[field]
-            posterior = np.exp(visits[decision.lattice.sources[begins]] + steps[begins])
-            sums = np.bincount(decision.edge_choices[begins], posterior, minlength=len(values))
-            shares, choice = (sums / sums.sum()).tolist(), int(decision.edge_choices[own].max())
+            posterior = np.exp(visits[lattice.sources[begins]] + steps[begins])
+            sums = np.bincount(lattice.choices[begins], posterior, minlength=len(values))
+            shares, choice = (sums / sums.sum()).tolist(), int(lattice.choices[own].max())
             value, probability = values[choice], shares[choice]
             distribution = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
         listed = [{"value": each, "probability": share} for each, share in distribution]

@@ -71,9 +71,9 @@ class CacheMethod:
     paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     """Cache options of the papers: by family, then by a part of the model's name in lower case. The first part that the
     name contains counts; a name with none of them gets the last."""
-    check: Callable[[Any, int, bool], None] = lambda options, num_layers, guided: None
-    """``check(options, num_layers, guided)``: raise ``ValueError`` if the options do not suit the model or an engine
-    with a guide."""
+    unguided: Callable[[Any], str | None] = lambda options: None
+    """Settings among the options with which a step does not draft every position, as a guide needs; None: there are
+    none."""
     refusal: Callable[[DecodingSpec], str | None] = lambda spec: None
     """Reason why the engine's cache options do not suit a request; None: they do."""
     tuned: Mapping[str, Sequence[Any]] = field(default_factory=dict)
@@ -142,8 +142,13 @@ class CacheMethod:
         """The most pages that any request of ``max_model_len`` can need.
 
         Demand grows with the canvas, and evenly from prompt to response and with the window, so the extremes bound it.
-        Raises ``ValueError`` if the pages do not suit the method.
+        Raises ``ValueError`` if the pages, or a guide, do not suit the method.
         """
+        if geometry.guide is not None and (settings := self.unguided(options)):
+            raise ValueError(
+                f"guide_model is not supported with {settings}: the guide needs a draft of every position; choose "
+                f"another cache method, or leave guide_model unset"
+            )
 
         def demand(gen_length: int, block_length: int) -> int:
             spec = DecodingSpec(
@@ -186,6 +191,5 @@ def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
     return lambda spec, running, geometry: geometry.uniform(retained(spec, running))
 
 
-def hold_canvas(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """Keys and values of the whole canvas in every layer."""
-    return geometry.uniform(spec.canvas_length)
+hold_canvas = hold_tokens(lambda spec, running: spec.canvas_length)
+"""Keys and values of the whole canvas in every layer."""

@@ -58,21 +58,13 @@ def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) 
     return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)
 
 
-def check(options: D2CacheOptions, num_layers: int, guided: bool) -> None:
-    """A guide needs a draft of every position."""
-    if guided:
-        raise ValueError(
-            "guide_model is not supported with cache_method='d2_cache': the guide needs a draft of every position, and "
-            "a step predicts some; choose another cache method"
-        )
-
-
-def pass_bytes(rows: int, longest: int) -> int:
-    """Four float32 for each row and position: rollout and probabilities of every request, and twice as much again while
-    a layer is added."""
-    return 16 * rows * longest
-
-
 D2_CACHE = CacheMethod(
-    plan, hold_canvas, D2CacheOptions, "passes.d2_cache:RolloutPass", check=check, pass_bytes=pass_bytes
+    plan,
+    hold_canvas,
+    D2CacheOptions,
+    "passes.d2_cache:RolloutPass",
+    # Four float32 for each row and position: rollout and probabilities of every request, and twice as much again while
+    # a layer is added.
+    pass_bytes=lambda rows, longest: 16 * rows * longest,
+    unguided=lambda options: "cache_method='d2_cache'",
 )

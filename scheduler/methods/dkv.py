@@ -38,13 +38,12 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
 
 
-PAPER_SETTINGS = {"LLaDA": {"": {"refresh_interval": 8}}, "Dream": {"": {"refresh_interval": 4}}}
-"""The authors' interval for Dream is half of LLaDA's."""
 DKV = CacheMethod(
     plan,
     hold_canvas,
     DKVOptions,
     "passes.paged:OverwritePass",
-    paper_settings=PAPER_SETTINGS,
+    # The authors' interval for Dream is half of LLaDA's.
+    paper_settings={"LLaDA": {"": {"refresh_interval": 8}}, "Dream": {"": {"refresh_interval": 4}}},
     tuned={"refresh_interval": (4, 8, 16)},
 )

@@ -113,19 +113,17 @@ _INTERVALS = {
 ``dllm eval --paper-task`` takes. Those for all benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache
 (its Appendix B). It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as LLaDA-8B-Instruct's 50 and 7
 are (Table 12)."""
-PAPER_SETTINGS = {
-    family: {
-        part: {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
-        for part, (prompt, response) in intervals.items()
-    }
-    for family, intervals in _INTERVALS.items()
-}
-TUNED = {"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)}
 DLLM_CACHE = CacheMethod(
     plan,
     hold_canvas_and_features,
     DLLMCacheOptions,
     "passes.adaptive:AdaptivePass",
-    paper_settings=PAPER_SETTINGS,
-    tuned=TUNED,
+    paper_settings={
+        family: {
+            part: {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
+            for part, (prompt, response) in intervals.items()
+        }
+        for family, intervals in _INTERVALS.items()
+    },
+    tuned={"response_refresh_interval": (4, 7, 14), "update_ratio": (0.1, 0.25, 0.5)},
 )

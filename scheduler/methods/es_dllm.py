@@ -139,22 +139,14 @@ def hold_canvas_and_copy(spec: DecodingSpec, running: Blocks, geometry: PoolGeom
     return counts
 
 
-def check(options: ESDLLMOptions, num_layers: int, guided: bool) -> None:
-    """A guide needs a draft of every position."""
-    if guided and options.skips:
-        raise ValueError(
-            "guide_model is not supported with cache_method='es_dllm' where rows are skipped: the guide needs a "
-            "draft of every position; set cache option indicator='none' or choose another cache method"
-        )
-
-
-TUNED = {"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)}
 ES_DLLM = CacheMethod(
     plan,
     hold_canvas_and_copy,
     ESDLLMOptions,
     "passes.es_dllm:EarlySkipPass",
     uniform_sampler="always",
-    check=check,
-    tuned=TUNED,
+    unguided=lambda options: (
+        "cache_method='es_dllm' unless its cache option indicator is 'none'" if options.skips else None
+    ),
+    tuned={"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)},
 )

@@ -13,7 +13,7 @@ from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_p
 from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, ImportanceName, layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec
+from dllm_engine.scheduler.request import Blocks, DecodingSpec
 from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
@@ -64,21 +64,11 @@ def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
     return average if options.kv_budget is None else min(average, options.kv_budget)
 
 
-def importance_name(options: MaskKVOptions) -> ImportanceName | None:
-    """The importance of layers that budgets go by."""
-    return LAYER_BUDGETS[options.layer_budget].importance
-
-
-def measures_layers(spec: DecodingSpec) -> bool:
-    """Return True if the budgets of a request depend on its first forward pass."""
+def measured_importance(spec: DecodingSpec) -> ImportanceName | None:
+    """The importance of layers that a request's budgets go by, which its first forward pass measures; None: by none."""
     options = MaskKVOptions.of(spec)
     evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
-    return evicts and importance_name(options) is not None
-
-
-def runs(spec: DecodingSpec, plan: StepPlan) -> int:
-    """Twice where the first pass measures layers before it evicts."""
-    return 2 if plan.forward == 0 and measures_layers(spec) else 1
+    return LAYER_BUDGETS[options.layer_budget].importance if evicts else None
 
 
 def prompt_budgets(spec: DecodingSpec, importance: Sequence[float]) -> list[int]:
@@ -101,18 +91,14 @@ def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: Pool
     }
 
 
-def largest(options: MaskKVOptions) -> CacheOptions:
-    """A share of one prompt token is none, while of a few the heads of a rank may retain them all."""
-    return options.model_copy(update={"retention_ratio": 1.0})
-
-
-TUNED = {"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)}
 MASKKV = CacheMethod(
     plan,
     hold_budget_and_features,
     MaskKVOptions,
     "passes.maskkv:MaskKVPass",
-    runs=runs,
-    largest=largest,
-    tuned=TUNED,
+    # A first pass that measures layers runs once more before it evicts.
+    runs=lambda spec, plan: 2 if plan.forward == 0 and measured_importance(spec) else 1,
+    # A share of one prompt token is none, while of a few the heads of a rank may retain them all.
+    largest=lambda options: options.model_copy(update={"retention_ratio": 1.0}),
+    tuned={"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)},
 )

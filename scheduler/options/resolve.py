@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine.families import FAMILIES, ModelFamily, every_end_token, released_defaults
+from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
@@ -31,7 +31,7 @@ from dllm_engine.scheduler.options.request_options import (
 from dllm_engine.scheduler.options.resolve_decision import resolve_decision
 from dllm_engine.scheduler.options.resolve_unmasking import (
     check_attention,
-    resolve_editing,
+    resolve_post_steps,
     resolve_slow_fast,
     resolve_unmasking,
 )
@@ -40,8 +40,16 @@ from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, 
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
-_FIELDS_OF_DECIDER = {*END_OPTIONS, "tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold"}
-"""Request options about what a step fills that ``DecodingSpec`` has under the same names."""
+_UNGUIDED = (
+    *("unmasking", "certainty_sigma", "alg_temp", "delay_eos", "block_add_threshold"),
+    *(*COUNT_OPTIONS, *END_OPTIONS, *PARALLEL_OPTIONS),
+)
+"""Request options about what a step fills, which the guide decides for a guided request."""
+_KEPT = {
+    *("tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold", *END_OPTIONS),
+    *("edit_threshold", "suffix_blocks", "delay_eos", "return_given", "return_order"),
+}
+"""Request options that ``DecodingSpec`` has under the same names, as they are."""
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -50,7 +58,7 @@ def check_request_defaults(engine: EngineOptions) -> None:
     resolve_cache(options, engine)
     _check_suffix(options, engine)
     if engine.guide_model is None:
-        resolve_guidance(options, engine)
+        resolve_guidance(options, options, engine)
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
@@ -129,8 +137,11 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
-def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance | None:
-    """Settings of the guide for a request; None: the request is not guided."""
+def resolve_guidance(options: RequestOptions, own: RequestOptions, engine: EngineOptions) -> Guidance | None:
+    """Settings of the guide for a request; None: the request is not guided.
+
+    ``own``: options that the request itself names. What the guide has no use for it only minds there.
+    """
     given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
     if engine.guide_model is None:
         if options.guided or given:
@@ -138,20 +149,16 @@ def resolve_guidance(options: RequestOptions, engine: EngineOptions) -> Guidance
             raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
         return None
     if options.guided is False:
-        if given:
-            raise InvalidRequestError(f"guided=False and {', '.join(given)} contradict each other; leave one unset")
+        if named := ", ".join(name for name in GUIDE_OPTIONS if getattr(own, name) is not None):
+            raise InvalidRequestError(f"guided=False and {named} contradict each other; leave one unset")
         return None
-    asked = given if options.guided is None else {"guided": True, **given}
-    wanted = with_defaults(asked, engine.request_defaults)
-    if wanted.get("guided") is False:
-        return None
-    others = (*COUNT_OPTIONS, "unmasking", "certainty_sigma", "delay_eos", "block_add_threshold", *END_OPTIONS)
-    for name in (*others, *(["alg_temp"] if options.alg_temp else []), *PARALLEL_OPTIONS):
-        if (value := getattr(options, name)) is not None and value is not False:
+    for name in _UNGUIDED:
+        value = getattr(own, name)
+        if value is not None and value is not False and (name, value) != ("alg_temp", 0):
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**{name.removeprefix("guide_"): wanted[name] for name in GUIDE_OPTIONS if name in wanted})
+    return Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
 
 
 def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
@@ -206,23 +213,11 @@ def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
     return tuple(template)
 
 
-def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
-    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
-    ends = set(params.stop_token_ids or ())
-    if not params.ignore_eos:
-        ends.update(every_end_token(hf_config))
-        if params.eos_token_id is not None:
-            ends.add(params.eos_token_id)
-    return frozenset(ends)
-
-
 def resolve_decoding(
     params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
 ) -> DecodingSpec:
     """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
     own = request_options(params)
-    # What the guide has no use for it only minds where the request itself asks for it.
-    guidance = resolve_guidance(own, engine)
     if own.trace and not engine.trace:
         raise InvalidRequestError(
             "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
@@ -233,8 +228,9 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
         )
-    filled = with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
-    options = own.model_copy(update=filled)
+    options = own.model_copy(update=with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
+    if (guidance := resolve_guidance(options, own, engine)) is not None:
+        options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
     if params.max_tokens is None:
         raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
     if params.max_tokens < 1:
@@ -248,11 +244,9 @@ def resolve_decoding(
     unfiltered = is_uniform and params.temperature == 0
     if is_uniform:
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
-    decides = options if guidance is None else own
-    unmasking, parallel = resolve_unmasking(decides, family)
-    _check_several_blocks(decides, parallel)
+    unmasking, parallel = resolve_unmasking(options, family)
+    _check_several_blocks(options, parallel)
     check_attention(options, family)
-    edit_threshold, max_post_steps = resolve_editing(options, own, guided=guidance is not None)
     _check_suffix(options, engine)
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
@@ -272,17 +266,14 @@ def resolve_decoding(
                 f"set guided=False"
             )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
-    named = decides.model_dump(include=_FIELDS_OF_DECIDER, exclude_none=True)
-    named |= options.model_dump(include={"suffix_blocks", "delay_eos"}, exclude_none=True)
-    named |= own.model_dump(include={"return_given", "return_order"}, exclude_none=True)
     spec = DecodingSpec(
-        **named,
+        **options.model_dump(include=_KEPT, exclude_none=True),
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
         # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
         steps=steps if parallel is None else positions,
-        block_steps=decides.steps_per_block if scheduled else None,
+        block_steps=options.steps_per_block if scheduled else None,
         schedule=family.schedule,
         attention=family.attention,
         whole_blocks=family.whole_blocks,
@@ -292,9 +283,8 @@ def resolve_decoding(
         top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
         top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
         parallel=parallel,
-        slow_fast=resolve_slow_fast(decides, family),
-        edit_threshold=edit_threshold,
-        max_post_steps=max_post_steps,
+        slow_fast=resolve_slow_fast(options, family),
+        max_post_steps=resolve_post_steps(options, own),
         guidance=guidance,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
         early_stop=bool(options.early_stop) and family.attention == "full",

@@ -7,14 +7,22 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import end_token_ids
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.token_bias import TokenBias
+from dllm_engine.scheduler.request import DecodingSpec, TokenBias
 
 MOST_BIASES = 8192
 """As many are checked, sent and added in milliseconds."""
 LARGEST_BIAS = 1e4
 """More than logits differ by; added to one, float32 still tells tokens apart."""
+
+
+def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
+    """Tokens that end a response: the model's (unless ``ignore_eos``) and the request's ``stop_token_ids``."""
+    ends = set(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        ends.update(every_end_token(hf_config))
+        if params.eos_token_id is not None:
+            ends.add(params.eos_token_id)
+    return frozenset(ends)
 
 
 def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
@@ -56,19 +64,14 @@ def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -
 def check_token_numbers(params: SamplingParams, vocab_size: int) -> None:
     """Raise ``InvalidRequestError`` for token ids that the vocabulary has not, and for what cannot be added to
     logits."""
-    for token in params.stop_token_ids or ():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids holds {token}, outside the vocabulary of {vocab_size}; leave it out"
-            )
     biases = params.logit_bias or {}
     if len(biases) > MOST_BIASES:
         raise InvalidRequestError(f"logit_bias has {len(biases)} tokens; leave some out, at most {MOST_BIASES} can be")
+    for name, tokens in (("stop_token_ids", params.stop_token_ids or ()), ("logit_bias", biases)):
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequestError(f"{name} holds {token}, outside the vocabulary of {vocab_size}; leave it out")
     for token, number in biases.items():
-        if not 0 <= token < vocab_size:
-            raise InvalidRequestError(
-                f"logit_bias holds {token}, no token id of the vocabulary of {vocab_size}; leave it out"
-            )
         if not (number == -math.inf or -LARGEST_BIAS <= number <= LARGEST_BIAS):
             raise InvalidRequestError(
                 f"logit_bias[{token}]={number} is out of range: it must be a number of "

@@ -125,25 +125,15 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
             )
 
 
-def resolve_editing(options: RequestOptions, own: RequestOptions, *, guided: bool) -> tuple[float | None, int]:
-    """The request's ``edit_threshold`` and ``max_post_steps``; None and 0: decided tokens stay.
+def resolve_post_steps(options: RequestOptions, own: RequestOptions) -> int:
+    """The steps that a block may take after its last mask; 0: decided tokens stay.
 
-    Args:
-        own: options that the request itself names. A default of the engine gives way to a guide.
-        guided: True if a guide decides what a step fills.
+    ``own``: options that the request itself names. A default of the engine may be without ``edit_threshold``.
     """
-    threshold = options.edit_threshold
-    if threshold is None:
-        if own.max_post_steps is not None:
-            raise InvalidRequestError(
-                f"max_post_steps={own.max_post_steps} counts steps of token editing; set edit_threshold, or leave it "
-                f"unset"
-            )
-        return None, 0
-    if not guided:
-        return threshold, RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
-    if own.edit_threshold is not None:
+    if options.edit_threshold is not None:
+        return RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    if own.max_post_steps is not None:
         raise InvalidRequestError(
-            f"edit_threshold={threshold}: the guide decides what a step fills; leave it unset, or set guided=False"
+            f"max_post_steps={own.max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
         )
-    return None, 0
+    return 0

@@ -12,7 +12,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-from dllm_engine.params import OWN_NAMES
+from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck, create_if_known
@@ -107,6 +107,9 @@ def test_a_route_that_would_stop_the_engine_is_left_out(ours):
 @cache
 def every_route():
     return app_client("--enable-scale-out", tasks=("generate",))
+
+
+OWN_NAMES = {*RequestOptions.model_fields, *ELSEWHERE} - VLLM_OPTIONS
 
 
 def routes_with_bodies():

@@ -132,41 +132,40 @@ class Tokenizer:
         return data.decode(errors="replace")
 
 
-def message(positions, token_ids, *, length, block=0, step=1, guess=None) -> dict:
-    """What a step changed, as the engine sends it."""
-    masked = length - len(positions) if step == 1 else 0
+def message(*tokens, block=0, step=1, guess=None) -> dict:
+    """The running block after a step, as the engine sends it; None for a mask."""
+    length, masked = len(tokens), [token is None for token in tokens]
     return {
         "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "first_block_length": length,
-        "start": block * length, "length": length, "sent": block * length, "step": step, "forward_pass": step,
-        "positions": positions, "token_ids": token_ids,
-        "confidences": [0.12345678] * len(positions), "guesses": [guess] * masked, "mask_token_id": 0, "template": None,
+        "start": block * length, "sent": block * length, "step": step, "forward_pass": step,
+        "token_ids": [token or 0 for token in tokens], "masked": masked,
+        "confidences": [guess if each else 0.12345678 for each in masked],
     }  # fmt: skip
 
 
 def test_a_chunk_brings_what_changed_since_the_last_one():
     reader, changes = BlockReader(Tokenizer()), BlockChanges()
-    first = changes.to(reader.read(message([1], [9], length=3, guess=0.4)))
+    first = changes.to(reader.read(message(None, 9, None, guess=0.4)))
     assert first == {
         "block": 0, "step": 1, "forward_pass": 1, "sent": 0,
         "num_blocks": 2, "gen_length": 6, "block_length": 3, "first_block_length": 3, "start": 0, "length": 3,
         "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
         "guess_positions": [0, 2], "guess_percents": [40, 40],
     }  # fmt: skip
-    second = message([0], [5], length=3, step=2) | {"guesses": [0.4099]}
-    assert changes.to(reader.read(second)) == {
+    assert changes.to(reader.read(message(5, 9, None, step=2, guess=0.4099))) == {
         "block": 0, "step": 2, "forward_pass": 2, "sent": 0,
         "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
         "guess_positions": [], "guess_percents": [],
     }  # fmt: skip
-    assert reader.read(message([2], [5], length=3, step=3)).text == "aa"
-    third = changes.to(reader.read(message([1], [5], length=3, block=1) | {"guesses": [None, None]}))
+    assert reader.read(message(5, 9, 5, step=3)).text == "aa"
+    third = changes.to(reader.read(message(None, 5, None, block=1)))
     assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
 
 
 def test_a_piece_that_a_later_token_changes_is_sent_again():
     reader, changes = BlockReader(Tokenizer()), BlockChanges()
-    assert changes.to(reader.read(message([1], [2], length=2)))["pieces"] == [""]
-    letter = changes.to(reader.read(message([0], [1], length=2, step=2)))
+    assert changes.to(reader.read(message(None, 2)))["pieces"] == [""]
+    letter = changes.to(reader.read(message(1, 2, step=2)))
     assert (letter["positions"], letter["pieces"]) == ([0, 1], ["", "é"])
 
 

@@ -6,7 +6,8 @@ import random
 import numpy as np
 import pytest
 
-from dllm_engine.scheduler.constraints.decision import RunningDecision
+from dllm_engine.scheduler.constraints.decision import Decision, RunningDecision
+from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph
 from tests.oracles.decisions import decide
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
@@ -52,3 +53,11 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
         num_passes += 1
     assert num_passes <= min(passes, len(fields))
     assert None not in canvas
+
+
+def test_tokens_of_one_text_count_together():
+    columns = ([0, 0, 0], [10, 11, 12], [1, 1, 1], [0, 0, 0], [LITERAL] * 3)
+    graph = Graph(np.array([1]), *np.array(columns, np.int32))
+    running = RunningDecision(Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False]), ENDS, passes=1)
+    running.commit([0], np.zeros((1, len(running.columns))))
+    assert listed(running.answers["f"]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

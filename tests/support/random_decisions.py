@@ -9,7 +9,6 @@ import pytest
 from dllm_engine.decisions.build import GraphBuilder
 from dllm_engine.scheduler.constraints.automaton import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
-from dllm_engine.scheduler.constraints.lattice import Graph
 from dllm_engine.scheduler.options.request_options import DECISION
 from tests.oracles.decisions import Fields
 
@@ -21,39 +20,30 @@ DIGITS = {b"1": 10, b"2": 11, b"12": 12, b"21": 13, b"112": 14}
 
 def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision, Fields, list[list[int]]]:
     """A decision with choices of one to three tokens and patterns, its fields, and the literal text around them."""
-    graph, fields, values = GraphBuilder(), {}, []
+    builder, fields, values = GraphBuilder(), {}, []
     literals = [_tokens(rng) for _ in range(rng.randint(2, most_fields + 1))]
     for number, literal in enumerate(literals[:-1]):
         if number and rng.random() < 0.1:
             literal.clear()  # a field follows another one
-        graph.literal(literal)
+        builder.literal(literal)
         if rng.random() < 0.3:
             most = rng.randint(1, 3)
-            graph.pattern(number, "", _digits(most, len(DIGITS) + FIRST_TOKEN))
+            builder.pattern(number, "", _digits(most, len(DIGITS) + FIRST_TOKEN))
             fields[f"f{number}"] = _spellings(most)
             values.append(None)
         else:
             longest = rng.randint(1, 3)
             choices = sorted({tuple(_tokens(rng, longest)) for _ in range(4)})
-            graph.choices(number, choices)
+            builder.choices(number, choices)
             fields[f"f{number}"] = [(f"v{i}", [*tokens]) for i, tokens in enumerate(choices)]
             values.append([value for value, _ in fields[f"f{number}"]])
     if rng.random() < 0.2:
         literals[-1] = []
-    graph.literal(literals[-1])
-    edges = np.concatenate(graph.edges, axis=1)
+    builder.literal(literals[-1])
+    graph = builder.graph()
     text_of = {token: text for text, token in DIGITS.items()}
-    spellings = [text_of.get(token, b"") for token in np.unique(edges[1]).tolist()]
-    decision = Decision(
-        Graph(*edges[:3], np.array(graph.ends)),
-        edges[3],
-        edges[4],
-        [*fields],
-        values,
-        spellings,
-        100,
-        [True] * len(fields),
-    )
+    spellings = [text_of.get(token, b"") for token in np.unique(graph.tokens).tolist()]
+    decision = Decision(graph, [*fields], values, spellings, 100, [True] * len(fields))
     return unpacked_decision(decision.packed), fields, literals
 
 
