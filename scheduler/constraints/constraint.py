@@ -65,7 +65,7 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
-        self._before_mask = lru_cache(maxsize=4096)(self._states_before_mask)
+        self._before_mask = lru_cache(maxsize=1024)(self._states_before_mask)
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
