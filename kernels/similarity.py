@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.slots import page_places
+from dllm_engine.kernels.pages import page_places
 
 EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""

@@ -1,6 +1,7 @@
 """The model runner: holds the model, canvases and pages of one rank, and turns step plans into forward passes."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -21,7 +22,7 @@ from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, us
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.canvas_store import Canvas, CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
@@ -30,7 +31,7 @@ from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
@@ -196,15 +197,7 @@ class DiffusionModelRunner:
         if self.failures:
             reports = reports or [{}]
             reports[-1] |= self.failures
-        request_ids = list(reports[-1])
-        return DiffusionRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[
-                (report.tokens or []) if isinstance(report, StepReport) else [] for report in reports[-1].values()
-            ],
-            reports=reports,
-        )
+        return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
 
     @property
     def canvases(self) -> dict[str, Canvas]:
@@ -254,17 +247,17 @@ class DiffusionModelRunner:
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
         """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as they are known ahead."""
-        whole = {i: plan for i, plan in plans.items() if not self.options.method.keeps(self.canvases[i].spec)}
-        if not self.options.batch_invariant and len(whole) in (0, len(plans)):
-            return self._run_batch(plans, progress, num_steps)
-        if not self.options.batch_invariant:
-            # What a cache method's pass does is another thing than to compute whole canvases beside pages.
-            kept = {i: plan for i, plan in plans.items() if i not in whole}
-            return [self._run_batch(whole, {}, 1)[0] | self._run_batch(kept, {}, 1)[0]]
-        # How a library sums depends on the shapes it is given, so a request is given its own alone.
-        reports: dict[str, StepResult] = {}
+        parts: dict[str | bool, dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
-            reports |= self._run_batch({request_id: plan}, {}, 1)[0]
+            # How a library sums depends on the shapes it is given, so a request may be given its own alone. And what a
+            # cache method's pass does is another thing than to compute whole canvases beside pages.
+            keeps = self.options.method.keeps(self.canvases[request_id].spec)
+            parts[request_id if self.options.batch_invariant else keeps][request_id] = plan
+        if len(parts) == 1:
+            return self._run_batch(plans, progress, num_steps)
+        reports: dict[str, StepResult] = {}
+        for part in parts.values():
+            reports |= self._run_batch(part, {}, 1)[0]
         return [reports]
 
     def _run_batch(

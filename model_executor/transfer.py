@@ -45,6 +45,8 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
 
 def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
     """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
+    if tp_group.world_size == 1:
+        return [values]
     group = tp_group.device_group
     sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
     torch.distributed.all_gather(
