@@ -50,11 +50,11 @@ class BatchTables:
 class FeatureTables(BatchTables):
     """Rows of features in pages, one for each position of a span of each canvas."""
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int | None = None) -> None:
-        """``width``: numbers of a row; None: as many as a hidden state has."""
+    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int) -> None:
+        """``width``: numbers of a row."""
         super().__init__(batch, PageKind.FEATURES)
         self.requests = batch.requests
-        self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
+        self.rows = feature_rows(pages.memory, width)
         starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
         items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
         self.items = on_device(items, batch.device)

@@ -31,6 +31,8 @@ class BatchCandidates:
     """Batch numbers of the requests with predictions."""
     columns: np.ndarray
     """int64 ``[6, num_candidates]``: the columns below, in their order, on the host."""
+    table: torch.Tensor
+    """The same on the device."""
 
     requests: torch.Tensor = field(init=False)
     """Batch number of each candidate's request."""
@@ -44,14 +46,8 @@ class BatchCandidates:
     """Batch row that predicts the candidate."""
     flags: torch.Tensor = field(init=False)
     """Sum of ``ALONE`` and ``UNFINISHED``."""
-    table: torch.Tensor = field(init=False)
-    """All columns, as ``columns``, on the device."""
 
     def __post_init__(self) -> None:
-        self._take_table(on_device(self.columns, self.batch.device))
-
-    def _take_table(self, table: torch.Tensor) -> None:
-        self.table = table
         self.requests, self.offsets, self.positions, self.places, self.rows, self.flags = self.table.unbind()
 
     @classmethod
@@ -85,7 +81,8 @@ class BatchCandidates:
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ALONE
         columns = np.stack((requests, offsets, positions, positions + canvas_start, rows, flags))
-        return cls(batch, members, columns[:, keys[rows] == wanted])
+        columns = columns[:, keys[rows] == wanted]
+        return cls(batch, members, columns, on_device(columns, batch.device))
 
     def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
@@ -101,8 +98,7 @@ class BatchCandidates:
         # In each request the finished ones first, in their order.
         ordered = (2 * self.requests + unfinished).sort(stable=True).indices
         which = ordered[on_device(np.flatnonzero(taken), self.table.device)]
-        selected = replace(self, columns=self.columns[:, taken])
-        selected._take_table(self.table[:, which])
+        selected = replace(self, columns=self.columns[:, taken], table=self.table[:, which])
         selected.flags |= unfinished[which] * UNFINISHED
         selected.certainty = None if self.certainty is None else self.certainty[which]
         return selected
@@ -111,7 +107,8 @@ class BatchCandidates:
         """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
-        return replace(self, members=members, columns=self.columns[:, np.isin(self.columns[0], members)])
+        columns = self.columns[:, np.isin(self.columns[0], members)]
+        return replace(self, members=members, columns=columns, table=on_device(columns, self.table.device))
 
     @property
     def width(self) -> int:

@@ -22,7 +22,7 @@ from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, us
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.model_executor.canvas_store import Canvas, CanvasStore
+from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
@@ -72,6 +72,7 @@ class DiffusionModelRunner:
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
+        self.canvases = self.store.canvases
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
         """Of the last step; None once a request has come or gone, or a page table is another."""
         self.pages: PageMemory | None = None
@@ -198,11 +199,6 @@ class DiffusionModelRunner:
             reports = reports or [{}]
             reports[-1] |= self.failures
         return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
-
-    @property
-    def canvases(self) -> dict[str, Canvas]:
-        """Canvases of the running requests, by request id."""
-        return self.store.canvases
 
     def _must_report(self, ran: list[dict[str, StepResult]]) -> bool:
         """Return True if the scheduler must see these steps before the next: one has tokens to send, or a request

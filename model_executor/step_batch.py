@@ -1,7 +1,7 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, takewhile
 
@@ -91,8 +91,19 @@ class RowChoice:
             numbers = torch.arange(max(size, count), device=device)
             self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
 
-    def rows(self, chosen: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The computed rows, from the indices of those chosen in each group, ``[group, chosen]``."""
+    def rows(self, values: torch.Tensor, choose: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The computed rows.
+
+        Args:
+            values: ``[..., n]``, of the rows ``chosen_from``.
+            choose: ``choose(values, count=count)``: the indices of those chosen, ``[group, count]``, from the values of
+                a group, ``[..., group, rows]``.
+        """
+        parts = values.split([others.numel() for others, _ in self.groups], dim=-1)
+        chosen = [
+            choose(part.unflatten(-1, others.shape), count=places.shape[1])
+            for part, (others, places) in zip(parts, self.groups, strict=True)
+        ]
         if len(self.groups) == 1 and not self.fixed.numel():
             return self.groups[0][0].gather(1, chosen[0]).flatten()  # the places of a group alone ascend
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)

@@ -5,6 +5,7 @@ many bytes as one of the diffusion model's and holds as many of the guide's toke
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,7 +24,7 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
 from dllm_engine.model_executor.loading.files import check_safetensors
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder, VocabularyShard
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -31,7 +32,7 @@ from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.model_executor.transfer import gather_shards, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
-from dllm_engine.scheduler.page_layout import PageKind, head_dim_of
+from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 
 logger = init_logger(f"vllm.{__name__}")
@@ -101,7 +102,9 @@ class Guide:
 
     def attach(self, memory: PageMemory) -> None:
         """Take pages from ``memory`` from now on."""
-        self.pages = memory.view_for(self.model.num_kv_heads, head_dim_of(self.model.config))
+        shape = memory.geometry.guide
+        assert shape is not None
+        self.pages = memory.view_for(shape.num_kv_heads, shape.head_dim)
 
     def check(self, drafts: list[Draft]) -> None:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
@@ -109,19 +112,10 @@ class Guide:
         Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
         guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
-        for draft in drafts:
-            try:
-                self._read(draft)
-            except Exception as error:
-                draft.failure = failure_of(draft.request_id, error)
+        self._for_each(drafts, self._read)
         if asking := [draft for draft in drafts if draft.failure is None and draft.judged]:
             self._ask(asking)
-        for draft in drafts:
-            try:
-                if draft.failure is None:
-                    self._take_answers(draft)
-            except Exception as error:
-                draft.failure = failure_of(draft.request_id, error)
+        self._for_each(drafts, self._take_answers)
 
     def profile_run(self, num_rows: int) -> None:
         """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
@@ -132,6 +126,16 @@ class Guide:
 
     def _chunks(self, num_rows: int) -> list[slice]:
         return head_chunks(num_rows, self.model.config.vocab_size, self.device)
+
+    @staticmethod
+    def _for_each(drafts: list[Draft], do: Callable[[Draft], None]) -> None:
+        """Call ``do`` for each draft that has not failed; an exception is the draft's failure."""
+        for draft in drafts:
+            try:
+                if draft.failure is None:
+                    do(draft)
+            except Exception as error:
+                draft.failure = failure_of(draft.request_id, error)
 
     def _read(self, draft: Draft) -> None:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
@@ -194,8 +198,7 @@ class Guide:
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
-        shard: VocabularyShard = self.model.compute_logits(hidden)
-        logits = torch.cat(gather_shards(shard.logits, get_tp_group()), dim=1).float()
+        logits = torch.cat(gather_shards(self.model.compute_logits(hidden).logits, get_tp_group()), dim=1).float()
         for token in self.reader.never_said:
             logits[:, token : token + 1] = -torch.inf
         best, tokens = logits.max(dim=1)

@@ -11,11 +11,11 @@ from dllm_engine.model_executor.models.config_keys import (
     Epsilon,
     ExpertShape,
     Off,
-    One,
     RopeBase,
     Size,
     rotary_dim,
 )
+from dllm_engine.scheduler.page_layout import head_dim_of
 
 
 class LLaDAKeys(CheckpointKeys):
@@ -60,12 +60,6 @@ class TransformersKeys(CheckpointKeys):
     layer_types: list[Literal["full_attention"]] | None = None
     use_mrope: Off = None
 
-    @model_validator(mode="after")
-    def _with_head_dim(self) -> Self:
-        if self.head_dim is None:
-            self.head_dim = self.hidden_size // self.num_attention_heads
-        return self
-
 
 class DenseKeys(TransformersKeys):
     """Keys of models in which every layer may have an MLP."""
@@ -84,7 +78,7 @@ class LLaDAMoEKeys(TransformersKeys):
     shared_expert_intermediate_size: Size | None = None
     moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
     moe_router_enable_expert_bias: bool | None = None
-    routed_scaling_factor: One | None = None
+    routed_scaling_factor: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape:
@@ -168,7 +162,7 @@ class LLaDA2Keys(DenseKeys):
                 f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
                 f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
             )
-        if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
+        if self.rotary_dim not in (None, turned := rotary_dim(self, head_dim_of(self))):
             raise ValueError(
                 f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
             )

@@ -19,7 +19,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.kernels.pages import add_features, write_features
-from dllm_engine.kernels.similarity import DRAWN, least_similar, replace_and_compare
+from dllm_engine.kernels.similarity import least_similar, replace_and_compare
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -72,7 +72,7 @@ class AdaptivePass(LayerPass):
         """Layers before it recompute every row in every step, and keep no features."""
         device = batch.device
         kept = [Span(live_start(canvas.spec), canvas.spec.canvas_length) for canvas in batch.canvases]
-        self.features = FeatureTables(batch, pages, kept)
+        self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
         self.num_layers = pages.geometry.num_layers
         self.all_rows = self._split(batch.sizes)
         self.chosen: list[torch.Tensor] = []
@@ -189,47 +189,34 @@ class AdaptivePass(LayerPass):
         and replace all kept values by the fresh ones. A choice by chance verifies nothing.
         """
         if self.verified is None:
-            return self.choice.rows([]), None
-        fresh_values = None
+            return self.choice.fixed, None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
-            no_token = torch.full_like(self.counters[2], NO_TOKEN - 1 - index)
-            sums, metric = uniform(*self.counters, no_token)[None], DRAWN
-        else:
-            normed = layer.attn_norm(hidden[self.verified])
-            if self.options.similarity == "value":
-                fresh, kept = layer.project(normed, phases, "v")[0], self.pages.values
-                fresh_values = fresh
-            else:
-                fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
-            sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
-            sums = tensor_model_parallel_all_reduce(sums)
-            metric = self.options.similarity_metric
-        groups = self.choice.groups
-        parts = sums.split([members.numel() for members, _ in groups], dim=1)
-        rows = self.choice.rows(
-            [
-                least_similar(part.unflatten(1, members.shape), metric, places.shape[1])
-                for part, (members, places) in zip(parts, groups, strict=True)
-            ]
-        )
+            drawn = uniform(*self.counters, torch.full_like(self.counters[2], NO_TOKEN - 1 - index))
+            self.chosen.append(self.choice.rows(drawn, lambda part, count: part.sort(stable=True).indices[:, :count]))
+            return self.chosen[-1], None
+        normed, by_value = layer.attn_norm(hidden[self.verified]), self.options.similarity == "value"
+        fresh = layer.qkv(normed, phases[self.verified], "v" if by_value else "k")[0]
+        kept = self.pages.values if by_value else self.pages.keys
+        sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
+        sums, metric = tensor_model_parallel_all_reduce(sums), self.options.similarity_metric
+        rows = self.choice.rows(sums, lambda part, count: least_similar(part, metric, count))
         self.chosen.append(rows)
-        if fresh_values is None:
+        if not by_value:
             return rows, None
-        return rows, fresh_values[rows if self.verified_numbers is None else self.verified_numbers[rows]]
+        return rows, fresh[rows if self.verified_numbers is None else self.verified_numbers[rows]]
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> list[torch.Tensor]:
         normed = layer.attn_norm(x)
         if values is None:
             return layer.qkv(normed, phases)
         # The chosen rows have their values; only the refreshed ones lack them.
         refreshed = self.choice.fixed_places
         if refreshed.numel():
-            values[refreshed] = layer.project(normed[refreshed], phases, "v")[0]
-        q, k = layer.project(normed, phases, "qk")
-        return q, k, values
+            values[refreshed] = layer.qkv(normed[refreshed], phases, "v")[0]
+        return [*layer.qkv(normed, phases, "qk"), values]
 
     def _attend(
         self,

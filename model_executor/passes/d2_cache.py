@@ -162,14 +162,12 @@ def choose_rows(
     computed = np.zeros(spec.canvas_length, dtype=bool)
     computed[np.maximum(chosen - shift, 0)] = True
     # The prompt's last row, which predicts the first token, has no say in what rollout chooses.
-    last_of_prompt = start - 1 if shift and start else None
-    predicts_first = last_of_prompt is not None and computed[last_of_prompt]
-    if last_of_prompt is not None:
-        computed[last_of_prompt] = False
+    last_of_prompt = slice(max(start - shift, 0), start)
+    predicts_first = computed[last_of_prompt].copy()
+    computed[last_of_prompt] = False
     computed[canvas.last_unmasked] = True
     computed[_most_important(importance, ~computed, options.rollout_p)] = True
-    if last_of_prompt is not None:
-        computed[last_of_prompt] = predicts_first
+    computed[last_of_prompt] = predicts_first
     rows = np.flatnonzero(computed)
     near = np.flatnonzero(np.diff(rows) <= options.gap_fill)
     for i in near:

@@ -17,7 +17,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.pages import page_places, read_features, write_features
-from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.model_executor.batch_tables import BatchTables, FeatureTables, TokenTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -68,8 +68,7 @@ class EarlySkipPass(LayerPass):
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
-        copies = self.copied or any(self.reading)
-        self.copies = TokenTables(batch, pages, read, PageKind.RETAINED) if copies else self.tables
+        self.copies = BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
@@ -231,7 +230,7 @@ class EarlySkipPass(LayerPass):
         self.pages.write(k, v, self.row_slots[layer][rows])
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
-            slots = self.copies.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
+            slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
             self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
         self._copy_retained(layer, q)
         return attend_split(layer, self.attended, q, k, v, self.stage, attend_fresh=False)
@@ -252,7 +251,8 @@ class EarlySkipPass(LayerPass):
             requests = torch.full_like(copied, i)
             places = page_places(self.tables.token_slots(layer, requests, copied), pages.keys)
             numbers = torch.arange(len(copied), device=copied.device)
-            pages.write(pages.keys[places], pages.values[places], self.copies.token_slots(layer, requests, numbers))
+            slots = pages.slots(self.copies.slots(layer, requests, numbers, pages.page_size))
+            pages.write(pages.keys[places], pages.values[places], slots)
 
     def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
         """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
@@ -260,14 +260,9 @@ class EarlySkipPass(LayerPass):
         kept = None
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
-            changes = self._changes(layer, rows[members], fresh[members])
-            sizes = [group_rows.numel() for group_rows, _ in cut.groups]
-            kept = cut.rows(
-                [
-                    self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
-                    for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True)
-                ]
-            )
+            own = rows[members]
+            changes = self._changes(layer, own, fresh[members])
+            kept = cut.rows(torch.stack((changes, self.confidences[own], self.bonuses[own])), self._most_important)
             self.kept_rows.append(rows[kept])
             self.stage = self.stages[len(self.kept_rows)]
         if self.options.keeps_features:
@@ -295,19 +290,20 @@ class EarlySkipPass(LayerPass):
         difference, square = sums / width
         return difference / (square.sqrt() + SMALLEST_NORM)
 
-    def _most_important(self, rows: torch.Tensor, changes: torch.Tensor, count: int) -> torch.Tensor:
-        """Choose the ``count`` rows of ``[group, rows]`` that stay, in no order.
+    def _most_important(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the ``count`` rows that stay, in no order, by their changes, confidences and bonuses, ``[3, group,
+        rows]``.
 
         Near the end of a window most confidences are 0, and the most confident rows tie. The result of ``topk`` stays
         unsorted, as in the authors' code: its order decides the ties of the next layer.
         """
-        alpha, confidences = self.options.alpha, self.confidences[rows]
+        alpha, (changes, confidences, bonuses) = self.options.alpha, values
         changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
         scores = alpha * confidences + (1 - alpha) * changes
         if alpha > 0:
-            best = top_indices(confidences, min(NUM_CONFIDENT, rows.shape[1]))
+            best = top_indices(confidences, min(NUM_CONFIDENT, confidences.shape[1]))
             scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
-        scores += self.bonuses[rows]
+        scores += bonuses
         return top_indices(scores, count, in_order=False)
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:

@@ -23,7 +23,7 @@ from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES, Measure
 
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
@@ -160,7 +160,8 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
             numbers[Number.GUARANTEED, i] = 1
         elif quota.guaranteed is not None:
             numbers[Number.GUARANTEED, i] = quota.guaranteed.stop - quota.candidates.start
-        numbers[Number.LEAST, i] = quota.least if quota.parallel is not None else 0
+        if quota.parallel is not None:
+            numbers[Number.LEAST, i] = max(quota.least, not PARALLEL_RULES[quota.parallel.kind].may_pass_none)
         numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
         numbers[Number.DELAYS_EOS, i] = spec.delay_eos
         floats[Number.ALG_TEMP, i] = spec.alg_temp
