@@ -15,7 +15,6 @@ from dllm_engine.model_executor.models.config_keys import (
     Size,
     rotary_dim,
 )
-from dllm_engine.scheduler.page_layout import head_dim_of
 
 
 class LLaDAKeys(CheckpointKeys):
@@ -59,6 +58,12 @@ class TransformersKeys(CheckpointKeys):
     use_sliding_window: Off = None
     layer_types: list[Literal["full_attention"]] | None = None
     use_mrope: Off = None
+
+    @model_validator(mode="after")
+    def _with_head_dim(self) -> Self:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        return self
 
 
 class DenseKeys(TransformersKeys):
@@ -162,7 +167,7 @@ class LLaDA2Keys(DenseKeys):
                 f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
                 f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
             )
-        if self.rotary_dim not in (None, turned := rotary_dim(self, head_dim_of(self))):
+        if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
             raise ValueError(
                 f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
             )

@@ -201,7 +201,7 @@ class MaskKVPass(AdaptivePass):
 
     def _of_all_heads(self, own: torch.Tensor) -> torch.Tensor:
         """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those of this rank's, ``[num_kv_heads,
-        ...]``. Every rank must call it."""
+        ...]``; floating-point ones, because ranks on CPUs exchange no others. Every rank must call it."""
         world = get_tensor_model_parallel_world_size()
         if world == 1:
             return own

@@ -12,7 +12,7 @@ from dllm_engine.model_executor.unmasking.statistics import LEAST_CONFIDENT
 
 Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
 """(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
-which of them a step fills."""
+which of them a step fills. Confidences of rules about entropy are negative entropies."""
 
 
 def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
@@ -43,8 +43,8 @@ def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.T
 
 
 def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding the largest, is at most ``value``.
-    ``ordered`` are negative entropies."""
+    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding the largest, is at most
+    ``value``."""
     entropy = -ordered.clamp(max=0)
     # In ascending order the largest of the first n is the n-th: what counts is the sum of those before it.
     before = torch.nn.functional.pad(entropy[..., :-1].cumsum(-1), (1, 0))
@@ -52,19 +52,17 @@ def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Te
 
 
 def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is less than ``value``.
-    ``ordered`` are negative entropies."""
+    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is less than ``value``."""
     return (-ordered.clamp(max=0)).cumsum(-1) < value
 
 
 def within_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``. ``ordered`` are negative
-    entropies."""
+    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``."""
     return ordered >= -value
 
 
 def below_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM for Dream: all of an entropy below ``value``. ``ordered`` are negative entropies."""
+    """d3LLM for Dream: all of an entropy below ``value``."""
     return ordered > -value
 
 
