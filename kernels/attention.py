@@ -8,6 +8,7 @@ The libraries are PyTorch's own attention, and FlashAttention as vLLM brings it.
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -96,24 +97,15 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         logger.info("Dense attention: sdpa, because flash %s", error)
         return attend_with_sdpa
     logger.info("Dense attention: flash")
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    flash = _flash_attention(version)
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
     ) -> torch.Tensor:
         longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        out: torch.Tensor = flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            max_seqlen_q=longest,
-            cu_seqlens_q=cu_seqlens,
-            max_seqlen_k=longest,
-            cu_seqlens_k=cu_seqlens,
-            causal=False,
-            fa_version=version,
+        return flash(
+            q, k, v, max_seqlen_q=longest, cu_seqlens_q=cu_seqlens, max_seqlen_k=longest, cu_seqlens_k=cu_seqlens
         )
-        return out
 
     return attend
 
@@ -132,6 +124,12 @@ def flash_version(device: torch.device, dtype: torch.dtype, head_dim: int) -> in
     return version
 
 
+def _flash_attention(version: int) -> Callable[..., torch.Tensor]:
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    return partial(flash_attn_varlen_func, causal=False, fa_version=version)
+
+
 def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> PagedFlash | None:
     """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
     try:
@@ -148,24 +146,14 @@ def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, 
         logger.info("Attention to pages: own kernel, because flash %s", error)
         return None
     logger.info("Attention to pages: flash %d where it applies, else own kernel", version)
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+    flash = _flash_attention(version)
 
     def attend(q: torch.Tensor, cu_seqlens: torch.Tensor, tokens: PagedTokens, max_seqlen: int) -> torch.Tensor:
         num_kv_heads = tokens.head_len.shape[1]
         k_cache, v_cache = (x.unflatten(1, (-1, num_kv_heads)) for x in (tokens.k_pages, tokens.v_pages))
-        out: torch.Tensor = flash_attn_varlen_func(
-            q,
-            k_cache,
-            v_cache,
-            max_seqlen_q=max_seqlen,
-            cu_seqlens_q=cu_seqlens,
-            # The most that fit the tables: a captured launch stays correct for all that they may hold.
-            max_seqlen_k=tokens.page_tables.shape[1] * k_cache.shape[1],
-            seqused_k=tokens.token_lens,
-            block_table=tokens.page_tables,
-            causal=False,
-            fa_version=version,
-        )
-        return out
+        # The most that fit the tables: a captured launch stays correct for all that they may hold.
+        rows = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": max_seqlen}
+        keys = {"seqused_k": tokens.token_lens, "max_seqlen_k": tokens.page_tables.shape[1] * k_cache.shape[1]}
+        return flash(q, k_cache, v_cache, **rows, **keys, block_table=tokens.page_tables)
 
     return attend

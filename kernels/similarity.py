@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from dllm_engine.kernels._operator import operator
-from dllm_engine.kernels.slots import page_places
+from dllm_engine.kernels.pages import page_places
 
 EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
@@ -64,13 +64,8 @@ def negative_distance(sums: torch.Tensor) -> torch.Tensor:
     return -distance.masked_fill(distance <= ROUNDING * squares, 0)
 
 
-DRAWN = "drawn"
-SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "cosine": cosine,
-    "l2": negative_distance,
-    DRAWN: lambda sums: sums[0],
-}
-"""By the names of dLLM-Cache's metrics (appendix A.5); ``DRAWN``: random numbers in place of sums."""
+SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cosine, "l2": negative_distance}
+"""By the names of dLLM-Cache's metrics (appendix A.5)."""
 
 
 @operator("similarity:least_similar")
@@ -78,7 +73,7 @@ def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
     """The rows to compute again.
 
     Args:
-        sums: float32 ``[3, batch, num_rows]``, or ``[1, batch, num_rows]`` of ``DRAWN`` numbers.
+        sums: float32 ``[3, batch, num_rows]``.
         metric: name in ``SIMILARITIES``.
         count: how many rows of each member of the batch. Ties go to the first row. Rows that differ from 1 by rounding
             alone are ties: matrix products of different shapes give an unchanged row different last bits.

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dllm_engine.kernels.features import feature_rows
 from dllm_engine.kernels.paged_attention import PagedTokens
+from dllm_engine.kernels.pages import feature_rows
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
@@ -50,11 +50,11 @@ class BatchTables:
 class FeatureTables(BatchTables):
     """Rows of features in pages, one for each position of a span of each canvas."""
 
-    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int | None = None) -> None:
-        """``width``: numbers of a row; None: as many as a hidden state has."""
+    def __init__(self, batch: StepBatch, pages: PageMemory, spans: list[Span], width: int) -> None:
+        """``width``: numbers of a row."""
         super().__init__(batch, PageKind.FEATURES)
         self.requests = batch.requests
-        self.rows = feature_rows(pages.memory, width or pages.geometry.hidden_size)
+        self.rows = feature_rows(pages.memory, width)
         starts, stops = np.repeat(np.array(spans), batch.sizes, axis=0).T
         items = np.where(batch.host_positions < stops, batch.host_positions - starts, -1)
         self.items = on_device(items, batch.device)
@@ -64,6 +64,10 @@ class FeatureTables(BatchTables):
         """Row slots ``[num_layers, num_rows]``, as ``write_features`` takes those of a layer; −1 outside the spans."""
         slots = self.slots(ALL_LAYERS, self.requests, self.items.clamp(min=0), self.rows.shape[1])
         return slots.masked_fill_(self.items < 0, -1)
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        """As ``LayerPass.graph_inputs``."""
+        return [self.requests, self.items, self.tables]
 
 
 class KVTables:
@@ -89,13 +93,10 @@ class KVTables:
             for table in tables.unbind()
         ]
 
-    def set_lengths(self, head_len: torch.Tensor | int) -> None:
+    def set_lengths(self, head_len: torch.Tensor) -> None:
         """Set how many tokens each request attends to, in place. Requests behind those of ``head_len`` attend to none:
         what is left of their tables may be pages that are another's by now."""
-        if isinstance(head_len, int):
-            self.token_lens.fill_(head_len)
-        else:
-            self.token_lens[: head_len.shape[0]], self.token_lens[head_len.shape[0] :] = head_len, 0
+        self.token_lens[: head_len.shape[0]], self.token_lens[head_len.shape[0] :] = head_len, 0
         self.head_len.copy_(self.token_lens[:, None])
 
     def paged_tokens(self, layer: int) -> PagedTokens:

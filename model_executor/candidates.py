@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch, ranges
+from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
@@ -15,9 +16,9 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, may_fill
 
-ALONE, SPARE_COPY = 1, 2
-"""Flags of candidates: predicted for the cache method alone, so that no step of the batch may fill it; repeats another
-one, see ``of_finished``."""
+ALONE, UNFINISHED = 1, 2
+"""Flags of candidates that no step of the batch may fill: predicted for the cache method alone; predicted by a row that
+left the pass early, so that the prediction means nothing."""
 
 
 @dataclass
@@ -30,6 +31,8 @@ class BatchCandidates:
     """Batch numbers of the requests with predictions."""
     columns: np.ndarray
     """int64 ``[6, num_candidates]``: the columns below, in their order, on the host."""
+    table: torch.Tensor
+    """The same on the device."""
 
     requests: torch.Tensor = field(init=False)
     """Batch number of each candidate's request."""
@@ -42,15 +45,9 @@ class BatchCandidates:
     rows: torch.Tensor = field(init=False)
     """Batch row that predicts the candidate."""
     flags: torch.Tensor = field(init=False)
-    """Sum of ``ALONE`` and ``SPARE_COPY``."""
-    table: torch.Tensor = field(init=False)
-    """All columns, as ``columns``, on the device."""
+    """Sum of ``ALONE`` and ``UNFINISHED``."""
 
     def __post_init__(self) -> None:
-        self._take_table(on_device(self.columns, self.batch.device))
-
-    def _take_table(self, table: torch.Tensor) -> None:
-        self.table = table
         self.requests, self.offsets, self.positions, self.places, self.rows, self.flags = self.table.unbind()
 
     @classmethod
@@ -84,30 +81,25 @@ class BatchCandidates:
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ALONE
         columns = np.stack((requests, offsets, positions, positions + canvas_start, rows, flags))
-        return cls(batch, members, columns[:, keys[rows] == wanted])
+        columns = columns[:, keys[rows] == wanted]
+        return cls(batch, members, columns, on_device(columns, batch.device))
 
     def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
         ``num_finished``.
 
         Which these are only the device knows, which is not waited for: each request gets as many candidates as it can
-        have. Where it has fewer, the first one is repeated. So of ``columns`` just the requests are right.
+        have. Where it has fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are right.
         """
         sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans))
-        most = np.minimum(sizes, num_finished)
         numbers = np.arange(self.columns.shape[1]) - (sizes.cumsum() - sizes)[self.columns[0]]
-        taken = numbers < most[self.columns[0]]
-        firsts = (most.cumsum() - most)[self.columns[0, taken]]
-        places, firsts = on_device(np.stack((np.flatnonzero(taken), firsts)), self.table.device).unbind()
+        taken = numbers < np.array(num_finished)[self.columns[0]]
         unfinished = ~finished[self.rows]
         # In each request the finished ones first, in their order.
-        which = (2 * self.requests + unfinished).sort(stable=True).indices[places]
-        selected = replace(self, columns=self.columns[:, taken])
-        is_copy = unfinished[which]
-        which = torch.where(is_copy, which[firsts], which)
-        selected._take_table(self.table[:, which])
-        selected.flags |= is_copy * SPARE_COPY
-        selected.flags |= unfinished[which] * ALONE  # a request without a finished one
+        ordered = (2 * self.requests + unfinished).sort(stable=True).indices
+        which = ordered[on_device(np.flatnonzero(taken), self.table.device)]
+        selected = replace(self, columns=self.columns[:, taken], table=self.table[:, which])
+        selected.flags |= unfinished[which] * UNFINISHED
         selected.certainty = None if self.certainty is None else self.certainty[which]
         return selected
 
@@ -115,7 +107,8 @@ class BatchCandidates:
         """Select the candidates of some members."""
         if len(members) == len(self.members):
             return self
-        return replace(self, members=members, columns=self.columns[:, np.isin(self.columns[0], members)])
+        columns = self.columns[:, np.isin(self.columns[0], members)]
+        return replace(self, members=members, columns=columns, table=on_device(columns, self.table.device))
 
     @property
     def width(self) -> int:

@@ -1,21 +1,129 @@
 """Canvases of all running requests, as one tensor on the device."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import numpy as np
 import torch
 
 from dllm_engine.kernels.noise import signed_seed
-from dllm_engine.model_executor.step_batch import Canvas
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, constraint_of
 from dllm_engine.scheduler.constraints.decision import RunningDecision, unpacked_decision
 from dllm_engine.scheduler.messages import NewRequest
+from dllm_engine.scheduler.page_layout import PageKind
+from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 ROOM = 1 << 20
 """Positions that there is room for from the start (9 MiB)."""
 SPARE = 0
 """A place of no canvas, which is never masked: what fills up a recorded step is there."""
+
+
+@dataclass
+class Canvas:
+    """A request's tokens on the device, and what its next step must know of the last ones."""
+
+    spec: DecodingSpec
+    seed: int
+    """Key of its random numbers, as the int64 of the same bits."""
+    settings: SamplingSettings
+    start: int = field(init=False)
+    """First index of its part of the ``CanvasStore``. The next two are views of that part."""
+    tokens: torch.Tensor = field(init=False)
+    """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
+    masked: torch.Tensor = field(init=False)
+    """``[canvas_length]`` bool."""
+    known: np.ndarray = field(init=False)
+    """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked. With it
+    the host lays out a step without asking the device."""
+    sent: int = field(init=False)
+    """The response up to this canvas position has been reported to be sent."""
+    last_unmasked: list[int] = field(default_factory=list)
+    """Positions that the last step filled, ascending."""
+    next_rows: np.ndarray | None = None
+    """Positions that the last step's pass chose for the next one, ascending; None where it chooses none."""
+    page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
+    """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+    guide_text: list[int] = field(default_factory=list)
+    """The guide's tokens whose keys and values its pages hold."""
+    constrained: ConstrainedResponse | None = None
+    """None if the response may be any text."""
+    decision: RunningDecision | None = None
+    """None if the request is no decision."""
+    logprobs: TokenLogprobs | None = None
+    """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
+    none."""
+    committed_at: np.ndarray | None = None
+    """``[canvas_length]`` int64: forward pass, counted from 1, that filled each position; 0 where none did. None if the
+    request does not ask for it."""
+    confidences: torch.Tensor | None = None
+    """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
+    before the first); None if the request does not stream by step."""
+    cache_state: Any = None
+    """State of the cache method for this request, outside pages."""
+
+    def __post_init__(self) -> None:
+        self.sent = self.spec.prompt_length
+
+    def masked_per_block(self, window: Span) -> list[int]:
+        """Masked tokens left in each of the blocks that make up ``window``."""
+        is_masked = self.known[slice(*window)] < 0
+        length = self.spec.block_length
+        return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
+
+    def seen(self, window: Span, farthest: int) -> SeenOfBlock:
+        """Observation of SlowFast sampling for the block ``window`` after a pass; ``farthest`` as in
+        ``SeenOfBlock``."""
+        masked = np.flatnonzero(self.known[slice(*window)] < 0)
+        return SeenOfBlock(window.start + int(masked[0]) if masked.size else window.stop, farthest)
+
+    def write(self, positions: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
+        """Take in the tokens that a step wrote. Return what it replaced: position, token before and after."""
+        before = self.known[positions].tolist()
+        self.known[positions] = tokens
+        self.last_unmasked = [position for position, token in zip(positions, before, strict=True) if token < 0]
+        changes = zip(positions, before, tokens, strict=True)
+        return [change for change in changes if change[1] >= 0]
+
+    def take_sendable(self, final: int) -> np.ndarray:
+        """Canvas positions to send now, within the response and before ``final``: decided positions with no mask before
+        them, up to the first end token or the last complete block."""
+        last = min(final, self.spec.response_span.stop)
+        if self.sent < last and self.known[self.sent] < 0:  # after most steps, and quickly told
+            return np.arange(0)
+        masked = np.flatnonzero(self.known[self.sent : last] < 0)
+        decided = self.sent + int(masked[0]) if masked.size else last
+        tokens = self.known[self.sent : decided].tolist()
+        end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
+        if end is not None:
+            stop = self.sent + end + 1
+        elif masked.size:
+            stop = decided - (decided - self.spec.blocks_start) % self.spec.block_length
+        else:
+            stop = decided
+        start, self.sent = self.sent, max(stop, self.sent)
+        positions = np.arange(start, self.sent)
+        if self.spec.return_given:
+            return positions
+        return positions[[not self.spec.is_given(position) for position in positions.tolist()]]
+
+    def give_up_behind_end(self) -> bool:
+        """Replace all tokens behind the first end token of the response by end tokens; return True if there is one."""
+        response = self.known[self.spec.prompt_length :]
+        ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
+        if not ends.size:
+            return False
+        behind = slice(self.spec.prompt_length + int(ends[0]) + 1, None)
+        token = int(response[ends[0]])
+        if (self.known[behind] != token).any():
+            self.known[behind] = token
+            self.tokens[behind] = token
+            self.masked[behind] = False
+        return True
 
 
 class CanvasStore:

@@ -10,10 +10,11 @@ import torch
 
 from dllm_engine.families import model_end_tokens
 from dllm_engine.model_executor.candidates import BatchCandidates
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
@@ -27,7 +28,7 @@ from dllm_engine.model_executor.unmasking.filling import (
     fill_work,
     outcomes_of,
 )
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 
@@ -191,12 +192,10 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
 def _record(canvas: Canvas, positions: torch.Tensor, statistics: TokenStatistics) -> None:
     """Keep what a request asks to know of its predictions. What is kept of a decided position is that of the step that
     wrote its token."""
-    written = statistics.written
+    written = required(statistics.written)
 
     def keep(kept: torch.Tensor, made: torch.Tensor) -> None:
-        if written is not None:
-            made = torch.where(written.view(-1, *[1] * (made.dim() - 1)), made, kept[positions])
-        kept[positions] = made
+        kept[positions] = torch.where(written.view(-1, *[1] * (made.dim() - 1)), made, kept[positions])
 
     if canvas.confidences is not None:
         keep(canvas.confidences, statistics.probability)

@@ -1,6 +1,7 @@
 """The model runner: holds the model, canvases and pages of one rank, and turns step plans into forward passes."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pkgutil import resolve_name
@@ -30,7 +31,7 @@ from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import step_reports
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
@@ -71,6 +72,7 @@ class DiffusionModelRunner:
         self.failures: dict[str, RequestFailure] = {}
         """Of requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
+        self.canvases = self.store.canvases
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
         """Of the last step; None once a request has come or gone, or a page table is another."""
         self.pages: PageMemory | None = None
@@ -196,20 +198,7 @@ class DiffusionModelRunner:
         if self.failures:
             reports = reports or [{}]
             reports[-1] |= self.failures
-        request_ids = list(reports[-1])
-        return DiffusionRunnerOutput(
-            req_ids=request_ids,
-            req_id_to_index={request_id: i for i, request_id in enumerate(request_ids)},
-            sampled_token_ids=[
-                (report.tokens or []) if isinstance(report, StepReport) else [] for report in reports[-1].values()
-            ],
-            reports=reports,
-        )
-
-    @property
-    def canvases(self) -> dict[str, Canvas]:
-        """Canvases of the running requests, by request id."""
-        return self.store.canvases
+        return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
 
     def _must_report(self, ran: list[dict[str, StepResult]]) -> bool:
         """Return True if the scheduler must see these steps before the next: one has tokens to send, or a request
@@ -254,17 +243,17 @@ class DiffusionModelRunner:
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
         """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as they are known ahead."""
-        whole = {i: plan for i, plan in plans.items() if not self.options.method.keeps(self.canvases[i].spec)}
-        if not self.options.batch_invariant and len(whole) in (0, len(plans)):
-            return self._run_batch(plans, progress, num_steps)
-        if not self.options.batch_invariant:
-            # What a cache method's pass does is another thing than to compute whole canvases beside pages.
-            kept = {i: plan for i, plan in plans.items() if i not in whole}
-            return [self._run_batch(whole, {}, 1)[0] | self._run_batch(kept, {}, 1)[0]]
-        # How a library sums depends on the shapes it is given, so a request is given its own alone.
-        reports: dict[str, StepResult] = {}
+        parts: dict[str | bool, dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
-            reports |= self._run_batch({request_id: plan}, {}, 1)[0]
+            # How a library sums depends on the shapes it is given, so a request may be given its own alone. And what a
+            # cache method's pass does is another thing than to compute whole canvases beside pages.
+            keeps = self.options.method.keeps(self.canvases[request_id].spec)
+            parts[request_id if self.options.batch_invariant else keeps][request_id] = plan
+        if len(parts) == 1:
+            return self._run_batch(plans, progress, num_steps)
+        reports: dict[str, StepResult] = {}
+        for part in parts.values():
+            reports |= self._run_batch(part, {}, 1)[0]
         return [reports]
 
     def _run_batch(

@@ -10,7 +10,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from dllm_engine.kernels.slots import write_kv
+from dllm_engine.kernels.pages import write_kv
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PoolGeometry
 
@@ -69,13 +69,6 @@ class PageView:
     def heads(self) -> torch.Tensor:
         """Numbers of the heads, int64."""
         return torch.arange(self.num_kv_heads, device=self.keys.device)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, page_table: torch.Tensor) -> None:
-        """Write keys and values ``[n, num_kv_heads, head_dim]`` as the first tokens of the pages in a table
-        ``[num_pages]``."""
-        tokens = torch.arange(k.shape[0], device=k.device)
-        places = page_table[tokens // self.page_size].long() * self.page_size + tokens % self.page_size
-        self.write(k, v, self.slots(places))
 
 
 class PageMemory(PageView):

@@ -9,7 +9,7 @@ import torch
 from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, head_chunks
+from dllm_engine.model_executor.token_prediction import GREEDY, Counters, SamplingSettings, head_chunks
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
     constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]
-    for settings in (SamplingSettings(0.0, 1.0, 0, False), SamplingSettings(1.0, 0.9, 50, True)):
+    for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
             predictor.predict(hidden[chunk], settings, counters, True, True, num_logprobs=1, constrained=rows)
     if runner.guide is not None:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists
 
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch, row_positions
+from dllm_engine.model_executor.step_batch import StepBatch, row_positions
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.scheduler.messages import Commits, RequestFailure, ShownWindow, StepReport, StepResult, failure_of
 from dllm_engine.scheduler.request import Span

@@ -5,9 +5,10 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
@@ -17,13 +18,11 @@ from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, best_of_class, class_maxima
-from dllm_engine.model_executor.unmasking.logits import BiasedRows, log_total_of, logits_of, token_logprobs, with_biases
-from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs, TokenStatistics
+from dllm_engine.model_executor.unmasking.logits import BiasedRows, token_logprobs, with_biases
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 
-_Rows = TypeVar("_Rows", TokenStatistics, TokenLogprobs)
-_Made = TypeVar("_Made")
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
 FILTERED_OUT = 1e6
@@ -62,16 +61,12 @@ class SamplingSettings:
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The counters of each row's random numbers, int64 ``[num_rows]`` each."""
+class Counters(NamedTuple):
+    """Counters of each row's random numbers, int64 ``[num_rows]`` each."""
 
     seeds: torch.Tensor
     forwards: torch.Tensor
     positions: torch.Tensor
-
-    def rows(self, rows: slice) -> "Counters":
-        return Counters(*(getattr(self, f.name)[rows] for f in fields(self)))
 
 
 def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows: int = LEAST_ROWS) -> list[slice]:
@@ -80,27 +75,6 @@ def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows
     if device.type != "cpu":
         size = max(size // TILE_ROWS * TILE_ROWS, least_rows)
     return [slice(start, start + size) for start in range(0, num_rows, size)]
-
-
-class Chunks(Generic[_Made]):
-    """Values made from chunks of rows, each time the chunks are read; a single chunk is computed once."""
-
-    def __init__(self, make: Callable[[slice], _Made], chunks: list[slice]) -> None:
-        self._make, self._chunks = make, chunks
-        self._kept = [make(rows) for rows in chunks] if len(chunks) == 1 else None
-
-    def __iter__(self) -> Iterator[tuple[slice, _Made]]:
-        return zip(self._chunks, self._kept or map(self._make, self._chunks), strict=True)
-
-
-class _Scored(NamedTuple):
-    """A chunk of rows."""
-
-    plain: VocabularyShard
-    shard: VocabularyShard
-    """The same object where no request adds anything to the logits."""
-    scores: VocabularyShard | None
-    """None where no row is constrained."""
 
 
 class TokenPredictor:
@@ -118,8 +92,6 @@ class TokenPredictor:
         self.vocab_size = vocab_size
         self.mask_token_id = mask_token_id
         self.tp_group = tp_group
-        self.columns: dict[tuple[frozenset[int], int, int], torch.Tensor] = {}
-        """Results of ``_columns``."""
 
     def predict(
         self,
@@ -143,29 +115,39 @@ class TokenPredictor:
         may get; −1 in rows that may get any.
         """
 
-        def scored(rows: slice) -> _Scored:
-            plain = self.compute_logits(hidden[rows])
-            shard = with_biases(plain, biased, rows)
-            scores = self._scores(shard, settings, counters and counters.rows(rows)) if constrained else None
-            if scores is not None and options is not None:
-                scores = _only(scores, options[rows])
-            return _Scored(plain, shard, scores)
+        def counters_of(rows: slice) -> Counters | None:
+            return None if counters is None else Counters(*(column[rows] for column in counters))
 
         least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
-        chunks = Chunks(scored, head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows))
-        classes = self._classes(chunks, constrained) if constrained else None
+        chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows)
+
+        @lru_cache(maxsize=1)  # a single chunk is computed once, although constraints read it twice
+        def scored(number: int) -> tuple[VocabularyShard, VocabularyShard, VocabularyShard | None]:
+            """Logits of a chunk; with what requests add to them, or the same object; and scores of constrained rows."""
+            rows = chunks[number]
+            plain = self.compute_logits(hidden[rows])
+            shard = with_biases(plain, biased, rows)
+            scores = self._scores(shard, settings, counters_of(rows)) if constrained else None
+            if scores is not None and options is not None:
+                scores = _only(scores, options[rows])
+            return plain, shard, scores
+
+        classes = None
+        if constrained:
+            scores_of_chunks = ((rows, scored(number)[2]) for number, rows in enumerate(chunks))
+            classes = self._classes(scores_of_chunks, constrained)
         parts = []
-        for rows, (plain, shard, scores) in chunks:
+        for number, rows in enumerate(chunks):
+            plain, shard, scores = scored(number)
             given = None
             if classes is not None and scores is not None:
                 given = self._tokens_of(classes[rows], scores, constrained, rows)
-            row_counters = counters and counters.rows(rows)
-            part, log_total = self._reduce(shard, settings, row_counters, with_entropy, with_margin, given)
+            part, log_total = self._reduce(shard, settings, counters_of(rows), with_entropy, with_margin, given)
             if num_logprobs is not None:
                 known = log_total if shard is plain else None
                 part.logprobs = token_logprobs(plain, part.token, num_logprobs, self.tp_group, known)
             parts.append(part)
-        return parts[0] if len(parts) == 1 else _concatenated(parts)
+        return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
     def _scores(self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters | None) -> VocabularyShard:
         """Scores by which tokens win, ``[num_rows, num_tokens]``: logits, or logits with noise; and the first token."""
@@ -180,16 +162,18 @@ class TokenPredictor:
             drawn_from, temperature = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out), 1.0
         assert counters is not None
         scores = torch.empty_like(logits, dtype=torch.float32)
-        counts = counters.seeds, counters.forwards, counters.positions
-        for rows, noisy in noisy_logits(drawn_from, *counts, first_token, temperature):
+        for rows, noisy in noisy_logits(drawn_from, *counters, first_token, temperature):
             scores[rows] = noisy
         return VocabularyShard(scores, first_token)
 
-    def _classes(self, chunks: Chunks, constrained: Sequence[ConstrainedRows]) -> torch.Tensor:
+    def _classes(
+        self, chunks: Iterable[tuple[slice, VocabularyShard | None]], constrained: Sequence[ConstrainedRows]
+    ) -> torch.Tensor:
         """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
         best: list[list[torch.Tensor]] = [[] for _ in constrained]
-        for chunk, chunk_values in chunks:
-            scores, first_token = chunk_values.scores
+        for chunk, scored in chunks:
+            assert scored is not None
+            scores, first_token = scored
             tokens = slice(first_token, first_token + scores.shape[1])
             for request_maxima, held in zip(best, constrained, strict=True):
                 request_maxima.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
@@ -237,12 +221,9 @@ class TokenPredictor:
 
         ``hidden`` as for ``predict``; ``tokens`` ``[num_rows]`` int64.
         """
-        chunks = []
-        for rows in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
-            shard = self.compute_logits(hidden[rows])
-            logit = logits_of(shard, tokens[rows], self.tp_group)
-            chunks.append(logit.float() - log_total_of(shard, self.tp_group))
-        return torch.cat(chunks)
+        chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device)
+        shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
+        return torch.cat([token_logprobs(shard, tokens[rows], 0, self.tp_group).token for rows, shard in shards])
 
     def _reduce(
         self,
@@ -264,7 +245,7 @@ class TokenPredictor:
             drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
         unchanged = measured = drawn_from if settings.tempered else logits
         if settings.least_confident:
-            columns = self._columns(settings.least_confident, logits, first_token)
+            columns = _columns(settings.least_confident, first_token, logits.shape[1], logits.device)
             measured = measured.index_fill(-1, columns, -torch.inf)
         token, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
@@ -278,8 +259,7 @@ class TokenPredictor:
             best, token_logit = held.float(), measured.gather(-1, token[:, None])[:, 0].float()
         elif settings.temperature > 0:
             assert counters is not None
-            drawn = counters.seeds, counters.forwards, counters.positions
-            best, token = gumbel_max(drawn_from, *drawn, first_token, temperature, mask_column)
+            best, token = gumbel_max(drawn_from, *counters, first_token, temperature, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
         elif measured is not unchanged:
             token, best = token_statistics(unchanged, mask_column, False, False)[:2]
@@ -313,14 +293,6 @@ class TokenPredictor:
             return torch.cat(gather_shards(shard[0], self.tp_group), dim=-1), 0, False
         return *shard, self.tp_group.world_size > 1
 
-    def _columns(self, tokens: frozenset[int], logits: torch.Tensor, first_token: int) -> torch.Tensor:
-        """Columns of the tokens that a shard has, int64. They stay where they are, for recorded steps."""
-        key = tokens, first_token, logits.shape[1]
-        if key not in self.columns:
-            columns = [token - first_token for token in sorted(tokens)]
-            self.columns[key] = on_device([c for c in columns if 0 <= c < logits.shape[1]], logits.device)
-        return self.columns[key]
-
     def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:
         """Column of the mask, which is never predicted: a position filled with it would never count as filled."""
         column = self.mask_token_id - first_token
@@ -338,11 +310,8 @@ def _only(scored: VocabularyShard, options: torch.Tensor) -> VocabularyShard:
     return VocabularyShard(torch.where(allowed, scores, -torch.inf), first_token)
 
 
-def _concatenated(chunks: Sequence[_Rows]) -> _Rows:
-    """The rows of all chunks; what is None in one is None in all."""
-    fields_of_chunks = zip(*(vars(chunk).values() for chunk in chunks), strict=True)
-    joined: Iterator[Any] = (
-        None if field[0] is None else torch.cat(field) if isinstance(field[0], torch.Tensor) else _concatenated(field)
-        for field in fields_of_chunks
-    )
-    return type(chunks[0])(*joined)
+@cache  # recorded steps go on to read them
+def _columns(tokens: frozenset[int], first_token: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+    """Columns of the tokens that a shard has, int64."""
+    columns = [token - first_token for token in sorted(tokens)]
+    return on_device([column for column in columns if 0 <= column < num_tokens], device)

@@ -45,13 +45,7 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
 
 def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
     """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
-    group = tp_group.device_group
-    sizes = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(tp_group.world_size)]
-    torch.distributed.all_gather(
-        sizes, torch.tensor([values.shape[-1]], dtype=torch.int64, device=values.device), group=group
-    )
-    widest = max(int(size) for size in sizes)
-    padded = torch.nn.functional.pad(values, (0, widest - values.shape[-1])).contiguous()
-    received = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(received, padded, group=group)
-    return [r[..., : int(size)] for r, size in zip(received, sizes, strict=True)]
+    own_size = torch.tensor([values.shape[-1]], device=values.device)
+    sizes = gather_from_ranks(own_size, tp_group)[:, 0].tolist()
+    padded = torch.nn.functional.pad(values, (0, max(sizes) - values.shape[-1]))
+    return [part[..., :size] for part, size in zip(gather_from_ranks(padded, tp_group), sizes, strict=True)]

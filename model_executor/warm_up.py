@@ -9,7 +9,6 @@ from vllm import SamplingParams
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
-from dllm_engine.families import family_of
 from dllm_engine.model_executor.graphs.forward import ForwardSize
 from dllm_engine.model_executor.graphs.recording import (
     HOST_BOUND_ROWS,
@@ -49,7 +48,7 @@ class WarmUp:
     def __init__(self, runner: DiffusionModelRunner) -> None:
         config = runner.vllm_config
         self.runner = runner
-        self.family = family_of(runner.model_config.hf_config)
+        self.family = runner.family
         self.longest = runner.model_config.max_model_len
         self.max_requests = config.scheduler_config.max_num_seqs
         self.max_rows = config.scheduler_config.max_num_batched_tokens

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels import features, noise, rotary, similarity, slots, token_statistics, voting
+from dllm_engine.kernels import noise, pages, rotary, similarity, token_statistics, voting
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 
 ROWS = 300
@@ -95,7 +95,7 @@ def use_slots(draw: Draw) -> Results:
     targets = draw.slots(pool[:, 1], *keys.shape[:2])
     sums = similarity.replace_and_compare(keys, pool[:, 1], targets)
     written = pool[1:, 1].clone()
-    slots.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
+    pages.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
     numbers = draw.integers(1, 9, 6 * ROWS).float().view(3, 2, ROWS)  # many are equal
     chosen = [similarity.least_similar(numbers, metric, ROWS // 3) for metric in similarity.SIMILARITIES]
     return [sums, written, pool[1:], *chosen]
@@ -124,11 +124,11 @@ def vote(draw: Draw) -> Results:
 
 def use_features(draw: Draw) -> Results:
     values, hidden = draw.normal(ROWS, 2 * draw.sizes.hidden_size).chunk(2, dim=1)
-    rows = features.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
+    rows = pages.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
     targets = draw.slots(rows, ROWS)
-    features.write_features(values, rows, targets)
-    features.add_features(hidden, rows, targets)
-    return [rows, hidden, features.read_features(rows, targets)]
+    pages.write_features(values, rows, targets)
+    pages.add_features(hidden, rows, targets)
+    return [rows, hidden, pages.read_features(rows, targets)]
 
 
 def predict(draw: Draw) -> Results:

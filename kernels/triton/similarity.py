@@ -57,15 +57,14 @@ def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.T
 def _similarity(sums, row, exists, sum_stride, METRIC: tl.constexpr, EPS: tl.constexpr, ROUNDING: tl.constexpr):
     """Similarity of rows; infinite where it is no number."""
     similarity = tl.load(sums + row, mask=exists, other=0.0)
-    if METRIC != "drawn":
-        fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
-        retained = tl.load(sums + sum_stride * 2 + row, mask=exists, other=0.0)
-        if METRIC == "cosine":
-            norms = tl.maximum(tl.sqrt_rn(fresh), EPS) * tl.maximum(tl.sqrt_rn(retained), EPS)
-            similarity = tl.div_rn(similarity, norms)
-        else:
-            distance = fresh + retained - 2 * similarity
-            similarity = -tl.where(distance <= ROUNDING * (fresh + retained), 0.0, distance)
+    fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
+    retained = tl.load(sums + sum_stride * 2 + row, mask=exists, other=0.0)
+    if METRIC == "cosine":
+        norms = tl.maximum(tl.sqrt_rn(fresh), EPS) * tl.maximum(tl.sqrt_rn(retained), EPS)
+        similarity = tl.div_rn(similarity, norms)
+    else:
+        distance = fresh + retained - 2 * similarity
+        similarity = -tl.where(distance <= ROUNDING * (fresh + retained), 0.0, distance)
     return tl.where(similarity == similarity, tl.minimum(similarity, 1 - ROUNDING), float("inf"))
 
 

@@ -1,5 +1,6 @@
 """Recorded forward passes."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -120,7 +121,7 @@ class ForwardGraph:
         self.cu_seqlens.copy_(bounds)
         if self.tokens is not None:
             self.tokens.tables.fill_(page)
-            self.tokens.set_lengths(self.max_head_len)
+            self.tokens.set_lengths(torch.full_like(self.tokens.token_lens, self.max_head_len))
             if self.row_slots is not None:
                 pages = self.tokens.pages
                 slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
@@ -159,8 +160,8 @@ class LayoutGraph:
         self.holds = layer_pass
         self.recorded_pass = layer_pass  # whose other tensors the recorded work reads as well
 
-        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
-            return model(store.tokens[places], positions, layer_pass), layer_pass.graph_results()
+        def run() -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+            return model(store.tokens[places], positions, layer_pass), layer_pass.results
 
         # Not launched first: rows are chosen by what the last step has left, which this work replaces.
         self.replay = engine.record(run, launch_first=False)
@@ -175,7 +176,7 @@ class LayoutGraph:
             self.holds = layer_pass
         hidden: torch.Tensor
         hidden, results = self.replay()
-        layer_pass.take_results(results)
+        layer_pass.results = [result.clone() for result in results]
         return hidden[: batch.bounds[-1]]
 
     @staticmethod

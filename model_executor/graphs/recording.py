@@ -95,10 +95,7 @@ def padded(number: int) -> int | None:
 
 def most_padding(num_rows: int) -> int:
     """The most padding that a graph of ``num_rows`` has; ``num_rows`` is a result of ``padded``."""
-    smaller = (
-        num_rows - SIZES[-1] if num_rows > SIZES[-1] else max((size for size in SIZES if size < num_rows), default=0)
-    )
-    return num_rows - smaller - 1
+    return num_rows - 1 - max(size for size in (0, *SIZES, num_rows - SIZES[-1]) if size < num_rows)
 
 
 def padded_requests(num_requests: int) -> int:

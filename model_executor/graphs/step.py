@@ -10,13 +10,14 @@ from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.forward import ForwardGraph, ForwardSize, LayoutGraph
-from dllm_engine.model_executor.graphs.recording import GraphCache, Record, padded, worth_padding
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, GraphCache, Record, padded, worth_padding
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
+from dllm_engine.scheduler.step_plan import RefreshState
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.model_runner import DiffusionModelRunner
@@ -161,10 +162,12 @@ class StepGraphs:
                 forward = self.record_forward(size)
                 return None if forward is None else forward(batch, layer_pass)
         layout = layer_pass.graph_layout()
-        if layout is None:
+        refreshes = any(plan.state is not RefreshState.REUSE for plan in batch.plans)
+        if layout is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
             return None
+        key = type(layer_pass), layout, *(tensor.shape for tensor in layer_pass.graph_inputs())
         before = max(1, self.launches_before)
-        graph = self.layouts.get(layout, lambda: LayoutGraph(self, batch, layer_pass), before)
+        graph = self.layouts.get(key, lambda: LayoutGraph(self, batch, layer_pass), before)
         return None if graph is None else graph(batch, layer_pass)
 
     def fill(

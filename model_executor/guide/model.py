@@ -5,12 +5,13 @@ many bytes as one of the diffusion model's and holds as many of the guide's toke
 """
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
@@ -19,18 +20,19 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.model_executor.batch_tables import TokenTables
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
 from dllm_engine.model_executor.loading.files import check_safetensors
-from dllm_engine.model_executor.models.decoder import DiffusionDecoder, VocabularyShard
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
-from dllm_engine.model_executor.passes.base import LayerPass, attend_pages
-from dllm_engine.model_executor.step_batch import Canvas, RowBounds, StepBatch
+from dllm_engine.model_executor.passes.paged import PagedPass
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import head_chunks
-from dllm_engine.model_executor.transfer import gather_from_ranks, on_device
+from dllm_engine.model_executor.transfer import gather_shards, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
-from dllm_engine.scheduler.page_layout import PageKind, head_dim_of
+from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 
 logger = init_logger(f"vllm.{__name__}")
@@ -60,22 +62,6 @@ class Draft:
     guided: list[int] = field(default_factory=list)
     """The guide's own tokens, in the diffusion model's tokens."""
     failure: RequestFailure | None = None
-
-
-class CausalPass(LayerPass):
-    """K/V go to pages by position, and a row attends to all tokens up to itself."""
-
-    def __init__(self, batch: StepBatch, pages: PageView, head_len: list[int]) -> None:
-        self.pages = pages
-        self.tables = TokenTables(batch, pages, head_len, PageKind.GUIDE)
-        self.row_slots = self.tables.row_slots()
-        # Token t of a table is the guide's token t.
-        limits = (batch.positions + 1).int()
-        self.row_bounds = RowBounds(batch.sizes, limits.device, limits)
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self.pages.write(k, v, self.row_slots[layer])
-        return attend_pages(self.tables.paged_tokens(layer), q, k, v, self.row_bounds, attend_fresh=False)
 
 
 class Guide:
@@ -116,7 +102,9 @@ class Guide:
 
     def attach(self, memory: PageMemory) -> None:
         """Take pages from ``memory`` from now on."""
-        self.pages = memory.view_for(self.model.num_kv_heads, head_dim_of(self.model.config))
+        shape = memory.geometry.guide
+        assert shape is not None
+        self.pages = memory.view_for(shape.num_kv_heads, shape.head_dim)
 
     def check(self, drafts: list[Draft]) -> None:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
@@ -124,19 +112,10 @@ class Guide:
         Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
         guide cannot read, or that its pages have no room for, it ranks behind all others.
         """
-        for draft in drafts:
-            try:
-                self._read(draft)
-            except Exception as error:
-                draft.failure = failure_of(draft.request_id, error)
+        self._for_each(drafts, self._read)
         if asking := [draft for draft in drafts if draft.failure is None and draft.judged]:
             self._ask(asking)
-        for draft in drafts:
-            try:
-                if draft.failure is None:
-                    self._take_answers(draft)
-            except Exception as error:
-                draft.failure = failure_of(draft.request_id, error)
+        self._for_each(drafts, self._take_answers)
 
     def profile_run(self, num_rows: int) -> None:
         """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
@@ -147,6 +126,16 @@ class Guide:
 
     def _chunks(self, num_rows: int) -> list[slice]:
         return head_chunks(num_rows, self.model.config.vocab_size, self.device)
+
+    @staticmethod
+    def _for_each(drafts: list[Draft], do: Callable[[Draft], None]) -> None:
+        """Call ``do`` for each draft that has not failed; an exception is the draft's failure."""
+        for draft in drafts:
+            try:
+                if draft.failure is None:
+                    do(draft)
+            except Exception as error:
+                draft.failure = failure_of(draft.request_id, error)
 
     def _read(self, draft: Draft) -> None:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
@@ -174,7 +163,10 @@ class Guide:
             draft.canvas.guide_text = text[: draft.judged[-1]]
         fed = [token for draft, span in zip(drafts, spans, strict=True) for token in draft.reading.tokens[slice(*span)]]
         batch = StepBatch([draft.canvas for draft in drafts], [np.arange(*span) for span in spans])
-        layer_pass = CausalPass(batch, self.pages, [span.stop for span in spans])
+        batch.limits = (batch.positions + 1).int()  # causal: token t of a table is the guide's token t
+        tables = TokenTables(batch, self.pages, [span.stop for span in spans], PageKind.GUIDE)
+        rows_in_pages = batch.split_rows([False] * len(spans))
+        layer_pass = PagedPass(tables, rows_in_pages, tables.row_slots(), attend_fresh=False)
         hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
         rows = [
             t - 1 - span.start + b
@@ -206,29 +198,14 @@ class Guide:
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
-        shard: VocabularyShard = self.model.compute_logits(hidden)
-        logits, first = shard.logits.float(), shard.first_token
-        size = logits.shape[1]
+        logits = torch.cat(gather_shards(self.model.compute_logits(hidden).logits, get_tp_group()), dim=1).float()
         for token in self.reader.never_said:
-            if 0 <= token - first < size:
-                logits[:, token - first] = -torch.inf
+            logits[:, token : token + 1] = -torch.inf
         best, tokens = logits.max(dim=1)
-        tokens = tokens + first
-        finite = best < torch.inf
-        local = drafted - first
-        here = (local >= 0) & (local < size)
-        scores = logits.gather(1, local.clamp(0, size - 1)[:, None])[:, 0].masked_fill(~here, 0)
-        ids = torch.arange(first, first + size, device=logits.device)
-        known = drafted < self.model.config.vocab_size
-        sharded = get_tensor_model_parallel_world_size() > 1
-        if sharded:
-            scores = tensor_model_parallel_all_reduce(scores)
-            bests = gather_from_ranks(best, get_tp_group())
-            winner, finite = bests.argmax(dim=0, keepdim=True), (bests < torch.inf).all(dim=0)
-            tokens = gather_from_ranks(tokens, get_tp_group()).gather(0, winner)[0]
-        ahead = (logits > scores[:, None]) | ((logits == scores[:, None]) & (ids < drafted[:, None]))
-        ranks = ahead.sum(dim=1)
-        if sharded:
-            ranks = gather_from_ranks(ranks, get_tp_group()).sum(dim=0)
+        num_tokens = logits.shape[1]
+        scores = logits.gather(1, drafted.clamp(max=num_tokens - 1)[:, None])
+        ids = torch.arange(num_tokens, device=logits.device)
+        ahead = (logits > scores) | ((logits == scores) & (ids < drafted[:, None]))
         # A token that the guide does not have comes after all that it has.
-        return ranks.masked_fill(~known, self.model.config.vocab_size).masked_fill(~finite, -1), tokens
+        ranks = ahead.sum(dim=1).masked_fill(drafted >= num_tokens, num_tokens)
+        return ranks.masked_fill(~(best < torch.inf), -1), tokens

@@ -24,9 +24,7 @@ from dllm_engine.options import explain, shortened
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
-One = Annotated[float, Field(ge=1, le=1)]
 RopeBase = Annotated[float, Field(gt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
 WeightType = Annotated[
     Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
 ]
@@ -98,7 +96,7 @@ class CheckpointKeys(BaseModel):
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     """Replacement of the two keys above in transformers 5, which checks the values of its keys."""
-    partial_rotary_factor: Share | None = None
+    partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     mask_token_id: Count | None = None
     end_of_turn_token_id: int | list[int] | None = None
     eos_token_id: int | list[int] | None = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,10 +46,6 @@ class RotaryPhases:
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
         """Phases of some of the rows."""
         return RotaryPhases(self.positions[rows], self.table)
-
-    def rotate_(self, heads: torch.Tensor) -> None:
-        """Rotate heads ``[num_rows, num_heads, head_dim]`` of the rows to their positions, in place."""
-        rotate_(heads, self.positions, self.table)
 
 
 class DecoderLayer(nn.Module):
@@ -94,15 +90,10 @@ class DecoderLayer(nn.Module):
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
 
-    def qkv(self, normed: torch.Tensor, phases: RotaryPhases) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def qkv(self, normed: torch.Tensor, phases: RotaryPhases, parts: str = "qkv") -> list[torch.Tensor]:
         """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
-        and keys rotated to their positions."""
-        q, k, v = self.project(normed, phases, "qkv")
-        return q, k, v
-
-    def project(self, normed: torch.Tensor, phases: RotaryPhases, parts: str) -> list[torch.Tensor]:
-        """Neighbours among queries, keys and values, as of ``qkv``: ``"v"``, ``"k"`` or ``"qk"`` for methods that need
-        some before the rest."""
+        and keys rotated to their positions. ``parts``: neighbours among them, ``"v"``, ``"k"`` or ``"qk"``, for methods
+        that need some before the rest."""
         counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         first = sum(counts[part] for part in "qkv".partition(parts)[0])
         heads = self._projected(normed, first, sum(counts[part] for part in parts))
@@ -117,7 +108,7 @@ class DecoderLayer(nn.Module):
         if self.head_norm is not None:
             for part, part_heads in zip(turned, split, strict=True):
                 part_heads.mul_(getattr(self, f"{part}_norm").weight)
-        phases.rotate_(heads)
+        rotate_(heads, phases.positions, phases.table)
         return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
@@ -188,11 +179,6 @@ class DiffusionDecoder(nn.Module):
         self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=self.names.head)
         if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
-
-    @property
-    def num_kv_heads(self) -> int:
-        """KV heads of this tensor-parallel rank."""
-        return cast(DecoderLayer, self.layers[0]).num_kv_heads
 
     @classmethod
     def locate(cls, tensor_name: str) -> tuple[str, Shard]:

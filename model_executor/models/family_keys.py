@@ -11,7 +11,6 @@ from dllm_engine.model_executor.models.config_keys import (
     Epsilon,
     ExpertShape,
     Off,
-    One,
     RopeBase,
     Size,
     rotary_dim,
@@ -84,7 +83,7 @@ class LLaDAMoEKeys(TransformersKeys):
     shared_expert_intermediate_size: Size | None = None
     moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
     moe_router_enable_expert_bias: bool | None = None
-    routed_scaling_factor: One | None = None
+    routed_scaling_factor: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape:

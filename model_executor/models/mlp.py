@@ -1,6 +1,7 @@
 """The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in vLLM's ``FusedMoE``."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from vllm._custom_ops import grouped_topk
 from vllm.forward_context import get_forward_context
@@ -10,12 +11,22 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, Replic
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.platforms import current_platform
 
-from dllm_engine.kernels.vllm_operators import silu_and_mul
 from dllm_engine.model_executor.models.config_keys import ExpertShape
 from dllm_engine.model_executor.models.names import PrefixOf
 
 ROW_BLOCKS = "row_blocks"
 """Key of vLLM's forward context: number of each row's block, int64 ``[num_rows]``, ascending."""
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) · up``, ``[num_rows, width]``, of ``[num_rows, 2 · width]`` with the gates first."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    # vLLM's kernel for CPUs takes five times as long as PyTorch's two.
+    if not gate_up.is_cuda or not hasattr(torch.ops._C, "silu_and_mul"):
+        return F.silu(gate).mul_(up)
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    torch.ops._C.silu_and_mul.default(out, gate_up)
+    return out
 
 
 class GatedMLP(nn.Module):

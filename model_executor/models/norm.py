@@ -1,10 +1,21 @@
 """RMSNorm, and the sum of the residual stream before it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from dllm_engine.kernels.vllm_operators import vllm_kernel
+
+def vllm_kernel(name: str, device: torch.device) -> Callable[..., Any] | None:
+    """The operator ``name``, if it is loaded and has a kernel for the device: vLLM's builds are for one kind each."""
+    operator = getattr(torch.ops._C, name, None)
+    key = f"_C::{name}", device.type.upper()
+    if operator is None or not torch._C._dispatch_has_kernel_for_dispatch_key(*key):
+        return None
+    overload: Callable[..., Any] = operator.default
+    return overload
 
 
 class Norm(RMSNorm):

@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.features import add_features, write_features
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
-from dllm_engine.kernels.paged_attention import PagedTokens
-from dllm_engine.kernels.similarity import DRAWN, least_similar, replace_and_compare
+from dllm_engine.kernels.pages import add_features, write_features
+from dllm_engine.kernels.similarity import least_similar, replace_and_compare
 from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
-from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, attend_alone, attend_pages
-from dllm_engine.model_executor.step_batch import RowBounds, RowChoice, StepBatch, ranges
+from dllm_engine.model_executor.passes.base import LayerPass, LayerTables, attend_split
+from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 from dllm_engine.scheduler.request import Span
@@ -39,32 +37,14 @@ class LayerSlots(Protocol):
     def __getitem__(self, layer: int, /) -> torch.Tensor: ...
 
 
-class CanvasTables(Protocol):
+class CanvasTables(LayerTables, Protocol):
     """Places of canvas positions' keys and values in pages."""
 
     def row_slots(self) -> LayerSlots:
         """Slots of all rows of the batch."""
 
-    def paged_tokens(self, layer: int) -> PagedTokens:
-        """Keys and values that requests attend to in a layer."""
-
     def graph_inputs(self) -> list[torch.Tensor]:
         """As ``LayerPass.graph_inputs``, between refreshes."""
-
-
-class ComputedRows(RowBounds):
-    """Rows that a layer recomputes. Their number is the same in every layer of a kind, so it is known before the
-    pass."""
-
-    def __init__(self, sizes: Sequence[int], alone: list[bool], device: torch.device) -> None:
-        """Per request, how many rows are recomputed, and whether they attend to nothing but themselves."""
-        super().__init__(sizes, device)
-        alone_sizes = [size if a else 0 for size, a in zip(sizes, alone, strict=True)]
-        paged_sizes = [0 if a else size for size, a in zip(sizes, alone, strict=True)]
-        self.alone_rows, self.paged_rows = (
-            on_device(ranges(self.bounds[:-1], kind_sizes)[1], device) for kind_sizes in (alone_sizes, paged_sizes)
-        )
-        self.alone, self.paged = RowBounds(alone_sizes, device), RowBounds(paged_sizes, device)
 
 
 class AdaptivePass(LayerPass):
@@ -92,20 +72,11 @@ class AdaptivePass(LayerPass):
         """Layers before it recompute every row in every step, and keep no features."""
         device = batch.device
         kept = [Span(live_start(canvas.spec), canvas.spec.canvas_length) for canvas in batch.canvases]
-        self.features = FeatureTables(batch, pages, kept)
-        self.num_layers = self.features.tables.shape[0]
-
-        def attend_alone(sizes: Sequence[int]) -> list[bool]:
-            return [
-                size == canvas.spec.canvas_length and (self.whole_attends_alone or plan.forward == 0)
-                for size, canvas, plan in zip(sizes, batch.canvases, batch.plans, strict=True)
-            ]
-
-        fed = batch.sizes
-        self.all_rows = ComputedRows(fed, attend_alone(fed), device)
-
+        self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
+        self.num_layers = pages.geometry.num_layers
+        self.all_rows = self._split(batch.sizes)
         self.chosen: list[torch.Tensor] = []
-        """Per layer of the last pass that chose, the rows that it recomputed."""
+        """Per layer so far that chose, the rows that it recomputes."""
         refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
             first, stop = batch.bounds[i], batch.bounds[i + 1]
@@ -138,37 +109,31 @@ class AdaptivePass(LayerPass):
             self.counters = seeds, forwards, batch.positions[self.verified]
             """Of the random numbers of each verified row: the same at any batch, and on every rank."""
         self.repeats = self.counters is None and all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        self.some_rows = ComputedRows(self.choice.sizes, attend_alone(self.choice.sizes), device)
+        self.some_rows = self._split(self.choice.sizes)
         self.kept = torch.ones_like(batch.positions, dtype=torch.bool)
         """Rows that keep their features, before rows are chosen."""
         self.kept.index_fill_(0, self.choice.fixed, False)
+
+    def _split(self, sizes: Sequence[int]) -> SplitRows:
+        """Rows that a layer recomputes, so many of each request."""
+        alone = [
+            size == canvas.spec.canvas_length and (self.whole_attends_alone or plan.forward == 0)
+            for size, canvas, plan in zip(sizes, self.batch.canvases, self.batch.plans, strict=True)
+        ]
+        return SplitRows(sizes, alone, self.batch.device)
 
     def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
         """K/V of the whole canvas, by position."""
         return TokenTables(batch, pages, [plan.read for plan in batch.plans])
 
     def graph_layout(self) -> Hashable | None:
-        refreshes_prompt = any(plan.scope in (Scope.ALL, Scope.PROMPT) for plan in self.batch.plans)
-        if refreshes_prompt and self.batch.bounds[-1] > HOST_BOUND_ROWS:
-            return None
-        computed = self.all_rows, self.all_rows.alone, self.some_rows, self.some_rows.alone
-        shapes = tuple(tuple(tensor.shape) for tensor in self.graph_inputs())
-        return type(self), tuple(tuple(rows.sizes) for rows in computed), shapes
+        return tuple((rows.num_paged_rows, *rows.sizes) for rows in (self.all_rows, self.some_rows))
 
     def graph_inputs(self) -> list[torch.Tensor]:
         verified = [x for x in (self.verified, self.verified_numbers) if isinstance(x, torch.Tensor)]
         verified += self.counters or ()
-        rows = [self.features.requests, self.features.items, self.kept, *self.choice.graph_inputs()]
-        computed = self.all_rows, self.some_rows
-        bounds = [*computed, *(part for rows in computed if any(rows.alone.sizes) for part in (rows.alone, rows.paged))]
-        rows += [part.cu_seqlens for part in bounds]
-        return [*rows, *verified, self.features.tables, *self.tables.graph_inputs()]
-
-    def graph_results(self) -> list[torch.Tensor]:
-        return [torch.stack(self.chosen)] if self.chosen else []
-
-    def take_results(self, results: list[torch.Tensor]) -> None:
-        self.chosen = [rows for stacked in results for rows in stacked.clone().unbind()]
+        parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
+        return [self.kept, *verified, *(tensor for part in parts for tensor in part.graph_inputs())]
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         self.chosen = []
@@ -179,6 +144,7 @@ class AdaptivePass(LayerPass):
                 self._recompute_all(index, layer, hidden, phases)
             else:
                 self._recompute_some(index, layer, hidden, phases)
+        self.results = [torch.stack(self.chosen)] if self.chosen else []
         del self.row_slots, self.feature_slots, self.kept_slots  # their memory is for the next graph
         return hidden
 
@@ -191,8 +157,8 @@ class AdaptivePass(LayerPass):
         if count is None:
             return {}
         stop = self.some_rows.bounds[index + 1]
-        updated = [self.batch.positions[rows[stop - count : stop]].tolist() for rows in self.chosen]
-        return {"updated_positions": [sorted(positions) for positions in updated]}
+        rows = [chosen[stop - count : stop] for by_layer in self.results for chosen in by_layer]
+        return {"updated_positions": [sorted(self.batch.positions[chosen].tolist()) for chosen in rows]}
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
@@ -223,74 +189,48 @@ class AdaptivePass(LayerPass):
         and replace all kept values by the fresh ones. A choice by chance verifies nothing.
         """
         if self.verified is None:
-            return self.choice.rows([]), None
-        fresh_values = None
+            return self.choice.fixed, None
         if self.counters is not None:
             # In the place of a token, numbers below ``NO_TOKEN``: apart from what tokens and positions are drawn with.
-            no_token = torch.full_like(self.counters[2], NO_TOKEN - 1 - index)
-            sums, metric = uniform(*self.counters, no_token)[None], DRAWN
-        else:
-            normed = layer.attn_norm(hidden[self.verified])
-            if self.options.similarity == "value":
-                fresh, kept = layer.project(normed, phases, "v")[0], self.pages.values
-                fresh_values = fresh
-            else:
-                fresh, kept = layer.project(normed, phases[self.verified], "k")[0], self.pages.keys
-            sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
-            sums = tensor_model_parallel_all_reduce(sums)
-            metric = self.options.similarity_metric
-        groups = self.choice.groups
-        parts = sums.split([members.numel() for members, _ in groups], dim=1)
-        rows = self.choice.rows(
-            [
-                least_similar(part.unflatten(1, members.shape), metric, places.shape[1])
-                for part, (members, places) in zip(parts, groups, strict=True)
-            ]
-        )
+            drawn = uniform(*self.counters, torch.full_like(self.counters[2], NO_TOKEN - 1 - index))
+            self.chosen.append(self.choice.rows(drawn, lambda part, count: part.sort(stable=True).indices[:, :count]))
+            return self.chosen[-1], None
+        normed, by_value = layer.attn_norm(hidden[self.verified]), self.options.similarity == "value"
+        fresh = layer.qkv(normed, phases[self.verified], "v" if by_value else "k")[0]
+        kept = self.pages.values if by_value else self.pages.keys
+        sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
+        sums, metric = tensor_model_parallel_all_reduce(sums), self.options.similarity_metric
+        rows = self.choice.rows(sums, lambda part, count: least_similar(part, metric, count))
         self.chosen.append(rows)
-        if fresh_values is None:
+        if not by_value:
             return rows, None
-        return rows, fresh_values[rows if self.verified_numbers is None else self.verified_numbers[rows]]
+        return rows, fresh[rows if self.verified_numbers is None else self.verified_numbers[rows]]
 
     def _project(
         self, layer: DecoderLayer, x: torch.Tensor, phases: RotaryPhases, values: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> list[torch.Tensor]:
         normed = layer.attn_norm(x)
         if values is None:
             return layer.qkv(normed, phases)
         # The chosen rows have their values; only the refreshed ones lack them.
         refreshed = self.choice.fixed_places
         if refreshed.numel():
-            values[refreshed] = layer.project(normed[refreshed], phases, "v")[0]
-        q, k = layer.project(normed, phases, "qk")
-        return q, k, values
+            values[refreshed] = layer.qkv(normed[refreshed], phases, "v")[0]
+        return [*layer.qkv(normed, phases, "qk"), values]
 
     def _attend(
         self,
         layer: int,
-        computed: ComputedRows,
+        computed: SplitRows,
         rows: torch.Tensor | None,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of recomputed rows (``rows`` of the batch, None: all), after their K/V have gone to pages."""
-        alone, paged = computed.alone_rows, computed.paged_rows
-        if not paged.numel():
-            out = self._attend_alone(layer, computed, q, k, v)
-        elif alone.numel():
-            out = torch.empty_like(q)
-            out[alone] = self._attend_alone(layer, computed, q[alone], k[alone], v[alone])
-        self.pages.write(k, v, self.row_slots[layer] if rows is None else self.row_slots[layer][rows])
-        tokens = self.tables.paged_tokens(layer)
-        if not alone.numel():
-            out = attend_pages(tokens, q, k, v, computed, attend_fresh=False)
-        elif paged.numel():
-            out[paged] = attend_pages(tokens, q[paged], k[paged], v[paged], computed.paged, attend_fresh=False)
-        return out
+        self._write(layer, rows, k, v)
+        return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False)
 
-    def _attend_alone(
-        self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Attention of the requests whose rows attend to nothing but themselves, before their K/V go to pages."""
-        return attend_alone(q, k, v, computed.alone)
+    def _write(self, layer: int, rows: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
+        slots = self.row_slots[layer]
+        self.pages.write(k, v, slots if rows is None else slots[rows])

@@ -5,27 +5,33 @@ skipping) or compute some parts for all rows and others for a few (adaptive upda
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
-from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
+class LayerTables(Protocol):
+    """Places of keys and values in pages."""
+
+    def paged_tokens(self, layer: int) -> PagedTokens:
+        """Keys and values that requests attend to in a layer."""
+
+
 class LayerPass:
     """Runs all layers in one forward pass."""
 
-    finished: torch.Tensor | None = None
-    """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
-    rows predict a token."""
     num_finished: Sequence[int] = ()
-    """Then, how many of each request's rows did."""
+    """Rows of each request that go through all layers, if the pass has ``finished`` rows."""
+
+    results: Sequence[torch.Tensor] = ()
+    """Tensors that the last pass left beside hidden states. A recorded pass gets a copy of what a replay leaves."""
 
     answers: Sequence[np.ndarray] = ()
     """Values of ``asked`` on the host."""
@@ -48,21 +54,20 @@ class LayerPass:
     graph_rows = 0
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
 
+    @property
+    def finished(self) -> torch.Tensor | None:
+        """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
+        rows predict a token."""
+        return None
+
     def graph_layout(self) -> Hashable | None:
-        """The host's numbers that shape the launches of a pass. Passes of one layout differ in ``graph_inputs`` alone.
-        None: the pass is launched."""
+        """The host's numbers that shape the launches of a pass. Passes of one class, one layout and equal shapes of
+        ``graph_inputs`` differ in the contents of these alone. None: the pass is launched."""
         return None
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        """Tensors that the pass reads on the device, in an order and of shapes that the layout fixes."""
+        """Tensors that the pass reads on the device."""
         return []
-
-    def graph_results(self) -> list[torch.Tensor]:
-        """Tensors that the pass leaves beside hidden states."""
-        return []
-
-    def take_results(self, results: list[torch.Tensor]) -> None:
-        """Keep copies of ``graph_results`` after a replay. The next replay of any graph may write over them."""
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]`` after the last layer, from the embeddings of the same rows.
@@ -138,7 +143,7 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBou
 
 def attend_split(
     layer: int,
-    tables: KVTables,
+    tables: LayerTables,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

@@ -16,11 +16,12 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.kernels.voting import summed_probabilities
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import Canvas, StepBatch
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
@@ -76,8 +77,6 @@ class RolloutPass(LayerPass):
         """Rows of a request, at most, and number of the requests that it holds for; in batch order."""
         self.rollouts: list[tuple[slice, Rollout]] = []
         """Per group, its requests, and their rollout as far as layers have run."""
-        self.importance: list[torch.Tensor] = []
-        """Per group, ``[num_requests, num_tokens]``."""
         places = self.tables.slots(ALL_LAYERS, batch.requests, batch.positions, pages.page_size)
         self.places = F.pad(places, (0, max(self.graph_rows - num_rows, 0)), value=-1)
         """Place of each row in pages, ``[num_layers, num_rows]``; −1 behind the rows of the batch."""
@@ -88,16 +87,10 @@ class RolloutPass(LayerPass):
                 canvas.cache_state = torch.zeros(length, device=batch.device)
 
     def graph_layout(self) -> Hashable | None:
-        return (type(self), self.graph_rows, *self.groups, self.tables.tables.shape) if self.graph_rows else None
+        return tuple(self.groups) if self.graph_rows else None
 
     def graph_inputs(self) -> list[torch.Tensor]:
         return [self.places, self.batch.cu_seqlens, self.tables.tables, self.tables.head_len, self.tables.token_lens]
-
-    def graph_results(self) -> list[torch.Tensor]:
-        return self.importance
-
-    def take_results(self, results: list[torch.Tensor]) -> None:
-        self.importance = [result.clone() for result in results]
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         self.row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
@@ -110,7 +103,7 @@ class RolloutPass(LayerPass):
             positions = phases.positions[rows.clamp(max=hidden.shape[0] - 1)].masked_fill(~exist, 0)
             self.rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
         hidden = super().__call__(layers, hidden, phases)
-        self.importance = [rollout.importance() for _, rollout in self.rollouts]
+        self.results = [rollout.importance() for _, rollout in self.rollouts]
         self.rollouts.clear()
         del self.row_slots  # its memory, and that of the rollouts, is for the next graph
         return hidden
@@ -141,7 +134,7 @@ class RolloutPass(LayerPass):
     def asked(self) -> list[torch.Tensor]:
         """Importance and confidence of every position, per request."""
         kept = [canvas.cache_state for canvas in self.batch.canvases]
-        importance = chain.from_iterable(self.importance)
+        importance = chain.from_iterable(self.results)
         return [torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)]
 
     def next_rows(self, index: int) -> np.ndarray | None:
@@ -169,14 +162,12 @@ def choose_rows(
     computed = np.zeros(spec.canvas_length, dtype=bool)
     computed[np.maximum(chosen - shift, 0)] = True
     # The prompt's last row, which predicts the first token, has no say in what rollout chooses.
-    last_of_prompt = start - 1 if shift and start else None
-    predicts_first = last_of_prompt is not None and computed[last_of_prompt]
-    if last_of_prompt is not None:
-        computed[last_of_prompt] = False
+    last_of_prompt = slice(max(start - shift, 0), start)
+    predicts_first = computed[last_of_prompt].copy()
+    computed[last_of_prompt] = False
     computed[canvas.last_unmasked] = True
     computed[_most_important(importance, ~computed, options.rollout_p)] = True
-    if last_of_prompt is not None:
-        computed[last_of_prompt] = predicts_first
+    computed[last_of_prompt] = predicts_first
     rows = np.flatnonzero(computed)
     near = np.flatnonzero(np.diff(rows) <= options.gap_fill)
     for i in near:

@@ -16,20 +16,19 @@ import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.features import read_features, write_features
-from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.kernels.pages import page_places, read_features, write_features
+from dllm_engine.model_executor.batch_tables import BatchTables, FeatureTables, TokenTables
 from dllm_engine.model_executor.canvas_store import SPARE
-from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import FIRST_BLOCK, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope
+from dllm_engine.scheduler.step_plan import RetainedCopy, RowRule, Scope
 
 POOL_KERNEL_SIZE = 3
 """Width of the max-pooling before eviction, as in Sparse-dLLM."""
@@ -69,6 +68,7 @@ class EarlySkipPass(LayerPass):
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
+        self.copies = BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
         self.skips = [plan.skips for plan in plans]
@@ -87,8 +87,9 @@ class EarlySkipPass(LayerPass):
             kept = [self._num_kept(i, fraction, span.size) if self.skips[i] else None for i, span in enumerate(rows)]
             self.cuts[layer] = RowChoice(whole, rows, kept, device)
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
+        self.num_finished = self.stages[-1].sizes
         self.kept_rows: list[torch.Tensor] = []
-        """After each cut, the rows of the batch that went on."""
+        """After each cut so far, the rows of the batch that went on."""
         stops = [plan.span.stop + canvas.spec.shifts_logits for plan, canvas in zip(plans, batch.canvases, strict=True)]
         self.spans = [Span(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
         """Positions that the rows of each request predict. They are neighbours."""
@@ -169,33 +170,28 @@ class EarlySkipPass(LayerPass):
         self._set_importance(masked, self.masked & ~masked)
 
     def graph_layout(self) -> Hashable | None:
-        refreshes = any(plan.state is not RefreshState.REUSE for plan in self.batch.plans)
-        if self.copied or (refreshes and self.batch.bounds[-1] > HOST_BOUND_ROWS):
+        if self.copied:
             return None
         sizes = tuple((stage.num_paged_rows, *stage.sizes) for stage in self.stages)
-        shapes = tuple(tensor.shape for tensor in self.graph_inputs())
-        return type(self), sizes, tuple(self.skips), tuple(self.reading), shapes
+        return sizes, tuple(self.skips), tuple(self.reading)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        parts = [part for stage in self.stages for part in (stage.paged, stage.alone) if any(part.sizes)]
-        inputs = self.tables.graph_inputs() + [part.cu_seqlens for part in parts]
+        inputs = self.tables.graph_inputs()
+        for stage in self.stages:
+            inputs += stage.graph_inputs()
         if self.copy_tokens is not None:
             inputs += [self.copy_tokens, *self.attended.graph_inputs()]
         if any(self.skips):
             inputs += [self.confidences, self.bonuses]
         if self.remembers:
-            inputs += [self.features.requests, self.features.items, self.features.tables]
+            inputs += self.features.graph_inputs()
         for cut in self.cuts.values():
             inputs += cut.graph_inputs()
         return inputs
 
-    def graph_results(self) -> list[torch.Tensor]:
-        return self.kept_rows if self.finished is None else [self.finished, *self.kept_rows]
-
-    def take_results(self, results: list[torch.Tensor]) -> None:
-        if results:
-            self.finished, *self.kept_rows = (result.clone() for result in results)
-            self.num_finished = self.stages[-1].sizes
+    @property
+    def finished(self) -> torch.Tensor | None:
+        return self.results[0] if self.results else None
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
         inside = self.options.indicator != "hidden_state"
@@ -224,43 +220,39 @@ class EarlySkipPass(LayerPass):
             del self.feature_slots
         if x is not hidden:
             hidden[rows] = x
-            self.finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
-            self.finished.index_fill_(0, rows, True)
-            self.num_finished = self.stage.sizes
+            finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+            self.results = [finished.index_fill_(0, rows, True), *self.kept_rows]
         return hidden
 
     def _attend(
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        stage, pages = self.stage, self.pages
-        pages.write(k, v, self.row_slots[layer][rows])
+        self.pages.write(k, v, self.row_slots[layer][rows])
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
             slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
-            pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
+            self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
         self._copy_retained(layer, q)
-        return attend_split(layer, self.attended, q, k, v, stage, attend_fresh=False)
+        return attend_split(layer, self.attended, q, k, v, self.stage, attend_fresh=False)
 
     def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
         """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose step it is. Such a step skips no
         row, and the mean is over the queries of all that it computes."""
+        pages = self.pages
         for i, (outside, window) in self.copied.items():
-            keys = self._kept(self.pages.keys, self.tables.token_slots(layer, torch.full_like(outside, i), outside))
+            slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
             # Every rank scores with its own heads; all must retain the same tokens.
-            scores = mean_query_scores(q[self.stage.rows(i)], keys)
+            scores = mean_query_scores(q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)])
             scores = tensor_model_parallel_all_reduce(scores)
             scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
             chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, window))
-            slots = self.tables.token_slots(layer, torch.full_like(copied, i), copied)
-            keys, values = self._kept(self.pages.keys, slots), self._kept(self.pages.values, slots)
-            self.pages.append(keys, values, self.batch.canvases[i].page_tables[PageKind.RETAINED][layer])
-
-    @staticmethod
-    def _kept(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Keys or values in slots ``[n, num_kv_heads]``."""
-        return pages[slots // pages.shape[1], slots % pages.shape[1]]
+            requests = torch.full_like(copied, i)
+            places = page_places(self.tables.token_slots(layer, requests, copied), pages.keys)
+            numbers = torch.arange(len(copied), device=copied.device)
+            slots = pages.slots(self.copies.slots(layer, requests, numbers, pages.page_size))
+            pages.write(pages.keys[places], pages.values[places], slots)
 
     def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
         """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
@@ -268,14 +260,9 @@ class EarlySkipPass(LayerPass):
         kept = None
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
-            changes = self._changes(layer, rows[members], fresh[members])
-            sizes = [group_rows.numel() for group_rows, _ in cut.groups]
-            kept = cut.rows(
-                [
-                    self._most_important(rows[group_rows], change.view(group_rows.shape), places.shape[1])
-                    for (group_rows, places), change in zip(cut.groups, changes.split(sizes), strict=True)
-                ]
-            )
+            own = rows[members]
+            changes = self._changes(layer, own, fresh[members])
+            kept = cut.rows(torch.stack((changes, self.confidences[own], self.bonuses[own])), self._most_important)
             self.kept_rows.append(rows[kept])
             self.stage = self.stages[len(self.kept_rows)]
         if self.options.keeps_features:
@@ -292,7 +279,8 @@ class EarlySkipPass(LayerPass):
             old = read_features(self.features.rows, self.feature_slots[layer][rows])
         else:
             slots = self.row_slots[layer][rows]
-            old = self._kept(self.pages.keys if indicator == "key" else self.pages.values, slots).flatten(1)
+            pages = self.pages.keys if indicator == "key" else self.pages.values
+            old = pages[page_places(slots, pages)].flatten(1)
         old = old.float()
         sums = torch.stack(((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1)))
         width = fresh.shape[1]
@@ -302,19 +290,20 @@ class EarlySkipPass(LayerPass):
         difference, square = sums / width
         return difference / (square.sqrt() + SMALLEST_NORM)
 
-    def _most_important(self, rows: torch.Tensor, changes: torch.Tensor, count: int) -> torch.Tensor:
-        """Choose the ``count`` rows of ``[group, rows]`` that stay, in no order.
+    def _most_important(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the ``count`` rows that stay, in no order, by their changes, confidences and bonuses, ``[3, group,
+        rows]``.
 
         Near the end of a window most confidences are 0, and the most confident rows tie. The result of ``topk`` stays
         unsorted, as in the authors' code: its order decides the ties of the next layer.
         """
-        alpha, confidences = self.options.alpha, self.confidences[rows]
+        alpha, (changes, confidences, bonuses) = self.options.alpha, values
         changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
         scores = alpha * confidences + (1 - alpha) * changes
         if alpha > 0:
-            best = top_indices(confidences, min(NUM_CONFIDENT, rows.shape[1]))
+            best = top_indices(confidences, min(NUM_CONFIDENT, confidences.shape[1]))
             scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
-        scores += self.bonuses[rows]
+        scores += bonuses
         return top_indices(scores, count, in_order=False)
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
@@ -323,21 +312,14 @@ class EarlySkipPass(LayerPass):
         if statistics.held_back is not None and not canvas.spec.shifts_logits:
             # As in the authors' code: LLaDA forgets how confident an end token was that came too early, Dream does not.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)
-        if self.finished is not None:
-            rows = self.batch.rows(index)
-            predicts = torch.zeros(canvas.spec.canvas_length + 1, dtype=torch.bool, device=positions.device)
-            predicts[self.batch.positions[rows] + int(canvas.spec.shifts_logits)] = self.finished[rows]
-            confidences = torch.where(predicts[positions], confidences, canvas.cache_state[positions])
-        canvas.cache_state[positions] = confidences
+        written = required(statistics.written)
+        canvas.cache_state[positions] = torch.where(written, confidences, canvas.cache_state[positions])
 
     def rows_computed(self, index: int, num_rows: int) -> int:
-        inside = self.options.indicator != "hidden_state"
-        total, sizes = 0, iter(self.stages)
-        stage = next(sizes)
-        for layer in range(self.num_layers):
-            cut = layer in self.cuts
-            before, stage = stage, next(sizes) if cut else stage
-            total += (stage if inside else before).sizes[index]
+        later = self.options.indicator == "hidden_state"
+        first_layers = [0, *(layer + later for layer in self.cuts), self.num_layers]
+        layers = [stop - first for first, stop in pairwise(first_layers)]
+        total = sum(count * stage.sizes[index] for count, stage in zip(layers, self.stages, strict=True))
         return -(-total // self.num_layers)
 
     def record(self, index: int) -> dict[str, Any]:
@@ -345,6 +327,7 @@ class EarlySkipPass(LayerPass):
         if index in self.retained:
             entries["retained_positions"] = [positions.tolist() for positions in self.retained[index]]
         if self.skips[index]:
-            stage_rows = [rows[stage.rows(index)] for rows, stage in zip(self.kept_rows, self.stages[1:], strict=True)]
+            kept_rows = zip(self.results[1:], self.stages[1:], strict=True)
+            stage_rows = [rows[stage.rows(index)] for rows, stage in kept_rows]
             entries["selected_positions"] = [sorted(self.batch.positions[rows].tolist()) for rows in stage_rows]
         return entries

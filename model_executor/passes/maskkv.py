@@ -11,7 +11,6 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     get_tp_group,
     tensor_model_parallel_all_gather,
-    tensor_model_parallel_all_reduce,
 )
 
 from dllm_engine.kernels.attention import bidirectional_attention
@@ -20,11 +19,11 @@ from dllm_engine.kernels.paged_attention import PagedTokens, attention_with_lse
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, BatchTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.adaptive import AdaptivePass, ComputedRows, LayerSlots
-from dllm_engine.model_executor.passes.base import attend_alone
+from dllm_engine.model_executor.passes.adaptive import AdaptivePass, LayerSlots
+from dllm_engine.model_executor.passes.base import attend_alone, attend_pages
 from dllm_engine.model_executor.retention.head_budgets import head_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
-from dllm_engine.model_executor.step_batch import RowBounds, StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 from dllm_engine.scheduler.methods.maskkv import (
@@ -57,7 +56,7 @@ class HeadTables(BatchTables):
         super().__init__(batch, PageKind.KV)
         self.batch, self.pages = batch, pages
         device = batch.device
-        num_layers, heads = BatchTables(batch, PageKind.FEATURES).tables.shape[0], pages.num_kv_heads
+        num_layers, heads = pages.geometry.num_layers, pages.num_kv_heads
         for canvas in batch.canvases:
             if canvas.cache_state is None:
                 canvas.cache_state = RetainedPrompt(torch.zeros(num_layers, heads, dtype=torch.int64, device=device))
@@ -102,9 +101,9 @@ class HeadTables(BatchTables):
 
     def row_slots(self) -> "LayerSlots":
         # While a request votes, where a layer's ranges begin follows from the votes of the layers before it.
-        return LateSlots(self) if self.prompts else self.slots_in(ALL_LAYERS)
+        return self if self.prompts else self[ALL_LAYERS]
 
-    def slots_in(self, layer: int | slice) -> torch.Tensor:
+    def __getitem__(self, layer: int | slice) -> torch.Tensor:
         """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of the layers, with a dimension of
         them in front. A slice needs that no prompt is recomputed."""
         start = self.starts[layer]
@@ -124,16 +123,6 @@ class HeadTables(BatchTables):
         start, lengths = self.starts[layer], self.lengths[layer] - self.unread[:, None]
         k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
         return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
-
-
-@dataclass
-class LateSlots:
-    """``HeadTables.slots_in`` of a layer, when the layer asks."""
-
-    tables: HeadTables
-
-    def __getitem__(self, layer: int) -> torch.Tensor:
-        return self.tables.slots_in(layer)
 
 
 class MaskKVPass(AdaptivePass):
@@ -203,53 +192,61 @@ class MaskKVPass(AdaptivePass):
     def record(self, index: int) -> dict[str, Any]:
         entries = super().record(index)
         if index in self.voting:
-            per_head = [[head.nonzero()[:, 0].tolist() for head in layer] for layer in self._retained_by_all(index)]
+            numbers = torch.stack([layer.T for layer in self.batch.canvases[index].cache_state.numbers], dim=1)
+            retained = self._of_all_heads((numbers >= 0).float()).transpose(0, 1)
+            per_head = [[head.nonzero()[:, 0].tolist() for head in layer] for layer in retained]
             entries["retained_per_head"] = per_head
             entries["retained_positions"] = [sorted(set().union(*layer)) for layer in per_head]
         return entries
 
-    def _retained_by_all(self, index: int) -> torch.Tensor:
-        """Retained prompt tokens on all ranks, ``[num_layers, total_kv_heads, prompt_length]`` bool. Every rank must
-        call it."""
-        canvas, own_heads = self.batch.canvases[index], self.pages.num_kv_heads
-        # Ranks on CPUs exchange floating-point numbers only.
-        retained = (torch.stack([numbers.T for numbers in canvas.cache_state.numbers]) >= 0).float()
+    def _of_all_heads(self, own: torch.Tensor) -> torch.Tensor:
+        """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those of this rank's, ``[num_kv_heads,
+        ...]``; floating-point ones, because ranks on CPUs exchange no others. Every rank must call it."""
         world = get_tensor_model_parallel_world_size()
-        if world > 1:
-            # With more ranks than heads, neighbouring ranks have the same head.
-            copies = world * own_heads // self.pages.geometry.total_kv_heads
-            retained = tensor_model_parallel_all_gather(retained, dim=1)[:, ::copies]
-        return retained.bool()
+        if world == 1:
+            return own
+        # With more ranks than heads, neighbouring ranks have the same head.
+        copies = world * own.shape[0] // self.pages.geometry.total_kv_heads
+        return tensor_model_parallel_all_gather(own, dim=0)[::copies]
 
-    def _attend_alone(
-        self, layer: int, computed: ComputedRows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    def _attend(
+        self,
+        layer: int,
+        computed: SplitRows,
+        rows: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
-        """All requests that attend alone are in their first pass, and vote."""
+        """All requests that attend alone are in their first pass. They vote before anything is written."""
+        n = computed.num_paged_rows
+        if n == q.shape[0]:
+            return super()._attend(layer, computed, rows, q, k, v)
+        own, lse = (q[n:], k[n:], v[n:]), None
         if SCORERS[self.options.scorer].needs_lse:
-            out, lse = attention_with_lse(q, k, v, computed.alone.bounds)
+            out, lse = attention_with_lse(*own, computed.alone.bounds)
         else:
-            out, lse = attend_alone(q, k, v, computed.alone), None
+            out = attend_alone(*own, computed.alone)
         for index in self.voting:
-            rows = computed.alone.rows(index)
-            self._vote(layer, index, q[rows], k[rows], None if lse is None else lse[rows])
-        return out
+            first, stop = computed.bounds[index : index + 2]
+            self._vote(layer, index, q[first:stop], k[first:stop], None if lse is None else lse[first - n : stop - n])
+        self._write(layer, rows, k, v)
+        if not n:
+            return out
+        tokens = self.tables.paged_tokens(layer)
+        return torch.cat((attend_pages(tokens, q[:n], k[:n], v[:n], computed.paged, attend_fresh=False), out))
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         canvas = self.batch.canvases[index]
         spec, options, heads = canvas.spec, MaskKVOptions.of(canvas.spec), k.shape[1]
-        world, total_heads = get_tensor_model_parallel_world_size(), self.pages.geometry.total_kv_heads
         scorer = SCORERS[options.scorer]
         first_head = self.pages.first_kv_head
         scored = ScoredLayer(q, k, lse, canvas, self.batch.plans[index].window, layer, first_head)
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
-        all_scores = scores
-        if world > 1:
-            all_scores = scores.new_zeros(total_heads, spec.prompt_length)
-            all_scores[first_head : first_head + heads] = scores
-            all_scores = tensor_model_parallel_all_reduce(all_scores) / max(1, world // total_heads)
+        all_scores = self._of_all_heads(scores)
         if average_budget(options, spec.prompt_length) >= spec.prompt_length:
-            all_kept = torch.full((total_heads,), spec.prompt_length, device=q.device)
+            all_kept = torch.full(all_scores.shape[:1], spec.prompt_length, device=q.device)
         else:
             budget = self.budgets[index][layer]
             all_kept = head_budgets(options.head_budget, all_scores, budget, base_share=options.alpha)

@@ -100,8 +100,6 @@ class RetentionPass(PagedPass):
         self.writes, self.repeats = bool(self.groups), not self.groups
         self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
-        self.retained: list[torch.Tensor] = []
-        """Per layer, the batch rows that it retained."""
         if self.groups:
             plans = [batch.plans[i] for i in self.updating]
             numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
@@ -121,10 +119,11 @@ class RetentionPass(PagedPass):
             if self.chooses:
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
+                self.results = [self.named_rows.new_empty(slots.shape[:2])]
             else:
                 shape = slots.shape[0], batch.bounds[-1], slots.shape[2]
                 self.row_slots = slots.new_full(shape, -1).index_copy_(1, self.named_rows, slots)
-                self.retained = [self.named_rows] * slots.shape[0]
+                self.results = [self.named_rows.expand(slots.shape[0], -1)]
 
     def record(self, index: int) -> dict[str, Any]:
         if index not in self.updating:
@@ -133,10 +132,11 @@ class RetentionPass(PagedPass):
         added, read = slice(*self.bounds[at : at + 2]), self.batch.plans[index].read
         canvas = self.batch.canvases[index]
         # Of each layer, what pages held before comes first. What other requests wrote is a beginning of the canvas.
-        before = canvas.cache_state or [[] for _ in self.retained]
+        (retained,) = self.results
+        before = canvas.cache_state or [[] for _ in retained]
         canvas.cache_state = [
             [*(held if len(held) >= read else range(read))[:read], *self.batch.positions[rows[added]].tolist()]
-            for held, rows in zip(before, self.retained, strict=True)
+            for held, rows in zip(before, retained, strict=True)
         ]
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
 

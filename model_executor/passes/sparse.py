@@ -8,7 +8,6 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
-from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
@@ -48,32 +47,23 @@ class SparsePass(RetentionPass):
 
     def graph_layout(self) -> Hashable | None:
         batch = self.batch
-        is_small = batch.bounds[-1] <= HOST_BOUND_ROWS and batch.limits is None
-        if not (self.chooses and is_small and self.options.scorer == "mean_query"):
+        if not self.chooses or batch.limits is not None or self.options.scorer != "mean_query":
             return None
         # Slices cannot be keys before Python 3.12, their names can.
         groups = [
             (*members, *((part.num_positions, part.count) for part in batch.plans[members[0]].adds), repr(columns))
             for members, columns in zip(self.groups, self.columns, strict=True)
         ]
-        shapes = (tuple(tensor.shape) for tensor in self.graph_inputs())
-        return type(self), tuple(batch.sizes), self.rows.num_paged_rows, tuple(groups), tuple(shapes)
+        return tuple(batch.sizes), self.rows.num_paged_rows, tuple(groups)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        parts = [part.cu_seqlens for part in (self.rows.paged, self.rows.alone) if any(part.sizes)]
         own = self.named_rows, self.slots, *self.candidates, *self.windows
-        return [self.tokens.tables, self.tokens.head_len, self.tokens.token_lens, *parts, *own]
-
-    def graph_results(self) -> list[torch.Tensor]:
-        return [torch.stack(self.retained)]
-
-    def take_results(self, results: list[torch.Tensor]) -> None:
-        self.retained = list(results[0].clone().unbind())
+        return [self.tokens.tables, self.tokens.head_len, self.tokens.token_lens, *self.rows.graph_inputs(), *own]
 
     def retain(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         rows = self._retained_rows(layer, q, k, v)
         self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
-        self.retained.append(rows)
+        self.results[0][layer] = rows
 
     def _retained_rows(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Batch rows that a layer adds to pages: of each request of ``updating``, as many as ``plan.adds`` says, in its

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from dllm_engine.model_executor.candidates import BatchCandidates
-from dllm_engine.model_executor.step_batch import Canvas
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
-from dllm_engine.model_executor.candidates import ALONE, SPARE_COPY, BatchCandidates
+from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
@@ -23,7 +23,7 @@ from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES, Measure
 
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
@@ -160,7 +160,8 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
             numbers[Number.GUARANTEED, i] = 1
         elif quota.guaranteed is not None:
             numbers[Number.GUARANTEED, i] = quota.guaranteed.stop - quota.candidates.start
-        numbers[Number.LEAST, i] = quota.least if quota.parallel is not None else 0
+        if quota.parallel is not None:
+            numbers[Number.LEAST, i] = max(quota.least, not PARALLEL_RULES[quota.parallel.kind].may_pass_none)
         numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
         numbers[Number.DELAYS_EOS, i] = spec.delay_eos
         floats[Number.ALG_TEMP, i] = spec.alg_temp
@@ -221,8 +222,8 @@ def fill(
     )
     if work.draws_positions and counters is not None:
         no_token = torch.full_like(positions, NO_TOKEN)
-        statistics.noise = uniform(counters.seeds, counters.forwards, counters.positions, no_token)
-    barred = flags & ALONE > 0
+        statistics.noise = uniform(*counters, no_token)
+    barred = flags > 0
     if inputs.responses is not None:
         statistics.held_back = _held_back(store, end_tokens, inputs, statistics.token)
         barred = barred | statistics.held_back
@@ -232,9 +233,8 @@ def fill(
         chosen = ~masked & ~barred & due[requests] & (statistics.token != stays)
         if options is None:
             chosen &= statistics.probability > floats[Number.EDITED].float()[requests]
-        statistics.written = masked | chosen
-    elif work.num_logprobs is not None:
-        statistics.written = masked  # a step that runs ahead predicts some that are decided by now
+    # A step that runs ahead predicts some that are decided by now.
+    statistics.written = (masked | chosen) & (flags & UNFINISHED == 0)
     barred = barred | ~masked
     guaranteed, least, enough = (
         numbers[number] if number in uses else None for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
@@ -251,10 +251,10 @@ def fill(
         values = floats[Number.VALUE].to(confidence.dtype)
         chosen |= select(rule, confidence, requests, offsets, values, inputs.width, guaranteed, least, enough)
     store.fill(places, statistics.token, chosen)
-    outcome = (chosen & (flags & SPARE_COPY == 0)) * CHOSEN
+    outcome = chosen * CHOSEN
     if Number.OBSERVED in uses:
         bounds = floats[Number.OBSERVED].float()[requests]
-        outcome = outcome + ((statistics.probability >= bounds) & (flags & ALONE == 0)) * OBSERVED
+        outcome = outcome + ((statistics.probability >= bounds) & (flags == 0)) * OBSERVED
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
     outcome = outcome.long().masked_fill(statistics.probability.isnan(), NOT_FINITE)
     return torch.stack((requests, positions, statistics.token, outcome)), statistics

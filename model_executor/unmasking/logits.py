@@ -36,39 +36,31 @@ def with_biases(shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: sli
     return VocabularyShard(logits, first_token)
 
 
-def logits_of(shard: VocabularyShard, tokens: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """The logit of a given token per row, ``[num_rows]``, on every rank. ``tokens``: int64 ``[num_rows]``."""
-    columns, size = tokens - shard.first_token, shard.logits.shape[-1]
-    found = shard.logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
-    if tp_group.world_size == 1:
-        return found
-    # The token is in one rank's shard.
-    elsewhere = (columns < 0) | (columns >= size)
-    return gather_from_ranks(found.masked_fill(elsewhere, -torch.inf), tp_group).amax(dim=0)
-
-
-def log_total_of(shard: VocabularyShard, tp_group: GroupCoordinator) -> torch.Tensor:
-    """The log of the sum of exponentials of each row's logits, float32 ``[num_rows]``, on every rank."""
-    log_total = token_statistics(shard.logits, -1, False, False)[2]
-    return log_total if tp_group.world_size == 1 else gather_from_ranks(log_total, tp_group).logsumexp(dim=0)
-
-
 def token_logprobs(
     shard: VocabularyShard,
     tokens: torch.Tensor,
     num_logprobs: int,
     tp_group: GroupCoordinator,
-    log_total: torch.Tensor | None,
+    log_total: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest. ``tokens`` as for
-    ``logits_of``; ``log_total`` as ``log_total_of`` returns it, where it is known."""
-    logits, first_token = shard
-    log_total = log_total_of(shard, tp_group) if log_total is None else log_total
-    token_logit = logits_of(shard, tokens, tp_group)
-    top, top_tokens = logits.topk(min(num_logprobs, logits.shape[-1]), dim=-1)
+    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest, on every rank.
+
+    ``tokens``: int64 ``[num_rows]``. ``log_total``: the log of the sum of exponentials of each row's logits on all
+    ranks, float32 ``[num_rows]``, where it is known.
+    """
+    (logits, first_token), sharded = shard, tp_group.world_size > 1
+    if log_total is None:
+        log_total = token_statistics(logits, -1, False, False)[2]
+        log_total = gather_from_ranks(log_total, tp_group).logsumexp(dim=0) if sharded else log_total
+    columns, size = tokens - first_token, logits.shape[-1]
+    token_logit = logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
+    if sharded:  # the token is in one rank's shard
+        elsewhere = (columns < 0) | (columns >= size)
+        token_logit = gather_from_ranks(token_logit.masked_fill(elsewhere, -torch.inf), tp_group).amax(dim=0)
+    top, top_tokens = logits.topk(min(num_logprobs, size), dim=-1)
     top_tokens = top_tokens + first_token
     larger = (logits > token_logit[:, None]).sum(dim=-1)
-    if tp_group.world_size > 1:
+    if sharded:
         top_tokens, top = (torch.cat(gather_shards(x, tp_group), dim=-1) for x in (top_tokens, top))
         top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
         top_tokens = top_tokens.gather(-1, kept)

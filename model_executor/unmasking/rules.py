@@ -12,7 +12,7 @@ from dllm_engine.model_executor.unmasking.statistics import LEAST_CONFIDENT
 
 Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
 """(confidences ``[..., n]`` in descending order, the request's value, a number or ``[..., 1]``) -> bool ``[..., n]``:
-which of them a step fills."""
+which of them a step fills. Confidences of rules about entropy are negative entropies."""
 
 
 def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
@@ -26,61 +26,43 @@ def drawn_below(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Ten
 
 
 def reaching(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """Fast-dLLM (arXiv 2505.22618): all at least as confident as ``value``, and always the most confident one."""
-    passes = ordered >= value
-    passes[..., 0].fill_(True)
-    return passes
+    """Fast-dLLM (arXiv 2505.22618): all at least as confident as ``value``."""
+    return ordered >= value
 
 
 def exceeding(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """ES-dLLM (arXiv 2603.10088): all more confident than ``value``, and always the most confident one."""
-    passes = ordered > value
-    passes[..., 0].fill_(True)
-    return passes
+    """ES-dLLM (arXiv 2603.10088): all more confident than ``value``."""
+    return ordered > value
 
 
 def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """Fast-dLLM: the n most confident ones, n the largest with (n + 1) · (1 − n-th confidence) < ``value``, or one."""
+    """Fast-dLLM: the n most confident ones, n the largest with (n + 1) · (1 − n-th confidence) < ``value``."""
     numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
     # Both factors grow with n, so those that pass come first.
-    passes = (numbers + 1) * (1 - ordered) < value
-    passes[..., 0].fill_(True)
-    return passes
+    return (numbers + 1) * (1 - ordered) < value
 
 
 def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding the largest, is at most ``value``.
-
-    ``ordered`` are negative entropies. For one position that total is 0, so one always passes.
-    """
+    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding the largest, is at most
+    ``value``."""
     entropy = -ordered.clamp(max=0)
     # In ascending order the largest of the first n is the n-th: what counts is the sum of those before it.
     before = torch.nn.functional.pad(entropy[..., :-1].cumsum(-1), (1, 0))
-    passes = (before <= value) & (ordered > LEAST_CONFIDENT)
-    passes[..., 0].fill_(True)
-    return passes
+    return (before <= value) & (ordered > LEAST_CONFIDENT)
 
 
 def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is less than ``value``, or one.
-
-    ``ordered`` are negative entropies.
-    """
-    passes = (-ordered.clamp(max=0)).cumsum(-1) < value
-    passes[..., 0].fill_(True)
-    return passes
+    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is less than ``value``."""
+    return (-ordered.clamp(max=0)).cumsum(-1) < value
 
 
 def within_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``, and always the lowest.
-
-    ``ordered`` are negative entropies.
-    """
-    return reaching(ordered, -value)
+    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``."""
+    return ordered >= -value
 
 
 def below_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM for Dream: all of an entropy below ``value``; perhaps none. ``ordered`` are negative entropies."""
+    """d3LLM for Dream: all of an entropy below ``value``."""
     return ordered > -value
 
 
@@ -95,7 +77,7 @@ SELECTION_RULES: dict[str, Rule] = {
     "entropy_threshold": within_threshold,
     "strict_entropy_threshold": below_threshold,
 }
-"""By the names in ``scheduler/unmasking_policies.py``. All but the last pass the most confident position at least."""
+"""By the names in ``scheduler/unmasking_policies.py``, which say of which rules a step fills one position at least."""
 
 
 def select(

@@ -1,7 +1,8 @@
 """Predictions of a step: tokens, and the model's confidence in them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -18,6 +19,15 @@ class _Rows:
         """Split into parts of ``sizes`` rows."""
         columns = [[None] * len(sizes) if x is None else x.split(sizes) for x in vars(self).values()]
         return [type(self)(*parts) for parts in zip(*columns, strict=True)]
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
+        """The rows of all parts; what is None in one is None in all."""
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        joined: Iterator[Any] = (
+            None if x[0] is None else x[0].concatenated(x) if isinstance(x[0], _Rows) else torch.cat(x) for x in columns
+        )
+        return cls(*joined)
 
 
 @dataclass
@@ -65,7 +75,7 @@ class TokenStatistics(_Rows):
     held_back: torch.Tensor | None = None
     """``[num_rows]`` bool: end tokens that come too early to be unmasked; None where every request allows them."""
     written: torch.Tensor | None = None
-    """``[num_rows]`` bool: positions that were masked, or get another token; None where these are all."""
+    """``[num_rows]`` bool: finished rows whose positions were masked or get another token; None before it is known."""
 
     def put_last(self, rows: torch.Tensor) -> None:
         """Make rows, bool ``[num_rows]``, less confident than any other. Their tokens have no probability already."""

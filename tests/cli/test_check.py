@@ -15,8 +15,8 @@ from dllm_engine.check import cases, checks
 from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, as_table, compare, outcome_of
 from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
+from dllm_engine.kernels.pages import write_kv
 from dllm_engine.kernels.rotary import rotate_
-from dllm_engine.kernels.slots import write_kv
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.kernels import all_operators
 

@@ -59,15 +59,15 @@ def test_kernels_work_on_a_cpu_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from dllm_engine.kernels import eviction, features, paged_attention, rotary, similarity, slots, token_statistics, voting
+from dllm_engine.kernels import eviction, pages as memory, paged_attention, rotary, similarity, token_statistics, voting
 x, pages, zeros = torch.randn(4, 2, 8), torch.randn(3, 2, 8), torch.zeros(4, 2).long()
 paged_attention.attention_with_lse(x, x, x, [0, 4])
 eviction.mean_query_scores(x, x)
 voting.voting_scores(x, x, torch.zeros(4, 2))
 similarity.replace_and_compare(x, pages, zeros)
-slots.write_kv(x, x, pages, pages, zeros)
+memory.write_kv(x, x, pages, pages, zeros)
 rotary.rotate_(x, zeros[:, 0].contiguous(), torch.randn(4, 8))
-features.read_features(features.feature_rows(torch.randn(3, 2, 2, 8), 8), zeros[:, 0])
+memory.read_features(memory.feature_rows(torch.randn(3, 2, 2, 8), 8), zeros[:, 0])
 token_statistics.token_statistics(x[0], -1, True, True)
 try:
     token_statistics.token_statistics.triton

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.similarity import DRAWN, cosine, least_similar, negative_distance, replace_and_compare
+from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, replace_and_compare
 from tests.kernels.checks import draw
 from tests.support.kernels import TOLERANCE, error
 
@@ -67,8 +67,9 @@ def test_least_similar_takes_the_first_of_equals_alone_and_in_a_batch(similarity
     count = int(len(similarity) * fraction)
     shuffled = alone[torch.randperm(len(alone), generator=torch.Generator().manual_seed(seed))]
     batch = torch.stack((alone, shuffled))
-    chosen = least_similar(batch[None], DRAWN, count)
+    ones = torch.ones_like(batch)
+    chosen = least_similar(torch.stack((batch, ones, ones)), "cosine", count)
     for row, member in zip(chosen, batch, strict=True):
         by_rank = sorted(range(len(member)), key=lambda i: (float(member[i]), i))
         assert row.tolist() == by_rank[:count]
-        assert torch.equal(row, least_similar(member[None, None], DRAWN, count)[0])
+        assert torch.equal(row, least_similar(torch.stack((member, ones[0], ones[0]))[:, None], "cosine", count)[0])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, drawn_below, first_of_all, select
+from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 
 RULES = SELECTION_RULES | {"count": first_of_all, "draws": drawn_below}
 
@@ -12,7 +13,9 @@ def pick(rule: str, confidences: list[list[float]], values: list[float]) -> list
     """Per request, the offsets of what is chosen; their windows are of one size."""
     table = torch.tensor(confidences)
     requests, offsets = torch.ones_like(table).nonzero().T
-    chosen = select(RULES[rule], table.flatten(), requests, offsets, torch.tensor(values), table.shape[1])
+    one = rule in PARALLEL_RULES and not PARALLEL_RULES[rule].may_pass_none
+    least = torch.full((len(values),), int(one))
+    chosen = select(RULES[rule], table.flatten(), requests, offsets, torch.tensor(values), table.shape[1], least=least)
     return [of_request.nonzero()[:, 0].tolist() for of_request in chosen.view(table.shape)]
 
 

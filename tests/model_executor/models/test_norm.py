@@ -5,7 +5,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from dllm_engine.kernels.vllm_operators import silu_and_mul
+from dllm_engine.model_executor.models.mlp import silu_and_mul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

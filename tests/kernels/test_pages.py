@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
-from dllm_engine.kernels.slots import write_kv
+from dllm_engine.kernels.pages import add_features, feature_rows, read_features, write_features, write_kv
 from tests.kernels.checks import EXACT, draw
 from tests.support.kernels import TOLERANCE
 
