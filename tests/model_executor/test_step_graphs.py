@@ -54,6 +54,8 @@ def recordable() -> list[tuple[dict[str, Any], str]]:
     full = itertools.cycle(["llada", "llada_moe", "dream"])
     found = [{"cache_method": name} for name in CACHE_METHODS]
     found.append({"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}})
+    found.append({"cache_method": "es_dllm", "cache_options": {"retention_ratio": 0.5, "indicator": "key"}})
+    found.append({"cache_method": "dllm_cache", "cache_options": {"similarity": "key", "similarity_metric": "l2"}})
     return [(s, next(full) if "full" in CACHE_METHODS[s["cache_method"]].attention else "sdar") for s in found]
 
 
