@@ -1,11 +1,7 @@
-"""What the scheduler counts for the metrics, and how it rides on vLLM's message."""
-
-from vllm.v1.engine import EngineCoreOutputs
-from vllm.v1.metrics.stats import SchedulerStats
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+"""What the scheduler counts for the metrics."""
 
 from dllm_engine.metrics import METRICS
-from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats, take_stats
+from dllm_engine.scheduler.engine_stats import EngineStats, take_stats
 from dllm_engine.structured_output.automata import take_counts
 from tests.scheduler.test_diffusion_scheduler import scheduler_with, step
 
@@ -35,14 +31,3 @@ def test_pages_and_retained_tokens_come_and_go_with_their_request():
     # A method that keeps the running block has the whole canvas as candidates.
     first = next(messages("a", cache_method="dkv"))
     assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)
-
-
-def test_the_message_survives_vllms_wire():
-    stats = EngineStats(engine_steps=3, request_pages_held=[4], tokens_retained=9)
-    stats.denoising_steps["update"] += 2
-    scheduler_stats = SchedulerStats(num_running_reqs=1)
-    scheduler_stats.kv_connector_stats = {STATS_KEY: stats.to_message()}
-    wire = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=scheduler_stats))
-    received = MsgpackDecoder(EngineCoreOutputs).decode(wire).scheduler_stats
-    assert take_stats(received) == stats.to_message()
-    assert received == SchedulerStats(num_running_reqs=1), "vLLM's loggers find nothing of ours"
