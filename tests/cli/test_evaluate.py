@@ -133,7 +133,7 @@ def test_an_engine_that_does_not_start_is_tried_once_and_leaves_the_others(start
 def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     file = tmp_path / "mine.jsonl"
     file.write_text(
-        '{"prompt": "Copy: Rome Ida", "answer": "Ida"}\n{"prompt": "Copy: Rome Tom", "answer": "Rome Tom"}\n'
+        '{"prompt": "Copy: Rome Ida", "answer": "Ida", "x": 1}\n{"prompt": "Copy: Rome Tom", "answer": "Rome Tom"}\n'
     )
     asked = ["eval", "--tasks", str(file), "--gen-length", "16"]
     assert main(asked) == 0

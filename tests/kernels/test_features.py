@@ -1,6 +1,5 @@
 """Keys, values and rows of features in slots of pages, on the CPU, against the same a row at a time."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -70,12 +69,3 @@ def test_keys_and_values_are_written_to_their_slots_and_nowhere_else(rows, kv_he
     write_kv(k, v, k_pages, v_pages, slots)
     for pages, expected_pages in zip((k_pages, v_pages), expected, strict=True):
         torch.testing.assert_close(pages[1:], expected_pages[1:], **EXACT)
-
-
-@pytest.mark.parametrize("width", [1, 7, 23, 24])
-def test_rows_fill_a_page_from_its_start(width):
-    memory = torch.arange(2 * 2 * 3 * 4).view(2, 2, 3, 4)
-    rows = feature_rows(memory, width)
-    num_rows = 24 // width
-    assert rows.tolist() == [page.flatten()[: num_rows * width].view(num_rows, width).tolist() for page in memory]
-    assert rows.data_ptr() == memory.data_ptr()

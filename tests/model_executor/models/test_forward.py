@@ -11,7 +11,7 @@ from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
-from tests.support.engines import runner_of, tokens_of
+from tests.support.engines import runner_of
 from tests.support.reference_cases import reference_cases
 
 FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
@@ -148,12 +148,3 @@ def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, ser
     relative = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02}[served]
     assert runner_of(llm).model.embedding.weight.dtype == getattr(torch, served)
     assert_close(dense_logits(llm, ids)[0], PlainModel(folder).logits(ids), relative)
-
-
-@pytest.mark.parametrize("served", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream", "sdar", "stable_diffcoder", "llada2"])
-def test_half_precision_generates_a_full_response(engines, request, family, served):
-    llm = engines(request.getfixturevalue(f"tiny_{family}"), dtype=served)
-    tokens = tokens_of(llm, [5, 6, 7], gen_length=24, block_length=8, ignore_eos=True)
-    assert len(tokens) == 24
-    assert tiny_checkpoints.MASK not in tokens
