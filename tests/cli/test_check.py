@@ -101,12 +101,6 @@ def test_an_engine_that_answers_otherwise_fails(shared_engines, tmp_path, monkey
     assert (outcome["result"], outcome["error"]) == (FAILED, 1)
 
 
-def test_answers_of_every_method_are_stored_and_tell_most_of_them_apart():
-    stored = json.loads(ANSWERS.read_text())
-    assert stored.keys() == CACHE_METHODS.keys()
-    assert len({str(answer) for answer in stored.values()}) >= len(stored) - 2
-
-
 def test_every_operator_with_a_triton_kernel_is_checked():
     names = ", ".join(cases.BY_HEADS | cases.OTHERS)
     assert all(name in names for name in all_operators())

@@ -75,10 +75,7 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
     [
         (["--threshold", "1.5"], "request default threshold=1.5"),
         (["--block-length", "0"], "request default block_length=0"),
-        (["--unmasking", "best"], "unmasking='best' is unknown"),
-        (["--retention-ratio", "0.5"], "unknown cache option 'retention_ratio'=0.5"),
         (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
-        (["--cache-option", "x=1"], "'x'=1"),
         (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
         (["--additional-config", "{"], "is not JSON"),
         (["--additional-config", "[1]"], "must be a JSON object"),

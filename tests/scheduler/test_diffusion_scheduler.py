@@ -1,6 +1,5 @@
 """The scheduler alone: real requests and messages, a stand-in for the model runner."""
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -13,7 +12,6 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, StepReport
-from dllm_engine.scheduler.methods import CACHE_METHODS
 
 EOS = 141
 
@@ -152,17 +150,12 @@ def test_priority_goes_before_arrival_and_arrival_breaks_ties():
 # Budgets
 
 
-def cheap_between_refreshes(spec, progress):
-    """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
-    plan = CACHE_METHODS["none"].plan(spec, progress)
-    return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.window.size)
-
-
 def test_rows_never_exceed_the_budget_and_nobody_starves():
+    """Of requests with a cache: many fit together until their refreshes coincide."""
     rng = random.Random(0)
     requests = [request(f"r{i}", prompt_length=rng.choice([1, 5, 20, 40, 92])) for i in range(30)]
-    scheduler, runner = scheduler_with(*requests, max_num_seqs=8, max_num_batched_tokens=100)
-    scheduler.method = dataclasses.replace(scheduler.method, plan=cheap_between_refreshes)
+    cached = {"cache_method": "dual", "refresh_ratio": None, "num_pages": 1000}
+    scheduler, runner = scheduler_with(*requests, max_num_seqs=8, max_num_batched_tokens=100, **cached)
     waited: dict[str, int] = {}
     longest_wait = 0
     done = set()
