@@ -1,4 +1,4 @@
-"""Keys, values and rows of features in slots of pages, on the CPU, against the same a row at a time."""
+"""Rows of features in slots of pages, on the CPU, against the same a row at a time."""
 
 import torch
 from hypothesis import given, settings
@@ -7,14 +7,6 @@ from hypothesis import strategies as st
 from dllm_engine.kernels.features import add_features, feature_rows, read_features, write_features
 from tests.kernels.checks import EXACT, draw
 from tests.support.kernels import TOLERANCE
-
-
-def written(values: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """A copy of ``pages``, written a slot at a time."""
-    pages = pages.clone()
-    for row in (slots >= 0).nonzero():
-        pages[divmod(int(slots[tuple(row)]), pages.shape[1])] = values[tuple(row)]
-    return pages
 
 
 @given(
@@ -34,7 +26,9 @@ def test_rows_are_written_read_and_added_and_nothing_else_is_touched(num_rows, w
     values, hidden = numbers.normal(num_rows, 2 * width + 3)[:, 3:].split(width, dim=1)
     is_missing = (slots < 0)[:, None]
 
-    expected = written(values, rows, slots)
+    expected = rows.clone()
+    for row in (slots >= 0).nonzero()[:, 0]:
+        expected[divmod(int(slots[row]), rows.shape[1])] = values[row]
     write_features(values, rows, slots)
     torch.testing.assert_close(rows, expected, **EXACT)
     assert int((~memory.isnan()).sum()) == int((slots >= 0).sum()) * width
