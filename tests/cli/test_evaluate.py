@@ -97,7 +97,6 @@ def test_methods_have_options_and_rules_have_guides():
     ]
     texts = ["dual", "es_dllm:keep_schedule=[[1,0],[0.5,0.25]]", "none"]
     assert split_names(",".join(texts)) == texts
-    assert parse_rule("guided=Qwen/Qwen2.5-7B+guide_top_k=2") == ("Qwen/Qwen2.5-7B", {"guide_top_k": 2})
     assert parse_rule("one+certainty-sigma=10") == (None, {"certainty_sigma": 10})
     assert parse_rule("topk_margin+tokens_per_step=2") == (None, {"unmasking": "topk_margin", "tokens_per_step": 2})
 

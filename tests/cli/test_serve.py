@@ -43,8 +43,6 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
     ("argv", "expected"),
     [
         (["--no-cuda-graphs", "--refresh-ratio", "0.5"], {"cuda_graphs": False, "refresh_ratio": 0.5}),
-        (["--steps-per-dispatch", "4", "--guide-tokens-per-token", "3"],
-         {"steps_per_dispatch": 4, "guide_tokens_per_token": 3}),
         (["--cache_method", "sparse", "--cache-option", "update_delay=0", "--page_size=16"],
          SPARSE | {"page_size": 16}),
         # Cache options are added to those of the same method, and replace those of another or of a paper.

@@ -53,7 +53,6 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
 
 LAYOUTS = {
     "llada grouped queries": (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
-    "llada one KV head": (tiny_checkpoints.write_llada, {"n_kv_heads": 1}),
     "llada tied": (tiny_checkpoints.write_llada, {"weight_tying": True}),
     "llada qkv bias": (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
     "llada larger embedding": (tiny_checkpoints.write_llada, {"embedding_size": 192}),
@@ -84,9 +83,7 @@ LAYOUTS = {
         },
     ),
     "llada2 experts by block": (tiny_checkpoints.write_llada2, {"expert_capacity": 3, "block_size": 8}),
-    "dream all heads": (tiny_checkpoints.write_dream, {"num_key_value_heads": 4}),
     "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
-    "dream large eps, small theta": (tiny_checkpoints.write_dream, {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
 }
 
 
