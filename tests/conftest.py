@@ -38,7 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 IN_ONE_PROCESS = {
-    "tests/distributed/test_ray_tensor_parallel.py": "tests/distributed/test_ray_examples.py",
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
     "tests/serving/test_blocks.py": "tests/serving/test_playground.py",

@@ -30,13 +30,9 @@ def plan_of(method: str, step: int, **cache_options):
 @pytest.mark.parametrize(
     ("method", "options", "step", "rows", "keys"),
     [
-        ("none", {}, 0, CANVAS, CANVAS),
         ("none", {}, 3, CANVAS, CANVAS),
-        ("prefix", {}, 0, CANVAS, CANVAS),
         ("prefix", {}, 3, RESPONSE, CANVAS),
         ("dual", {}, 3, BLOCK, CANVAS),
-        ("dual", {"refresh": "near"}, 3, BLOCK, CANVAS),
-        ("sparse", {"retention_ratio": 0.5}, 0, CANVAS, CANVAS),
         ("sparse", {"retention_ratio": 0.5}, 3, BLOCK, (CANVAS - BLOCK) // 2 + BLOCK),
         ("dkv", {}, 3, 6, CANVAS),
         ("dllm_cache", {}, 3, 4, CANVAS),

@@ -5,14 +5,13 @@ The stored answers are those of a CPU. To write them anew: ``python -m tests.cli
 
 import json
 import os
-import re
 
 import pytest
 import torch
 
 from dllm_engine import LLM
 from dllm_engine.check import cases, checks
-from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, as_table, compare, outcome_of
+from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, compare, outcome_of
 from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
 from dllm_engine.kernels.pages import write_kv
@@ -102,12 +101,6 @@ def test_an_engine_that_answers_otherwise_fails(shared_engines, tmp_path, monkey
     assert (outcome["result"], outcome["error"]) == (FAILED, 1)
 
 
-def test_answers_of_every_method_are_stored_and_tell_most_of_them_apart():
-    stored = json.loads(ANSWERS.read_text())
-    assert stored.keys() == CACHE_METHODS.keys()
-    assert len({str(answer) for answer in stored.values()}) >= len(stored) - 2
-
-
 def test_every_operator_with_a_triton_kernel_is_checked():
     names = ", ".join(cases.BY_HEADS | cases.OTHERS)
     assert all(name in names for name in all_operators())
@@ -130,13 +123,6 @@ def test_the_error_is_the_largest_difference_over_the_largest_number(actual, exp
 def test_other_shapes_fail():
     outcome = outcome_of("sum", "", lambda: compare([torch.ones(3)], [torch.ones(2)]))
     assert (outcome["result"], outcome["reason"]) == (FAILED, "ValueError: the shape is [3], not [2]")
-
-
-def test_the_table_has_a_line_for_what_went_alike():
-    errors = ((1e-6, 1e-5), (1e-4, 1e-2), (1e-1, 1e-2))
-    table = as_table(outcome_of("sum", f"case {i}", lambda each=each: each) for i, each in enumerate(errors))
-    cells = [re.split(r"\s{2,}", line) for line in table.splitlines()[1:]]
-    assert [row[:2] + row[-1:] for row in cells] == [["sum", "2 cases, case 0", OK], ["sum", "case 2", FAILED]]
 
 
 if __name__ == "__main__":

@@ -97,7 +97,6 @@ def test_methods_have_options_and_rules_have_guides():
     ]
     texts = ["dual", "es_dllm:keep_schedule=[[1,0],[0.5,0.25]]", "none"]
     assert split_names(",".join(texts)) == texts
-    assert parse_rule("guided=Qwen/Qwen2.5-7B+guide_top_k=2") == ("Qwen/Qwen2.5-7B", {"guide_top_k": 2})
     assert parse_rule("one+certainty-sigma=10") == (None, {"certainty_sigma": 10})
     assert parse_rule("topk_margin+tokens_per_step=2") == (None, {"unmasking": "topk_margin", "tokens_per_step": 2})
 
@@ -133,7 +132,7 @@ def test_an_engine_that_does_not_start_is_tried_once_and_leaves_the_others(start
 def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     file = tmp_path / "mine.jsonl"
     file.write_text(
-        '{"prompt": "Copy: Rome Ida", "answer": "Ida"}\n{"prompt": "Copy: Rome Tom", "answer": "Rome Tom"}\n'
+        '{"prompt": "Copy: Rome Ida", "answer": "Ida", "x": 1}\n{"prompt": "Copy: Rome Tom", "answer": "Rome Tom"}\n'
     )
     asked = ["eval", "--tasks", str(file), "--gen-length", "16"]
     assert main(asked) == 0

@@ -26,7 +26,7 @@ def test_a_row_per_task_with_its_cost(started, tmp_path, capsys):
     assert main(["eval", "--lm-eval", f"{NAMES},{FACTS}", *QUICK, *rules, "--output", str(output)]) == 0
     names, facts, fewer, _ = ([*row.values()] for row in rows_of(capsys))
     assert names[:7] == ["none", "one", "names", "exact_match,stripped", "1.0000", "0.0000", "3"]
-    assert facts[:4] == ["none", "one", "facts", "acc,none"]
+    assert facts[:5] == ["none", "one", "facts", "acc,none", "1.0000"]
     assert facts[6:] == ["3", *["–"] * 6]  # no response was asked for
     assert (names[8], fewer[8]) == ("1.00", "4.00")
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

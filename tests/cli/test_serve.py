@@ -43,8 +43,6 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
     ("argv", "expected"),
     [
         (["--no-cuda-graphs", "--refresh-ratio", "0.5"], {"cuda_graphs": False, "refresh_ratio": 0.5}),
-        (["--steps-per-dispatch", "4", "--guide-tokens-per-token", "3"],
-         {"steps_per_dispatch": 4, "guide_tokens_per_token": 3}),
         (["--cache_method", "sparse", "--cache-option", "update_delay=0", "--page_size=16"],
          SPARSE | {"page_size": 16}),
         # Cache options are added to those of the same method, and replace those of another or of a paper.
@@ -75,10 +73,7 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
     [
         (["--threshold", "1.5"], "request default threshold=1.5"),
         (["--block-length", "0"], "request default block_length=0"),
-        (["--unmasking", "best"], "unmasking='best' is unknown"),
-        (["--retention-ratio", "0.5"], "unknown cache option 'retention_ratio'=0.5"),
         (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
-        (["--cache-option", "x=1"], "'x'=1"),
         (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
         (["--additional-config", "{"], "is not JSON"),
         (["--additional-config", "[1]"], "must be a JSON object"),

@@ -65,6 +65,7 @@ RETAINED = ("unmasked_per_step", "retained_positions")
 SKIPPED = ("selected_positions", "retained_positions")
 INTERVALS = {"prompt_refresh_interval": 5, "response_refresh_interval": 3, "update_ratio": 0.25}
 MASKKV = INTERVALS | {"kv_budget": 12, "alpha": 0.0, "refresh_first_layer": True}
+DRAWN = MASKKV | {"scorer": "random"}
 ALL = ("trace", "tokens_computed")
 
 
@@ -103,6 +104,7 @@ CASES = {
             "maskkv": MASKKV,
         }.items()
     },
+    "random heads": ("llada-tiny-a", {"cache_method": "maskkv", "cache_options": DRAWN}, [{"seed": 5}], ALL),
     # Experts and dense layers; those of LLaDA-MoE have a shared one beside them.
     "experts llada": ("tiny_llada_moe", {"cache_method": "dual", "max_model_len": 256}, RULES[:3], ORDER),
     "experts sdar": ("tiny_sdar_moe", {"max_model_len": 256}, BLOCK_RULES[:3], ORDER),

@@ -54,13 +54,6 @@ def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     assert 0.1 < expected.score < 0.9
 
 
-def test_multiple_choice_goes_by_likelihood(make, monkeypatch):
-    monkeypatch.chdir(CHECKOUT)
-    model = make(mc_num=16, check_greedy=False)
-    results = evaluate(model, "facts", apply_chat_template=True, limit=8)
-    assert results["results"]["facts"]["acc,none"] == 1.0
-
-
 @pytest.mark.parametrize(("context", "mc_num"), [(PROMPT, 1023), ("", 63)])
 def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
     pairs = requests("loglikelihood", (context, " Ida=07"), (context, " Ida=48"))

@@ -6,17 +6,6 @@ from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
 
 
-def test_prompts_are_text_or_messages(tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    messages = '[{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi!"}]'
-    file.write_text(
-        f'{{"prompt": "Hi!", "answer": " Hello \\n"}}\n\n{{"prompt": {messages}, "answer": "Hello", "x": 1}}\n'
-    )
-    text, chat = read_tasks(file)
-    assert (text.prompt, text.answer) == ("Hi!", "Hello")
-    assert [message["role"] for message in chat.prompt] == ["system", "user"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

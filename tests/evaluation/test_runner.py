@@ -3,9 +3,7 @@
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.evaluation import runner as module
-from dllm_engine.evaluation.comparison import Comparison
-from dllm_engine.evaluation.runner import Cost, MeasuredEngine, complete_requests
+from dllm_engine.evaluation.runner import MIB, Cost, complete_requests
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 
 PROMPTS = [[5, 6, 7], [8, 9], [5] * 20, [7, 7]]
@@ -38,7 +36,7 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
     assert 0 < cost.first_block_seconds < cost.latency_seconds < 4 * cost.seconds
     page = runner_of(llm).pages.memory[0].nbytes
     assert 0 < cost.page_bytes <= 2 * page * max(figure.pages_held for figure in figures)
-    assert cost.figures["pages_mib"] == cost.page_bytes / module.MIB
+    assert cost.figures["pages_mib"] == cost.page_bytes / MIB
     assert cost.figures["memory_mib"] is None, "on a CPU"
 
 
@@ -60,19 +58,3 @@ def test_costs_are_sums_and_peaks():
     total.add(Cost(requests=2, page_bytes=3, memory_bytes=7))
     assert (total.requests, total.page_bytes, total.memory_bytes) == (3, 5, 7)
     assert set(Cost().figures.values()) == {None}
-
-
-def test_one_engine_runs_at_a_time(llm, requests, monkeypatch):
-    started, stopped = [], []
-    monkeypatch.setattr(module, "stop_engine", stopped.append)
-    comparison = Comparison(None, "eval", {}, lambda arguments: started.append(arguments) or llm)
-    engine = MeasuredEngine(comparison._engine({"cache_method": "dual"}))
-    assert (len(engine.complete(requests[:1])[0]), len(engine.complete(requests[1:])[0]), engine.cost.requests) == (
-        1,
-        3,
-        4,
-    )
-    comparison._engine({"cache_method": "dual"})
-    assert (len(started), stopped) == (1, [])
-    comparison._engine({"cache_method": "none"})
-    assert (len(started), len(stopped)) == (2, 1)

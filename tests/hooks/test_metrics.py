@@ -1,15 +1,10 @@
 """The metrics of a real engine agree with its requests' figures; dashboard and page name metrics that exist."""
 
-import asyncio
 import json
 import re
-from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from prometheus_client import generate_latest
-from vllm.benchmarks.serve import fetch_diffusion_metrics
 
 from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
@@ -21,7 +16,7 @@ PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 
 @pytest.fixture(scope="module")
 def measured(engines, tiny_llada):
-    """(figures of some requests, the metrics after them, by name; what `/metrics` would show)."""
+    """(figures of some requests, the metrics after them, by name)."""
     llm = engines(
         tiny_llada, cache_method="sparse", cache_options={"retention_ratio": 0.4}, page_size=8, disable_log_stats=False
     )
@@ -31,11 +26,11 @@ def measured(engines, tiny_llada):
     for metric in llm.get_metrics():
         state = metric.labels.get("refresh_state")
         metrics[(metric.name, state) if state else metric.name] = metric
-    return figures, metrics, generate_latest().decode()
+    return figures, metrics
 
 
 def test_counters_are_the_sums_of_the_figures(measured):
-    figures, metrics, _ = measured
+    figures, metrics = measured
     assert metrics["vllm:diffusion_num_committed_tokens"].value == sum(f.tokens_unmasked for f in figures)
     assert metrics["vllm:dllm_tokens_computed"].value == sum(f.tokens_computed for f in figures)
     for state in ("full", "update", "reuse"):
@@ -44,28 +39,8 @@ def test_counters_are_the_sums_of_the_figures(measured):
     assert metrics["vllm:dllm_engine_steps"].value == 16, "the requests shared every batch"
 
 
-def test_vllms_benchmark_reads_the_steps_of_a_block_and_the_tokens_of_a_step(measured):
-    figures, _, page = measured
-
-    class Session:
-        @asynccontextmanager
-        async def get(self, url):
-            async def text():
-                return page
-
-            yield SimpleNamespace(status=200, text=text)
-
-    read = asyncio.run(fetch_diffusion_metrics("", Session()))
-    # As `vllm bench serve` goes on to compute.
-    block_length = read.num_canvas_positions / read.num_denoising_steps
-    blocks = read.num_committed_tokens / block_length
-    steps = read.num_denoising_steps - blocks
-    assert (block_length, blocks) == (8, len(PROMPTS) * 4)
-    assert steps == sum(f.denoising_steps for f in figures)
-
-
 def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_counted(measured):
-    figures, metrics, _ = measured
+    figures, metrics = measured
     outside = [len(prompt) + 24 for prompt in PROMPTS]
     assert [f.tokens_retained for f in figures] == [int(n * 0.4) for n in outside]
     assert metrics["vllm:dllm_eviction_candidates"].value == 4 * sum(outside)
@@ -79,7 +54,7 @@ def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_c
 
 
 def test_nothing_is_held_when_nothing_runs_and_labels_are_vllms(measured):
-    _, metrics, _ = measured
+    _, metrics = measured
     assert metrics["vllm:dllm_pages_total"].value > 0
     assert not any(
         metrics[f"vllm:dllm_{name}"].value for name in ("pages_reserved", "pages_allocated", "tokens_retained")

@@ -9,7 +9,6 @@ import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.demo.tasks import make_examples
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile
 
@@ -185,17 +184,3 @@ def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypat
     slow, other = {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}}, {"prompt": [5, 6, 7], "max_tokens": 4}
     answers = answered_meanwhile(client, slow, other, tokenizing, answered)
     assert [answer.status_code for answer in answers] == [200, 200]
-
-
-def test_the_demo_model_fills_in_items_of_its_answers(demo):
-    """By the training that it has, which masks any part of an answer."""
-    tokenizer = demo.get_tokenizer()
-    chats, templates, answers = [], [], []
-    for example in (each for name in ("names", "facts", "copy") for each in make_examples(name, 8, seed=0)):
-        before, item, after = f" {example.answer}".partition(f" {example.items[-1]}")
-        chats.append([{"role": "user", "content": example.prompt}])
-        templates.append([piece for piece in (before, len(tokenizer.encode(item)), after) if piece])
-        answers.append(f" {example.answer}")
-    outputs = demo.fill_in(chats, templates)
-    right = [output.outputs[0].joined == answer for output, answer in zip(outputs, answers, strict=True)]
-    assert sum(right) >= 0.9 * len(right)

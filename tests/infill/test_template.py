@@ -55,22 +55,3 @@ def test_bad_templates_are_refused(tokenizer, pieces, message):
         response_template(pieces, tokenizer, 64)
     with pytest.raises(ValueError, match="no tokenizer"):
         response_template([1, "a"], None, 64)
-
-
-class Untouched:
-    """A tokenizer that nobody may use yet."""
-
-    max_chars_per_token = 15
-
-
-@pytest.mark.parametrize(
-    ("pieces", "message"),
-    [
-        ([10**400], "max_model_len is 2048"),
-        ([2, "a" * (15 * 2048)], "holes of 2 tokens and given texts of 30720 characters .* at least 2050, max_model"),
-    ],
-)
-def test_sizes_are_added_up_before_anything_is_made_of_them(pieces, message):
-    with pytest.raises(ValueError, match=message):
-        response_template(pieces, Untouched(), 2048)
-    assert response_template([2048], Untouched(), 2048) == [None] * 2048

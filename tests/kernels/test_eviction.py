@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.paged_attention import paged_attention
-from dllm_engine.kernels.voting import summed_probabilities, voting_scores
-from tests.kernels.checks import attention, draw, paged_case
+from dllm_engine.kernels.voting import voting_scores
+from tests.kernels.checks import attention, draw
 from tests.support.kernels import TOLERANCE, error
 
 
@@ -86,22 +85,6 @@ def test_votes_equal_the_formula_for_views_of_one_projection(voters, keys, other
     assert scores.dtype == torch.float32
     # The products are exact in float32 whatever the type of the inputs.
     assert error(scores, probabilities.sum(dim=1).unflatten(0, (kv_heads, -1)).mean(dim=1)) < 1e-5
-
-
-@pytest.mark.parametrize("heads", [4, 2])
-def test_summed_probabilities_are_those_of_attention(heads):
-    """Each token's value is a unit vector. Zeros lie behind a request's rows and tokens."""
-    lengths = [9, 4, 16]
-    q, k, v, bounds, tokens = paged_case([3, 1, 2], [[n, n] for n in lengths], heads, 16)
-    values = tokens.v_pages.unflatten(1, (-1, 2))
-    for table, length in zip(tokens.page_tables, lengths, strict=True):
-        numbers = torch.arange(length)
-        values[table[numbers // 4], numbers % 4] = torch.eye(16)[:length, None]
-    lse = q.new_empty(q.shape[:2])
-    out = paged_attention(q, k, v, bounds, tokens, attend_fresh=False, lse=lse)
-    sums = summed_probabilities(q, lse, bounds, tokens.k_pages, tokens.page_tables, tokens.head_len, 5, 18)
-    expected = [F.pad(x, (0, 2, 0, 5 - len(x))) for x in out.sum(dim=1).split([3, 1, 2])]
-    torch.testing.assert_close(sums, torch.stack(expected))
 
 
 @pytest.mark.parametrize("scale", [1e3, -1e3])

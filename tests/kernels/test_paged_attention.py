@@ -59,18 +59,12 @@ def test_kernels_work_on_a_cpu_without_triton():
 import sys
 sys.modules["triton"] = None
 import torch
-from dllm_engine.kernels import eviction, pages as memory, paged_attention, rotary, similarity, token_statistics, voting
-x, pages, zeros = torch.randn(4, 2, 8), torch.randn(3, 2, 8), torch.zeros(4, 2).long()
-paged_attention.attention_with_lse(x, x, x, [0, 4])
-eviction.mean_query_scores(x, x)
-voting.voting_scores(x, x, torch.zeros(4, 2))
-similarity.replace_and_compare(x, pages, zeros)
-memory.write_kv(x, x, pages, pages, zeros)
-rotary.rotate_(x, zeros[:, 0].contiguous(), torch.randn(4, 8))
-memory.read_features(memory.feature_rows(torch.randn(3, 2, 2, 8), 8), zeros[:, 0])
-token_statistics.token_statistics(x[0], -1, True, True)
+from dllm_engine.check.cases import BY_HEADS, OTHERS, Draw, Sizes
+from dllm_engine.kernels.token_statistics import token_statistics
+for case in (BY_HEADS | OTHERS).values():
+    case(Draw(Sizes(4, 2, 32, 64, 150, 8), torch.float32, torch.float32, "cpu"))
 try:
-    token_statistics.token_statistics.triton
+    token_statistics.triton
 except ImportError as error:
     print(error)
 """

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.similarity import cosine, least_similar, negative_distance, replace_and_compare
+from dllm_engine.kernels.similarity import cosine, negative_distance, replace_and_compare
 from tests.kernels.checks import draw
 from tests.support.kernels import TOLERANCE, error
 
@@ -54,22 +54,3 @@ def test_distances_are_those_of_pytorch_and_none_where_a_row_differs_by_rounding
     distance = -negative_distance(sums)
     assert not distance[:20].any()
     torch.testing.assert_close(distance[20:], (a - b)[20:].square().sum(1), rtol=1e-5, atol=0)
-
-
-@given(
-    similarity=st.lists(st.integers(-5, 5), min_size=1, max_size=300),
-    fraction=st.floats(0, 1),
-    seed=st.integers(0, 100),
-)
-@settings(max_examples=60, deadline=None)
-def test_least_similar_takes_the_first_of_equals_alone_and_in_a_batch(similarity, fraction, seed):
-    alone = torch.tensor(similarity, dtype=torch.float32) / 10
-    count = int(len(similarity) * fraction)
-    shuffled = alone[torch.randperm(len(alone), generator=torch.Generator().manual_seed(seed))]
-    batch = torch.stack((alone, shuffled))
-    ones = torch.ones_like(batch)
-    chosen = least_similar(torch.stack((batch, ones, ones)), "cosine", count)
-    for row, member in zip(chosen, batch, strict=True):
-        by_rank = sorted(range(len(member)), key=lambda i: (float(member[i]), i))
-        assert row.tolist() == by_rank[:count]
-        assert torch.equal(row, least_similar(torch.stack((member, ones[0], ones[0]))[:, None], "cosine", count)[0])

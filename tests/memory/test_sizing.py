@@ -1,12 +1,11 @@
 """Sizing arithmetic says what a running engine does."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoTokenizer
 
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
@@ -184,16 +183,12 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
     assert "guide" in refusing.limit
 
 
-@pytest.mark.parametrize(
-    ("config", "model", "num_tables"),
-    [(LlamaConfig, LlamaForCausalLM, 2), (partial(Qwen2Config, tie_word_embeddings=True), Qwen2ForCausalLM, 1)],
-)
-def test_a_guides_weights_are_its_checkpoints(tmp_path, config, model, num_tables):
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model(config(**sizes, num_key_value_heads=2, vocab_size=150)).save_pretrained(tmp_path)
+@pytest.mark.parametrize(("model_type", "num_tables"), [("llama", 2), ("qwen2", 1)])
+def test_a_guides_weights_are_its_checkpoints(tmp_path, model_type, num_tables):
+    tiny_checkpoints.write_guide(tmp_path, model_type, tie_word_embeddings=num_tables == 1)
     AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR).save_pretrained(tmp_path)
     in_file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    padding = num_tables * (192 - 150) * 64 * 4
+    padding = num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
     planned = deployment("demo", options=EngineOptions(guide_model=str(tmp_path)))
     sizing, alone = plan(planned), plan(deployment("demo", "none"))
     assert sizing.guide_weight_bytes == in_file + padding

@@ -6,7 +6,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
@@ -18,20 +18,9 @@ from tests.support.answers import answer_of
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.engines import assert_nothing_left, generate, runner_of, start_engine
 from tests.support.random_requests import random_automaton
+from tests.support.tiny_checkpoints import write_guide
 
 VOCABULARY = 512
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-}
-GUIDES = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)),
-}
 LENGTHS = [(24, 16, 8), (7, 20, 20), (40, 24, 8), (15, 10, 4)]
 """Prompt, response, block."""
 TEMPLATES = {24: [5, None, None, 7] * 4 + [None] * 4 + [9] * 4, 10: [None] * 3 + [8] * 4 + [None] * 3}
@@ -49,16 +38,10 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def guides(tmp_path_factory):
     """Folders of small random guides."""
-    folders = {}
-    for name, make in GUIDES.items():
-        torch.manual_seed(3)
-        model = make()
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.data.mul_(8)
-        folders[name] = tmp_path_factory.mktemp("guides") / name
-        model.save_pretrained(folders[name])
-    return folders
+    return {
+        name: write_guide(tmp_path_factory.mktemp("guides") / name, name, vocab_size=VOCABULARY, **config)
+        for name, config in {"llama": {"num_key_value_heads": 4}, "qwen2": {"tie_word_embeddings": True}}.items()
+    }
 
 
 GUIDED_BY = {"llada-tiny-a": "llama", "dream-tiny-a": "qwen2"}

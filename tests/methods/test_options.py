@@ -44,10 +44,7 @@ def test_what_is_out_of_range_is_named(method, options, named):
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("GSAI-ML/LLaDA-8B-Instruct", (50, 7)),
-        ("GSAI-ML/LLaDA-1.5", (100, 6)),
         ("/models/llada-8b-base", (25, 5)),
-        ("Dream-org/Dream-v0-Base-7B", (100, 2)),
         ("Dream-org/Dream-v0-Instruct-7B", (50, 2)),
     ],
 )

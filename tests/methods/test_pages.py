@@ -162,13 +162,40 @@ def test_rows_that_es_dllm_drops(engine):
     assert found.tokens_computed < sum(map(len, found.computed))
 
 
-def test_a_model_whose_only_layer_is_always_refreshed_needs_no_page_of_features(engines, tmp_path):
-    """Keys and values of its prompt never change, so that it answers as without a cache."""
-    model = tiny_checkpoints.write_llada(tmp_path, n_layers=1)
+@pytest.mark.parametrize(
+    ("method", "write", "depth"),
+    [
+        ("dllm_cache", tiny_checkpoints.write_llada, "n_layers"),
+        ("freecache", tiny_checkpoints.write_llada, "n_layers"),
+        ("freecache", tiny_checkpoints.write_dream, "num_hidden_layers"),
+    ],
+)
+def test_a_model_of_one_layer_answers_as_without_a_cache(engines, tmp_path, method, write, depth):
+    """Its keys and values depend on nothing but their own token. With ``dllm_cache`` it needs no page of features."""
+    model = write(tmp_path, **{depth: 1})
     prompts = [[7 * i % 100 for i in range(1, length)] for length in (14, 6)]
-    params = params_of(12, 6)
+    params = params_of(24, 8, steps=12)
     cached, plain = (
         [output.outputs[0].token_ids for output in generate(engines(model, cache_method=method), prompts, params)]
-        for method in ("dllm_cache", "none")
+        for method in (method, "none")
     )
     assert cached == plain
+
+
+EVEN = {"kv_budget": 12, "layer_budget": "uniform", "head_budget": "uniform"}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "traced"),
+    [("sparse", {"retention_ratio": 0.4}, "retained_positions"), ("maskkv", EVEN, "retained_per_head")],
+)
+def test_what_is_retained_at_random_follows_the_seed(engine, method, options, traced):
+    """``test_random_requests.py`` compares the other scorers with plain ones."""
+    requests = [(PROMPT, {"gen_length": 24, "block_length": 8, "seed": seed}) for seed in (1, 1, 2)]
+    first, again, other = (
+        answer.traces[traced] for answer in answers(engine(method, scorer="random", **options), requests)
+    )
+    assert first == again != other
+    if method == "maskkv":
+        flat = [tuple(positions) for layer in first[0] for positions in layer]
+        assert len(set(flat)) == len(flat), "layers and heads draw their own"

@@ -71,8 +71,3 @@ def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sda
     assert answers(llm, 1, 16, **of_blocks) == together
     for _ in range(2):  # the second time, its beginning is in the pool
         assert answers(llm, 1, 1, **of_blocks) == together[:1]
-
-
-def test_without_it_a_batch_may_show(engines, tiny_llada, rows_matter):
-    llm = rows_matter(engines(tiny_llada, trace=False))
-    assert answers(llm, 1, 4) != answers(llm, 8, 8)[:4]

@@ -19,12 +19,6 @@ def pick(rule: str, confidences: list[list[float]], values: list[float]) -> list
     return [of_request.nonzero()[:, 0].tolist() for of_request in chosen.view(table.shape)]
 
 
-@pytest.mark.parametrize("rule", sorted(RULES))
-def test_what_must_not_be_chosen_never_is(rule):
-    confidences = [[-torch.inf, -1.0, -torch.inf], [-torch.inf] * 3]
-    assert pick(rule, confidences, [5.0, 5.0]) == [[1], []]
-
-
 def test_of_equally_confident_ones_the_first_are_chosen():
     assert pick("count", [[0.5] * 200, [1.0] * 200], [2.0, 3.0]) == [[0, 1], [0, 1, 2]]
 

@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from tests.oracles.block import plain_block
 from tests.oracles.d2_cache import plain_d2_cache
 from tests.oracles.decoding import Decoding
 from tests.oracles.delayed import plain_delayed
 from tests.oracles.dkv import plain_dkv
 from tests.oracles.dllm_cache import plain_dllm_cache
 from tests.oracles.es_dllm import plain_es_dllm
-from tests.oracles.fast_dllm import plain_dual, plain_none, plain_prefix
+from tests.oracles.fast_dllm import plain_block, plain_dual, plain_none, plain_prefix
 from tests.oracles.freecache import plain_freecache
 from tests.oracles.maskkv import plain_maskkv
 from tests.oracles.models import PlainModel

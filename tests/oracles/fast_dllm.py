@@ -1,4 +1,7 @@
-"""Decoding without a cache, and Fast-dLLM's prefix and dual caches, as slow, plain PyTorch.
+"""Decoding without a cache, block diffusion, and Fast-dLLM's prefix and dual caches, as slow, plain PyTorch.
+
+The cache of block diffusion is exact, so that it shows in what is fed alone: each block is fed once more, with the
+first pass of the next.
 
 With a cache every window starts with a pass over the whole canvas. Later passes of the window compute it and all
 behind it (``prefix``) or the window alone (``dual``); they read everything else as that first pass left it. The
@@ -23,6 +26,14 @@ def plain_none(run: Decoding) -> None:
         else:
             logits = Buffer(run).forward(seen, seen)
         run.fill(logits, seen)
+
+
+def plain_block(run: Decoding) -> None:
+    kept = 0
+    for step in run.passes():
+        start, stop = run.window[0] - run.window[0] % run.block_length, run.window[1]
+        run.fill(run.model.logits(run.canvas[:stop], run.block_length), range(start if step else kept, stop))
+        kept = start
 
 
 def plain_prefix(run: Decoding) -> None:

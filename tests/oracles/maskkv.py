@@ -129,6 +129,13 @@ def head_budgets(
     return [min(prompt_length, math.floor(share)) for share in shares]
 
 
+def adaptive_budgets(votes: torch.Tensor, layer_budget: int) -> list[int]:
+    """Ada-KV: four fifths of the highest votes of all heads together, and a fifth of the layer's budget."""
+    heads, length = votes.shape
+    highest = votes.flatten().sort(descending=True, stable=True).indices[: layer_budget * heads] // max(length, 1)
+    return [min(length, (layer_budget + 4 * int((highest == head).sum())) // 5) for head in range(heads)]
+
+
 @dataclass
 class MaskKVCache(AdaptiveCache):
     """Evicts after the first forward pass."""
@@ -159,7 +166,6 @@ class MaskKVCache(AdaptiveCache):
                 self.budgets = squeeze(self.kv_budget, measured)
             else:
                 self.budgets = layer_budgets(self.kv_budget, measured, num_layers, beta=self.beta)
-        self.voting = voters_of(self.scorer, run)
         self.pool_kernel_size = {"snapkv": 7}.get(self.scorer, 1)
         self.retained: list[list[list[int]]] = []
         run.traces["retained_per_head"] = [self.retained]
@@ -177,9 +183,19 @@ class MaskKVCache(AdaptiveCache):
             self.buffer.k[number, evicted, g] = self.buffer.v[number, evicted, g] = math.nan
 
     def vote(self, number: int, q: torch.Tensor) -> None:
-        votes = votes_of(q[self.voting], self.buffer.k[number], self.prompt_length)
+        keys = self.buffer.k[number]
+        if self.scorer == "mean_query":  # one query for each KV head, which looks at the prompt alone
+            keys, of_block = keys[: self.prompt_length], q[slice(*self.run.window)].mean(0, keepdim=True)
+            voters = of_block.unflatten(1, (keys.shape[1], -1)).mean(2)
+        else:
+            voters = q[voters_of(self.scorer, self.run)]
+        votes = votes_of(voters, keys, self.prompt_length)
         masses, budget = votes.double().sum(-1).tolist(), self.budgets[number]
-        keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, alpha=self.alpha)
+        if self.head_budget == "adaptive":
+            keep = adaptive_budgets(votes, budget)
+            self.run.largest(dict(enumerate(votes.flatten().tolist())), budget * len(votes))
+        else:
+            keep = head_budgets(masses, budget, self.prompt_length, kind=self.head_budget, alpha=self.alpha)
         self.retained.append([])
         for g, count in enumerate(keep):
             recent = {"snapkv": min(SNAPKV_WINDOW, count), "h2o": count // 2}.get(self.scorer, 0)
@@ -193,7 +209,7 @@ class MaskKVCache(AdaptiveCache):
                 others = ordered[ordered != last] if self.pool_kernel_size > 1 else ordered[count:]
                 for margin in (1 - others / last).abs().tolist():
                     self.run.decided(10 * margin)
-        if self.head_budget != "uniform" and 0 < budget < self.prompt_length:
+        if self.head_budget == "prompt_preference" and 0 < budget < self.prompt_length:
             for share in head_shares(masses, budget, self.alpha):
                 self.run.decided(abs(share - round(share)))  # rounding down decides
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 PARTS = {
     "attn_norm": ("attn_norm", "input_layernorm"),
@@ -51,37 +53,20 @@ class Layer:
 
 
 def rope_speeds(config: dict[str, Any], width: int, longest: int = 0) -> tuple[torch.Tensor, float]:
-    """Angles per position of ``width`` numbers of a head, float64 ``[width / 2]``, and what cosine and sine are times.
+    """Angles per position of ``width`` numbers of a head, ``[width / 2]``, and what cosine and sine are times.
 
-    Linear: positions are divided by the factor. Dynamic (NTK): the base is what makes the slowest pair of the longest
-    sequence as fast as trained, where that is longer than the trained one. YaRN (arXiv 2309.00071): pairs that turn
-    less than ``beta_slow`` times in the trained length are slowed down by the factor, those that turn more than
-    ``beta_fast`` times are left, and between them the share grows with the number of the pair.
+    Scaled ones are transformers', by the names and in the one place that it has for them. ``dynamic`` is for sequences
+    up to the longest.
     """
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    base, factor = float(rope.get("rope_theta") or config["rope_theta"]), rope.get("factor", 1.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
+    base = float(rope.get("rope_theta") or config["rope_theta"])
+    if kind == "default":
+        return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), 1.0
     trained = config.get("max_sequence_length") or config["max_position_embeddings"]
-    if kind == "dynamic" and longest > trained:
-        base *= (factor * longest / trained - factor + 1) ** (width / (width - 2))
-    pair = torch.arange(width // 2, dtype=torch.float64)
-    speed = base ** (-2 * pair / width)
-    if kind == "linear":
-        return speed / factor, 1.0
-    if kind != "yarn":
-        return speed, 1.0
-    trained = rope.get("original_max_position_embeddings", trained)
-    first, last = (
-        width * math.log(trained / (2 * math.pi * turns)) / (2 * math.log(base))  # the pair that turns so often
-        for turns in (rope.get("beta_fast", 32), rope.get("beta_slow", 1))
-    )
-    if rope.get("truncate", True):
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, width - 1)
-    slowed = ((pair - first) / (last - first or 0.001)).clamp(0, 1)
-    louder = [0.1 * rope.get(name, 1) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
-    scale = louder[0] / louder[1] if "mscale" in rope and "mscale_all_dim" in rope else 0.1 * math.log(factor) + 1
-    return speed * (1 - slowed) + speed / factor * slowed, rope.get("attention_factor", scale)
+    rope |= {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": 1.0}
+    own = LlamaConfig(head_dim=width, max_position_embeddings=trained, rope_parameters=rope)
+    return ROPE_INIT_FUNCTIONS[kind](own, torch.device("cpu"), seq_len=longest)
 
 
 def attention_weights(q: torch.Tensor, keys: torch.Tensor, head: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import Attention
@@ -19,7 +18,7 @@ from tests.support.plans import draw_cache_options
 from tests.support.random_decisions import decision_params, random_decision
 from tests.support.random_requests import between_blocks, by_blocks, in_certain_order, in_spans, random_requests
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks
-from tests.support.tiny_checkpoints import VOCAB_SIZE
+from tests.support.tiny_checkpoints import VOCAB_SIZE, write_guide
 
 if TYPE_CHECKING:
     from dllm_engine import LLM
@@ -43,17 +42,7 @@ MODELS: dict[Attention, list[str]] = {
 @pytest.fixture(scope="session")
 def tiny_guide(tmp_path_factory) -> str:
     """The folder of a random guide for the tiny checkpoints."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCAB_SIZE, max_position_embeddings=512))
-    for parameter in model.parameters():
-        if parameter.dim() == 2:
-            parameter.data.mul_(8)
-    folder = tmp_path_factory.mktemp("guide")
-    model.save_pretrained(folder)
-    return str(folder)
+    return str(write_guide(tmp_path_factory.mktemp("guide")))
 
 
 def draw_model(draw: random.Random, method: str) -> str:

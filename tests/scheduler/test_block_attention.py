@@ -46,8 +46,6 @@ def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
 def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar):
     with pytest.raises(ValueError, match=r"^slow_fast={}: attention of"):
         start_engine(tiny_sdar, request_defaults={"slow_fast": {}})
-    with pytest.raises(ValueError, match=r"^cache_method='dual' does not suit SDAR"):
-        start_engine(tiny_sdar, cache_method="dual")
 
 
 def test_steps_are_counted_with_what_the_last_block_adds():

@@ -1,6 +1,5 @@
 """The scheduler alone: real requests and messages, a stand-in for the model runner."""
 
-import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -12,8 +11,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
+from dllm_engine.scheduler.engine_stats import EngineStats, take_stats
 from dllm_engine.scheduler.messages import DiffusionRunnerOutput, StepReport
-from dllm_engine.scheduler.methods import CACHE_METHODS
+from dllm_engine.structured_output.automata import take_counts
+from dllm_engine.vllm_hooks.metrics import METRICS
 
 EOS = 141
 
@@ -152,17 +153,12 @@ def test_priority_goes_before_arrival_and_arrival_breaks_ties():
 # Budgets
 
 
-def cheap_between_refreshes(spec, progress):
-    """Plans as of a method with a cache: many requests fit together until their refreshes coincide."""
-    plan = CACHE_METHODS["none"].plan(spec, progress)
-    return plan if progress.step % 2 == 0 else dataclasses.replace(plan, max_rows=plan.window.size)
-
-
 def test_rows_never_exceed_the_budget_and_nobody_starves():
+    """Of requests with a cache: many fit together until their refreshes coincide."""
     rng = random.Random(0)
     requests = [request(f"r{i}", prompt_length=rng.choice([1, 5, 20, 40, 92])) for i in range(30)]
-    scheduler, runner = scheduler_with(*requests, max_num_seqs=8, max_num_batched_tokens=100)
-    scheduler.method = dataclasses.replace(scheduler.method, plan=cheap_between_refreshes)
+    cached = {"cache_method": "dual", "refresh_ratio": None, "num_pages": 1000}
+    scheduler, runner = scheduler_with(*requests, max_num_seqs=8, max_num_batched_tokens=100, **cached)
     waited: dict[str, int] = {}
     longest_wait = 0
     done = set()
@@ -301,3 +297,33 @@ def test_finished_ids_go_to_the_client_that_asked():
     scheduler.add_request(requests[2])
     _, outputs = step(scheduler, runner)
     assert {client for client, per_client in outputs.items() if per_client.finished_requests} == {2}
+
+
+# What it counts for the metrics
+
+
+def messages(*names, **settings):
+    """What each step reports, until all requests are done."""
+    scheduler, runner = scheduler_with(*names, log_stats=True, **settings)
+    while scheduler.has_unfinished_requests():
+        _, outputs = step(scheduler, runner)
+        (per_client,) = outputs.values()
+        yield take_stats(per_client.scheduler_stats)
+
+
+def test_every_metric_is_counted():
+    assert METRICS.keys() == vars(EngineStats()).keys() | take_counts().keys()
+
+
+def test_pages_and_retained_tokens_come_and_go_with_their_request():
+    # Canvas 18, blocks of 4: 14 tokens outside, 4 pages in each of 2 layers.
+    reported = list(messages("a", cache_method="dual", page_size=4))
+    assert [m["denoising_steps"] for m in reported] == [{"update": 1}, {"reuse": 1}] * 2
+    assert [m["pages_reserved"] for m in reported] == [8, 8, 8, 0]
+    assert [m["pages_allocated"] for m in reported] == [8, 8, 8, 0]
+    assert [m["tokens_retained"] for m in reported] == [14, 14, 14, 0]
+    assert [(m["eviction_retained"], m["eviction_candidates"]) for m in reported] == [(14, 14), (0, 0)] * 2
+    assert reported[-1]["request_pages_held"] == [8]
+    # A method that keeps the running block has the whole canvas as candidates.
+    first = next(messages("a", cache_method="dkv"))
+    assert (first["eviction_retained"], first["eviction_candidates"]) == (18, 18)

@@ -50,3 +50,4 @@ def test_vllms_benchmark_runs_against_the_server(server, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0)
     assert result["total_output_tokens"] == 8 * 24
+    assert (result["diffusion_steps_per_canvas"], result["diffusion_committed_per_step"]) == (8, 1)

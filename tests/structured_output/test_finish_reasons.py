@@ -124,6 +124,7 @@ def test_texts_that_could_go_on(demo, params, ignore_eos):
             assert re.fullmatch(regex, completion.text, re.DOTALL), completion
             assert completion.finish_reason == "stop"
             assert completion.stop_reason is None
+        assert asked.structured_outputs.regex == regex
 
 
 def test_templates(demo):

@@ -181,11 +181,6 @@ def test_references_and_discriminated_objects():
     assert not accepts(without_spaces, list(b'{"kind": "wolf"}'))
 
 
-UNSUPPORTED: dict[str, object] = {"not": {}, "if": {}, "contains": {}, "patternProperties": {}, "dependentRequired": {}}
-UNSUPPORTED |= {"uniqueItems": True, "minProperties": 1, "$dynamicRef": "#a", "$anchor": "a", "$id": "a", "x-own": {}}
-"""Keywords, and values that they may have."""
-
-
 @pytest.mark.parametrize(
     ("schema", "named"),
     [
@@ -193,10 +188,7 @@ UNSUPPORTED |= {"uniqueItems": True, "minProperties": 1, "$dynamicRef": "#a", "$
         ({"type": "strin"}, "$.type: 'strin' is not valid"),
         ({"properties": {"a": {"minLength": None}}}, "$.properties.a.minLength: None is not of type 'integer'"),
         ({"type": "array", "items": {"type": "integer", "multipleOf": 2}}, "#/items: the keyword 'multipleOf'"),
-        *(
-            ({"type": "object", "properties": {"a": {keyword: value}}}, f"#/properties/a: the keyword '{keyword}'")
-            for keyword, value in UNSUPPORTED.items()
-        ),
+        ({"type": "object", "properties": {"a": {"x-own": {}}}}, "#/properties/a: the keyword 'x-own'"),
         ({"$ref": "#"}, "recursion"),
         (
             {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"},

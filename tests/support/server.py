@@ -103,12 +103,10 @@ def is_healthy(url: str) -> bool:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """Every series of ``/metrics`` summed over its labels, and denoising steps by state as ``steps:<state>``."""
+    """Every series of ``/metrics``, summed over its labels."""
     text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
     values: Counter[str] = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             values[sample.name] += sample.value
-            if sample.name == "vllm:dllm_denoising_steps_total":
-                values["steps:" + sample.labels["refresh_state"]] += sample.value
     return dict(values)

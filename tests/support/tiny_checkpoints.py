@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB_SIZE = 150  # no multiple of vLLM's padding of vocabularies
 MASK = 140
@@ -174,6 +175,19 @@ def write_adapter(
     save_file(t, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
     (folder / "adapter_config.json").write_text(json.dumps(stated | config))
+    return folder
+
+
+def write_guide(folder: Path, model_type: str = "llama", **config: Any) -> Path:
+    """A random causal model, as transformers saves it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(sizes | config)))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(8)  # decisive logits
+    model.save_pretrained(folder)
     return folder
 
 

@@ -28,34 +28,6 @@ def refuse(folder, *fragments: str, **settings) -> None:
         assert fragment in str(error.value), str(error.value)
 
 
-@pytest.mark.parametrize("trust_remote_code", [False, True])
-@pytest.mark.parametrize("family", ["llada", "lladamoe", "dream"])
-def test_remote_code_beside_the_weights_is_never_executed(engines, tmp_path, family, trust_remote_code):
-    write, config_class, model_class = {
-        "llada": (tiny_checkpoints.write_llada, "LLaDAConfig", "LLaDAModelLM"),
-        "lladamoe": (tiny_checkpoints.write_llada_moe, "LLaDAConfig", "LLaDAMoEModelLM"),
-        "dream": (tiny_checkpoints.write_dream, "DreamConfig", "DreamModel"),
-    }[family]
-    clean, folder = write(tmp_path / "clean"), tmp_path / "poisoned"
-    write(
-        folder,
-        auto_map={
-            "AutoConfig": f"configuration_{family}.{config_class}",
-            "AutoModel": f"modeling_{family}.{model_class}",
-            "AutoModelForCausalLM": f"modeling_{family}.{model_class}",
-        },
-    )
-    executed = tmp_path / "executed"
-    for module in ("configuration", "modeling", "generation_utils"):
-        (folder / f"{module}_{family}.py").write_text(
-            f"open({str(executed)!r}, 'w').close()\nraise RuntimeError('remote code was executed')\n"
-        )
-    expected = tokens_of(engines(clean), PROMPT, gen_length=16, block_length=8, ignore_eos=True)
-    llm = engines(folder, trust_remote_code=trust_remote_code)
-    assert tokens_of(llm, PROMPT, gen_length=16, block_length=8, ignore_eos=True) == expected
-    assert not executed.exists()
-
-
 def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     def add_head(tensors):
         tensors["model.transformer.ff_out.weight"] = torch.zeros(tiny_checkpoints.VOCAB_SIZE, 64)
@@ -76,15 +48,11 @@ PARTS = ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")
         ("llada", BLOCK_0 + "attn_out.weight", "layers.0.out_proj"),
         ("llada", BLOCK_0 + "k_proj.weight", "layers.0.qkv_proj.weight[k]"),
         ("llada", BLOCK_0 + "up_proj.weight", "layers.0.mlp.gate_up_proj.weight[1]"),
-        ("llada", "model.transformer.ff_out.weight", "lm_head"),
-        ("llada", "model.transformer.wte.weight", "embedding"),
         ("llada", "model.transformer.ln_f.weight", "final_norm"),
         ("dream", "model.layers.1.self_attn.v_proj.bias", "layers.1.qkv_proj.bias[v]"),
         ("llada_moe", EXPERT, "layers.1.mlp.experts.routed_experts.w2_weight[('w2', 3)]"),
-        ("llada_moe", "model.layers.1.mlp.gate.weight", "layers.1.mlp.gate"),
         ("llada_moe", "model.layers.1.mlp.expert_bias", "layers.1.mlp.expert_bias"),
         ("llada_moe", "model.layers.1.shared_expert.up_proj.weight", "shared_expert.gate_up_proj.weight[1]"),
-        ("llada_moe", "model.layers.0.self_attn.q_norm.weight", "layers.0.q_norm"),
     ],
 )
 def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
@@ -170,7 +138,7 @@ def test_an_adapter_of_pointers_is_named(tiny_llada, tmp_path, name):
         LoraAdapter(str(tmp_path))
 
 
-# Dream's checkpoints name a tokenizer class in remote code; ours takes its place
+# Dream's checkpoints name config, model and tokenizer classes in remote code; ours take their place
 
 
 SPECIAL = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
@@ -179,7 +147,9 @@ SPECIAL = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask
 @pytest.fixture
 def dream_with_tokenizer(tmp_path):
     """A random Dream checkpoint with the tokenizer files of the released ones, in small, and poisoned remote code."""
-    folder = tiny_checkpoints.write_dream(tmp_path, vocab_size=262, mask_token_id=261, eos_token_id=258)
+    remote = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
+    sizes = {"vocab_size": 262, "mask_token_id": 261, "eos_token_id": 258}
+    folder = tiny_checkpoints.write_dream(tmp_path, auto_map=remote, **sizes)
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(characters)} | {"he": 256, "ll": 257}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
@@ -194,12 +164,13 @@ def dream_with_tokenizer(tmp_path):
         "mask_token": "<|mask|>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    (folder / "tokenization_dream.py").write_text("raise AssertionError('remote code was run')")
+    for module in ("configuration", "modeling", "generation_utils", "tokenization"):
+        (folder / f"{module}_dream.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nraise AssertionError")
     return folder
 
 
 @pytest.mark.parametrize("trust_remote_code", [False, True])
-def test_dream_tokenizes_without_its_remote_code(engines, dream_with_tokenizer, trust_remote_code):
+def test_dream_runs_without_its_remote_code(engines, dream_with_tokenizer, trust_remote_code):
     llm = engines(dream_with_tokenizer, skip_tokenizer_init=False, trust_remote_code=trust_remote_code)
     tokenizer = llm.get_tokenizer()
     assert tokenizer.encode("hello<|mask|>") == [256, 257, tokenizer.convert_tokens_to_ids("o"), 261]
@@ -207,3 +178,4 @@ def test_dream_tokenizes_without_its_remote_code(engines, dream_with_tokenizer, 
     (output,) = llm.generate("hello you", DiffusionParams(gen_length=8, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 8
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+    assert not (dream_with_tokenizer / "was run").exists()

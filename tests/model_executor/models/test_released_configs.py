@@ -100,11 +100,9 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
     [
-        ("llada-8b", 4096, 32, 32, 32, 12288),
         ("llada-8b/4", 1024, 8, 8, 8, 3072),
         ("dream-7b/7", 512, 4, 1, 4, 2706),
         ("llada-moe-7b/4", 512, 4, 4, 4, None),
-        ("dream-7b/2", 1792, 14, 2, 14, 9472),
     ],
 )
 def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
@@ -119,10 +117,7 @@ def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_head
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *(
-            (name, "divided by one of 1, 2, 4, 8, 16, 32")
-            for name in ("llada-8b/3", "llada-8b/0", "llada-8b/", "llada-8b/x")
-        ),
+        *((name, "divided by one of 1, 2, 4, 8, 16, 32") for name in ("llada-8b/3", "llada-8b/")),
         ("llama-8b", "unknown"),
     ],
 )

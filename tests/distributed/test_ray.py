@@ -1,10 +1,11 @@
-"""The Ray examples with two replicas of the demo model: the answers of one process, and what happens to a replica that
-is killed."""
+"""Under Ray: two tensor-parallel ranks, and the examples with two replicas of the demo model, of which one is
+killed."""
 
 import json
 import os
 import signal
 import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from dllm_engine.demo.tasks import make_examples
+from tests.distributed.test_tensor_parallel import check_two_ranks
 from tests.support.engines import demo_answers
-from tests.support.preloaded import Program, wait_until
+from tests.support.preloaded import Program, preloaded_programs, wait_until
 from tests.support.server import free_port, is_healthy
 
 pytest.importorskip("ray")
@@ -24,6 +26,19 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_S = 600
 PARAMS = {"gen_length": 32, "block_length": 8}
+
+
+@pytest.mark.parametrize("case", ["none dream-tiny-a", "sdar"])
+def test_two_ranks_under_ray_give_the_tokens_of_one(engines, checkpoint_of, monkeypatch, case):
+    import ray
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(sys, "executable", str(preloaded_programs() / "python"))  # what Ray starts workers with
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
+    try:
+        check_two_ranks(engines, checkpoint_of, case, backend="ray")
+    finally:
+        ray.shutdown()
 
 
 @pytest.fixture
