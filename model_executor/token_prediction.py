@@ -290,7 +290,7 @@ class TokenPredictor:
     def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
         """Logits, the token of their first column, and whether they are those of a part of the vocabulary."""
         if self.tp_group.world_size > 1 and settings.filters:
-            return torch.cat(gather_shards(shard[0], self.tp_group), dim=-1), 0, False
+            return gather_shards(shard[0], self.tp_group), 0, False
         return *shard, self.tp_group.world_size > 1
 
     def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:

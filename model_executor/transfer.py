@@ -43,9 +43,13 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
     return torch.stack(received)
 
 
-def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> list[torch.Tensor]:
-    """``values`` of every rank; the last dimension may differ, as shards of a vocabulary do. Waits for the device."""
+def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
+    """``values`` of every rank side by side; the last dimension may differ, as shards of a vocabulary do. With several
+    ranks this waits for the device."""
+    if tp_group.world_size == 1:
+        return values
     own_size = torch.tensor([values.shape[-1]], device=values.device)
     sizes = gather_from_ranks(own_size, tp_group)[:, 0].tolist()
     padded = torch.nn.functional.pad(values, (0, max(sizes) - values.shape[-1]))
-    return [part[..., :size] for part, size in zip(gather_from_ranks(padded, tp_group), sizes, strict=True)]
+    parts = zip(gather_from_ranks(padded, tp_group), sizes, strict=True)
+    return torch.cat([part[..., :size] for part, size in parts], dim=-1)

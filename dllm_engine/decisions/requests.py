@@ -128,7 +128,11 @@ def _naming(field: str) -> Iterator[None]:
         raise InvalidRequestError(f"fields.{field}: {str(error).partition(': ')[2]}") from None
 
 
-@cached(LRUCache(64), key=lambda *arguments: arguments[:-1], lock=Lock())  # read in several threads
+@cached(
+    LRUCache(64),
+    key=lambda *arguments: (*arguments[:-1], arguments[-1].instance_id),  # a configuration has no hash
+    lock=Lock(),  # read in several threads
+)
 def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
     texts = _texts(schema, template)
     automata = {}

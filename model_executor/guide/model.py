@@ -198,7 +198,7 @@ class Guide:
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
-        logits = torch.cat(gather_shards(self.model.compute_logits(hidden).logits, get_tp_group()), dim=1).float()
+        logits = gather_shards(self.model.compute_logits(hidden).logits, get_tp_group()).float()
         for token in self.reader.never_said:
             logits[:, token : token + 1] = -torch.inf
         best, tokens = logits.max(dim=1)

@@ -161,7 +161,8 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         elif quota.guaranteed is not None:
             numbers[Number.GUARANTEED, i] = quota.guaranteed.stop - quota.candidates.start
         if quota.parallel is not None:
-            numbers[Number.LEAST, i] = max(quota.least, not PARALLEL_RULES[quota.parallel.kind].may_pass_none)
+            may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
+            numbers[Number.LEAST, i] = quota.least if may_pass_none else max(quota.least, 1)
         numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
         numbers[Number.DELAYS_EOS, i] = spec.delay_eos
         floats[Number.ALG_TEMP, i] = spec.alg_temp

@@ -61,7 +61,7 @@ def token_logprobs(
     top_tokens = top_tokens + first_token
     larger = (logits > token_logit[:, None]).sum(dim=-1)
     if sharded:
-        top_tokens, top = (torch.cat(gather_shards(x, tp_group), dim=-1) for x in (top_tokens, top))
+        top_tokens, top = (gather_shards(x, tp_group) for x in (top_tokens, top))
         top, kept = top.topk(min(num_logprobs, top.shape[-1]), dim=-1)
         top_tokens = top_tokens.gather(-1, kept)
         larger = gather_from_ranks(larger, tp_group).sum(dim=0)

@@ -73,16 +73,16 @@ class Constraint:
 
         ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
         """
-        found = [self.accepting]
+        states = [self.accepting]
         for place in reversed(range(len(template))):
-            token, accepted = template[place], found[-1]
+            token, accepted = template[place], states[-1]
             if token is None:
-                found.append(self._before_mask(accepted.tobytes(), place >= first_end))
+                states.append(self._before_mask(accepted.tobytes(), place >= first_end))
             else:
                 kind = self.class_of[token]
                 following = self.next_state[:, kind]
-                found.append((kind >= 0) & (following >= 0) & accepted[following])
-        return found[::-1]
+                states.append((kind >= 0) & (following >= 0) & accepted[following])
+        return states[::-1]
 
     def _states_before_mask(self, accepted: bytes, may_end: bool) -> np.ndarray:
         """The states from which a token leads to one of ``accepted``, which are the bytes of bool ``[num_states]``;
