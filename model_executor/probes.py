@@ -35,7 +35,9 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]
     for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
-            predictor.predict(hidden[chunk], settings, counters, True, True, num_logprobs=1, constrained=rows)
+            predictor.predict(
+                hidden[chunk], settings, counters, {"entropy", "margin"}, num_logprobs=1, constrained=rows
+            )
     if runner.guide is not None:
         runner.guide.profile_run(num_rows)
     del held

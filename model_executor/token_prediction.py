@@ -5,11 +5,12 @@ Logits are made for the rows given and for a bounded number of them at once, so 
 top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -21,7 +22,7 @@ from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, be
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, token_logprobs, with_biases
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
 
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
@@ -87,7 +88,7 @@ class TokenPredictor:
         mask_token_id: int,
         tp_group: GroupCoordinator,
     ) -> None:
-        """``compute_logits`` maps ``[num_rows, hidden_size]`` to this rank's logits."""
+        """``compute_logits`` maps ``[num_rows, hidden_size]`` (before the final norm) to this rank's logits."""
         self.compute_logits = compute_logits
         self.vocab_size = vocab_size
         self.mask_token_id = mask_token_id
@@ -98,113 +99,45 @@ class TokenPredictor:
         hidden: torch.Tensor,
         settings: SamplingSettings,
         counters: Counters | None,
-        with_entropy: bool,
-        with_margin: bool,
+        measures: Set[Measure],
         num_logprobs: int | None = None,
         biased: Sequence[BiasedRows] = (),
         constrained: Sequence[ConstrainedRows] = (),
         options: torch.Tensor | None = None,
     ) -> TokenStatistics:
-        """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]`` (before the final norm).
+        """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]``.
 
         Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise. ``num_logprobs`` asks for log-probabilities of the predicted token and of
-        so many of the likeliest; None: for none. ``counters`` are needed for sampling only. ``biased``: of which
-        rows the logits are changed before all else but log-probabilities, which stay the model's. ``constrained``: none
-        of the rows, or all, request by request. ``options`` ``[num_rows, 2]``: the only tokens that a constrained row
-        may get; −1 in rows that may get any.
+        argmax of logits + T · Gumbel noise.
+
+        Args:
+            counters: needed for sampling only.
+            measures: confidences wanted beside the probability.
+            num_logprobs: likeliest tokens whose log-probabilities are wanted, beside the predicted one's; None: none.
+            biased: rows whose logits are changed before all else but log-probabilities, which stay the model's.
+            constrained: none of the rows, or all, request by request.
+            options: ``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows that may get any.
         """
-
-        def counters_of(rows: slice) -> Counters | None:
-            return None if counters is None else Counters(*(column[rows] for column in counters))
-
         least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
         chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows)
 
         @lru_cache(maxsize=1)  # a single chunk is computed once, although constraints read it twice
-        def scored(number: int) -> tuple[VocabularyShard, VocabularyShard, VocabularyShard | None]:
-            """Logits of a chunk; with what requests add to them, or the same object; and scores of constrained rows."""
-            rows = chunks[number]
-            plain = self.compute_logits(hidden[rows])
-            shard = with_biases(plain, biased, rows)
-            scores = self._scores(shard, settings, counters_of(rows)) if constrained else None
-            if scores is not None and options is not None:
-                scores = _only(scores, options[rows])
-            return plain, shard, scores
+        def computed(number: int) -> _Chunk:
+            return _Chunk(self, hidden, chunks[number], settings, counters, biased, constrained, options)
 
-        classes = None
+        numbers, classes = range(len(chunks)), None
         if constrained:
-            scores_of_chunks = ((rows, scored(number)[2]) for number, rows in enumerate(chunks))
-            classes = self._classes(scores_of_chunks, constrained)
-        parts = []
-        for number, rows in enumerate(chunks):
-            plain, shard, scores = scored(number)
-            given = None
-            if classes is not None and scores is not None:
-                given = self._tokens_of(classes[rows], scores, constrained, rows)
-            part, log_total = self._reduce(shard, settings, counters_of(rows), with_entropy, with_margin, given)
-            if num_logprobs is not None:
-                known = log_total if shard is plain else None
-                part.logprobs = token_logprobs(plain, part.token, num_logprobs, self.tp_group, known)
-            parts.append(part)
+            by_request = zip(*(computed(number).class_maxima() for number in numbers), strict=True)
+            # Where filters are used, every rank has the whole vocabulary, and the same maxima. Waits for the device.
+            maxima = [gather_from_ranks(torch.cat(parts), self.tp_group).amax(dim=0) for parts in by_request]
+            chosen = [held.choose(best.double().cpu().numpy()) for held, best in zip(constrained, maxima, strict=True)]
+            classes = on_device(np.concatenate(chosen), hidden.device)
+        parts = [computed(number).statistics(measures, num_logprobs, classes) for number in numbers]
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
-    def _scores(self, shard: VocabularyShard, settings: SamplingSettings, counters: Counters | None) -> VocabularyShard:
-        """Scores by which tokens win, ``[num_rows, num_tokens]``: logits, or logits with noise; and the first token."""
-        logits, first_token, _ = self._as_filters_need(shard, settings)
-        if settings.temperature == 0:
-            return VocabularyShard(logits.float(), first_token)
-        drawn_from, temperature = logits, settings.temperature
-        if settings.filters:
-            filters = temperature, settings.top_p, settings.top_k
-            kept = filtered_logits(logits, *filters, self._mask_column(logits, first_token))
-            left_out = logits.float() / temperature - FILTERED_OUT
-            drawn_from, temperature = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out), 1.0
-        assert counters is not None
-        scores = torch.empty_like(logits, dtype=torch.float32)
-        for rows, noisy in noisy_logits(drawn_from, *counters, first_token, temperature):
-            scores[rows] = noisy
-        return VocabularyShard(scores, first_token)
-
-    def _classes(
-        self, chunks: Iterable[tuple[slice, VocabularyShard | None]], constrained: Sequence[ConstrainedRows]
-    ) -> torch.Tensor:
-        """The class of token that each constrained row writes, int64 ``[num_rows]``. Waits for the device."""
-        best: list[list[torch.Tensor]] = [[] for _ in constrained]
-        for chunk, scored in chunks:
-            assert scored is not None
-            scores, first_token = scored
-            tokens = slice(first_token, first_token + scores.shape[1])
-            for request_maxima, held in zip(best, constrained, strict=True):
-                request_maxima.append(class_maxima(scores[held.within(chunk)], held.class_of[tokens], held.num_classes))
-        found = []
-        for request_maxima, held in zip(best, constrained, strict=True):
-            # Where filters are used, every rank has the whole vocabulary, and the same maxima.
-            maxima = self._gather(torch.cat(request_maxima)).amax(dim=0)
-            found.append(on_device(held.choose(maxima.double().cpu().numpy()), maxima.device))
-        return torch.cat(found)
-
-    def _tokens_of(
-        self, classes: torch.Tensor, scored: VocabularyShard, constrained: Sequence[ConstrainedRows], chunk: slice
-    ) -> torch.Tensor:
-        """The best token of each row's class; ``[num_rows]`` each."""
-        scores, first_token = scored
-        tokens = slice(first_token, first_token + scores.shape[1])
-        mask_column = self._mask_column(scores, first_token)
-        parts = [
-            best_of_class(scores[rows], held.class_of[tokens], classes[rows], mask_column)
-            for held in constrained
-            for rows in [held.within(chunk)]
-        ]
-        score, column = (torch.cat(part) for part in zip(*parts, strict=True))
-        winner = self._gather(score).argmax(dim=0, keepdim=True)
-        return self._gather(column + first_token).gather(0, winner)[0]
-
     def logits_at(self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]) -> list[torch.Tensor]:
-        """Logits of some rows at some tokens, float32 ``[num_rows, num_tokens]`` for each pair that is ``asked``.
-
-        ``hidden`` as for ``predict``; tokens are int64 ``[num_tokens]``.
-        """
+        """Logits of some rows at some tokens, int64 ``[num_tokens]``: float32 ``[num_rows, num_tokens]`` for each pair
+        that is ``asked``."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked]
         for chunk in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
             logits, first_token = self.compute_logits(hidden[chunk])
@@ -213,62 +146,118 @@ class TokenPredictor:
                 columns = tokens - first_token
                 elsewhere = (columns < 0) | (columns >= logits.shape[1])
                 values = own[:, columns.clamp(0, logits.shape[1] - 1)].float()
-                part.append(self._gather(values.masked_fill(elsewhere, -torch.inf)).amax(dim=0))
+                values = gather_from_ranks(values.masked_fill(elsewhere, -torch.inf), self.tp_group)
+                part.append(values.amax(dim=0))
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
 
-        ``hidden`` as for ``predict``; ``tokens`` ``[num_rows]`` int64.
+        ``tokens``: int64 ``[num_rows]``.
         """
         chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device)
         shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
         return torch.cat([token_logprobs(shard, tokens[rows], 0, self.tp_group).token for rows, shard in shards])
 
-    def _reduce(
+
+class _Chunk:
+    """Rows that go through the head at once: their logits of this rank's tokens, or where filters need them of all."""
+
+    def __init__(
         self,
-        shard: VocabularyShard,
+        predictor: TokenPredictor,
+        hidden: torch.Tensor,
+        rows: slice,
         settings: SamplingSettings,
         counters: Counters | None,
-        with_entropy: bool,
-        with_margin: bool,
-        given: torch.Tensor | None,
-    ) -> tuple[TokenStatistics, torch.Tensor | None]:
-        """``given``: the token of each row, ``[num_rows]``; None: predict it. Also returns the log of the sum of
-        exponentials of each row's logits, ``[num_rows]``, where the statistics come from these."""
-        logits, first_token, sharded = self._as_filters_need(shard, settings)
-        mask_column = self._mask_column(logits, first_token)
+        biased: Sequence[BiasedRows],
+        constrained: Sequence[ConstrainedRows],
+        options: torch.Tensor | None,
+    ) -> None:
+        """``rows``: those of the chunk. Other arguments as of ``predict``."""
+        self.rows, self.settings, self.tp_group, self.is_biased = rows, settings, predictor.tp_group, bool(biased)
+        self.counters = None if counters is None else Counters(*(column[rows] for column in counters))
+        self.held = [(held.within(rows), held) for held in constrained]
+        """The rows of each constrained response that are in the chunk, counted from its first."""
+        self.options = None if options is None else options[rows]
+        self.plain = predictor.compute_logits(hidden[rows])
+        self.logits, self.first_token = with_biases(self.plain, biased, rows)
+        self.sharded = self.tp_group.world_size > 1 and not settings.filters
+        if self.tp_group.world_size > 1 and settings.filters:
+            self.logits, self.first_token = gather_shards(self.logits, self.tp_group), 0
+        self.tokens = slice(self.first_token, self.first_token + self.logits.shape[1])
+        # The mask is never predicted: a position filled with it would never count as filled.
+        mask = predictor.mask_token_id
+        self.mask_column = mask - self.first_token if self.tokens.start <= mask < self.tokens.stop else -1
 
-        drawn_from, temperature = logits, settings.temperature
-        if settings.filters or settings.tempered:
-            filters = settings.temperature or 1.0, settings.top_p, settings.top_k
-            drawn_from, temperature = filtered_logits(logits, *filters, mask_column), 1.0
-        unchanged = measured = drawn_from if settings.tempered else logits
-        if settings.least_confident:
-            columns = _columns(settings.least_confident, first_token, logits.shape[1], logits.device)
+    @cached_property
+    def drawn_from(self) -> tuple[torch.Tensor, float]:
+        """Logits that tokens are drawn from, after the filters, and the temperature that is left to draw at."""
+        settings = self.settings
+        if not (settings.filters or settings.tempered):
+            return self.logits, settings.temperature
+        filters = settings.temperature or 1.0, settings.top_p, settings.top_k
+        return filtered_logits(self.logits, *filters, self.mask_column), 1.0
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """Scores by which the tokens of constrained rows win, ``[num_rows, num_tokens]``: logits, or logits with noise;
+        −∞ for all but the ``options``."""
+        if self.settings.temperature == 0:
+            scores = self.logits.float()
+        else:
+            assert self.counters is not None
+            kept, temperature = self.drawn_from
+            if self.settings.filters:
+                left_out = self.logits.float() / self.settings.temperature - FILTERED_OUT
+                kept = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out)
+            scores = torch.empty_like(self.logits, dtype=torch.float32)
+            for rows, noisy in noisy_logits(kept, *self.counters, self.first_token, temperature):
+                scores[rows] = noisy
+        if self.options is None:
+            return scores
+        first, second = self.options[:, :, None].unbind(dim=1)
+        tokens = torch.arange(self.tokens.start, self.tokens.stop, device=scores.device)
+        return torch.where((tokens == first) | (tokens == second) | (first < 0), scores, -torch.inf)
+
+    def class_maxima(self) -> list[torch.Tensor]:
+        """Of each constrained response, the best score of each class in each of its rows here."""
+        return [
+            class_maxima(self.scores[rows], held.class_of[self.tokens], held.num_classes) for rows, held in self.held
+        ]
+
+    def statistics(
+        self, measures: Set[Measure], num_logprobs: int | None, classes: torch.Tensor | None
+    ) -> TokenStatistics:
+        """Predictions of the rows: of the best token, or with ``classes``, of all rows that are predicted, the best
+        token of each row's class."""
+        mask_column, with_entropy, with_margin = self.mask_column, "entropy" in measures, "margin" in measures
+        unchanged = measured = self.drawn_from[0] if self.settings.tempered else self.logits
+        if least_confident := self.settings.least_confident:
+            columns = _columns(least_confident, self.first_token, self.logits.shape[1], self.logits.device)
             measured = measured.index_fill(-1, columns, -torch.inf)
-        token, token_logit, log_total, negative_entropy, top2 = token_statistics(
+        column, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy, with_margin
         )
         best = token_logit
-        if given is not None:
-            token = given - first_token
-            held = (token >= 0) & (token < logits.shape[-1])
-            token = token.clamp(0, logits.shape[-1] - 1)
-            # The rank that holds the token is the winner.
-            best, token_logit = held.float(), measured.gather(-1, token[:, None])[:, 0].float()
-        elif settings.temperature > 0:
-            assert counters is not None
-            best, token = gumbel_max(drawn_from, *counters, first_token, temperature, mask_column)
-            token_logit = measured.gather(-1, token[:, None])[:, 0].float()
+        if classes is not None:
+            parts = [
+                best_of_class(self.scores[rows], held.class_of[self.tokens], classes[self.rows][rows], mask_column)
+                for rows, held in self.held
+            ]
+            best, column = (torch.cat(part) for part in zip(*parts, strict=True))
+        elif self.settings.temperature > 0:
+            assert self.counters is not None
+            drawn_from, temperature = self.drawn_from
+            best, column = gumbel_max(drawn_from, *self.counters, self.first_token, temperature, mask_column)
         elif measured is not unchanged:
-            token, best = token_statistics(unchanged, mask_column, False, False)[:2]
-            token_logit = measured.gather(-1, token[:, None])[:, 0].float()
-        token = token + first_token
-        if sharded:
+            column, best = token_statistics(unchanged, mask_column, False, False)[:2]
+        if best is not token_logit:
+            token_logit = measured.gather(-1, column[:, None])[:, 0].float()
+        token = column + self.first_token
+        if self.sharded:
             winner = self._gather(best).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
-            token = self._gather(token).gather(0, winner)[0]
-            token_logit = self._gather(token_logit).gather(0, winner)[0]
+            token, token_logit = (self._gather(values).gather(0, winner)[0] for values in (token, token_logit))
             log_totals = self._gather(log_total)
             log_total = torch.logsumexp(log_totals, dim=0)
             if with_entropy:
@@ -281,33 +270,17 @@ class TokenPredictor:
         margin = None
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
-            margin = p1 - p2 if given is None else torch.where(probability < p1, probability - p1, p1 - p2)
-        statistics = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
-        if settings.least_confident:
-            statistics.put_last(torch.stack([token == each for each in sorted(settings.least_confident)]).any(dim=0))
-        return statistics, log_total if measured is logits else None
-
-    def _as_filters_need(self, shard: VocabularyShard, settings: SamplingSettings) -> tuple[torch.Tensor, int, bool]:
-        """Logits, the token of their first column, and whether they are those of a part of the vocabulary."""
-        if self.tp_group.world_size > 1 and settings.filters:
-            return gather_shards(shard[0], self.tp_group), 0, False
-        return *shard, self.tp_group.world_size > 1
-
-    def _mask_column(self, logits: torch.Tensor, first_token: int) -> int:
-        """Column of the mask, which is never predicted: a position filled with it would never count as filled."""
-        column = self.mask_token_id - first_token
-        return column if 0 <= column < logits.shape[-1] else -1
+            margin = p1 - p2 if classes is None else torch.where(probability < p1, probability - p1, p1 - p2)
+        found = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
+        if least_confident:
+            found.put_last(torch.stack([token == each for each in sorted(least_confident)]).any(dim=0))
+        if num_logprobs is not None:
+            known = log_total if measured is self.logits and not self.is_biased else None
+            found.logprobs = token_logprobs(self.plain, token, num_logprobs, self.tp_group, known)
+        return found
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)
-
-
-def _only(scored: VocabularyShard, options: torch.Tensor) -> VocabularyShard:
-    """Scores with −∞ for all but the ``options`` of each row."""
-    scores, first_token = scored
-    tokens = torch.arange(first_token, first_token + scores.shape[1], device=scores.device)
-    allowed = (tokens == options[:, :1]) | (tokens == options[:, 1:]) | (options[:, :1] < 0)
-    return VocabularyShard(torch.where(allowed, scores, -torch.inf), first_token)
 
 
 @cache  # recorded steps go on to read them

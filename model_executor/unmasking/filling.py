@@ -207,15 +207,14 @@ def fill(
     options = None
     if constrained and Number.EDITED in uses:
         # A decided token stays or gives way, whatever lets the whole text match.
-        free = predictor.predict(hidden, work.settings, counters, False, False, biased=biased)
+        free = predictor.predict(hidden, work.settings, counters, frozenset(), biased=biased)
         surer = free.probability > floats[Number.EDITED].float()[requests]
         options = torch.stack((stays, torch.where(surer, free.token, stays)), dim=1).masked_fill(masked[:, None], -1)
     statistics = predictor.predict(
         hidden,
         work.settings,
         counters,
-        with_entropy="entropy" in work.measures,
-        with_margin="margin" in work.measures,
+        work.measures,
         num_logprobs=work.num_logprobs,
         biased=biased,
         constrained=constrained,

@@ -34,7 +34,7 @@ def counters(rows: int) -> Counters:
 
 def predict(logits: torch.Tensor, settings: SamplingSettings, *, predictor=None):
     predictor = predictor_of() if predictor is None else predictor
-    return predictor.predict(logits, settings, counters(len(logits)), True, True, num_logprobs=4)
+    return predictor.predict(logits, settings, counters(len(logits)), {"entropy", "margin"}, num_logprobs=4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -102,7 +102,7 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
     expected = predict(changed, settings)
     plain = logits.log_softmax(-1)
     monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
-    got = predictor_of().predict(logits, settings, counters(9), True, True, num_logprobs=4, biased=biased)
+    got = predictor_of().predict(logits, settings, counters(9), {"entropy", "margin"}, num_logprobs=4, biased=biased)
     assert_same(got, expected, *STATISTICS)
     torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
     torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
