@@ -57,9 +57,8 @@ class Canvas:
     logprobs: TokenLogprobs | None = None
     """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
     none."""
-    committed_at: np.ndarray | None = None
-    """``[canvas_length]`` int64: forward pass, counted from 1, that filled each position; 0 where none did. None if the
-    request does not ask for it."""
+    committed_at: np.ndarray = field(init=False)
+    """``[canvas_length]`` int64: forward pass, counted from 1, that filled each position; 0 where none did."""
     confidences: torch.Tensor | None = None
     """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
     before the first); None if the request does not stream by step."""
@@ -68,6 +67,7 @@ class Canvas:
 
     def __post_init__(self) -> None:
         self.sent = self.spec.prompt_length
+        self.committed_at = np.zeros(self.spec.canvas_length, dtype=np.int64)
 
     def masked_per_block(self, window: Span) -> list[int]:
         """Masked tokens left in each of the blocks that make up ``window``."""
@@ -159,8 +159,6 @@ class CanvasStore:
             canvas.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)
         if spec.num_logprobs_kept is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
-        if spec.return_order:
-            canvas.committed_at = np.zeros(spec.canvas_length, dtype=np.int64)
         if spec.streams_steps:
             canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=device)
         self.canvases[request_id] = canvas

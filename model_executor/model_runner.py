@@ -32,7 +32,7 @@ from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.step_report import step_reports
+from dllm_engine.model_executor.step_report import Reporter
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import (
@@ -268,9 +268,8 @@ class DiffusionModelRunner:
             steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps, may_idle=may_idle)
         steps, steps_run = itertools.tee(steps)
         outcomes = self.denoiser.run(candidates, layer_pass, steps)
-        reports = step_reports(
-            batch, list(steps_run), outcomes, layer_pass, self.mask_token_id, with_trace=self.options.trace
-        )
+        reporter = Reporter(batch, layer_pass, self.mask_token_id, self.options.trace)
+        reports = reporter.reports(list(steps_run), outcomes)
         reports[-1] |= self.denoiser.failures
         return reports
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,114 +13,84 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch, row_positions
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
+from dllm_engine.model_executor.unmasking.statistics import required
 from dllm_engine.scheduler.messages import Commits, RequestFailure, ShownWindow, StepReport, StepResult, failure_of
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill, revises
 
 
-def step_reports(
-    batch: StepBatch,
-    steps: Sequence[dict[str, StepPlan]],
-    outcomes: Sequence[StepOutcome],
-    layer_pass: LayerPass,
-    mask_token_id: int,
-    *,
-    with_trace: bool,
-) -> list[dict[str, StepResult]]:
-    """A dictionary per step, by request, up to the last step that did something. A request ends with its first
-    failure.
+@dataclass
+class Reporter:
+    """Reports of the steps of one batch."""
 
-    Args:
-        batch: of the first step.
-        steps: the plans of each step.
-        outcomes: what each step filled.
-        layer_pass: which ran them.
-    """
-    reports: list[dict[str, StepResult]] = [{} for _ in outcomes]
-    for index, request_id in enumerate(batch.request_ids):
-        plans = [step[request_id] for step in steps]
-        try:
-            results = _results(batch, index, plans, outcomes, layer_pass, mask_token_id, with_trace)
-        except Exception as error:
-            results = [failure_of(request_id, error)]
-        for step_results, result in zip(reports, results, strict=False):
-            step_results[request_id] = result
-    return reports[: 1 + max((i for i, step_results in enumerate(reports) if step_results), default=0)]
+    batch: StepBatch
+    """Rows of the first step."""
+    layer_pass: LayerPass
+    mask_token_id: int
+    with_trace: bool
 
+    def reports(
+        self, steps: Sequence[dict[str, StepPlan]], outcomes: Sequence[StepOutcome]
+    ) -> list[dict[str, StepResult]]:
+        """A dictionary per step, by request, up to the last step that did something. A request ends with its first
+        failure."""
+        reports: list[dict[str, StepResult]] = [{} for _ in outcomes]
+        for index, (request_id, canvas) in enumerate(zip(self.batch.request_ids, self.batch.canvases, strict=True)):
+            rows = self.batch.host_positions[self.batch.rows(index)]
+            for number, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
+                plan = step[request_id]
+                if number:
+                    if (canvas.known[slice(*plan.window)] >= 0).all():
+                        break  # it ran with others, and had nothing to do
+                    # It was fed the rows of the first step; those that its own plan leaves out had no effect.
+                    rows = row_positions(plan, canvas)
+                try:
+                    result = self._result(index, plan, outcome, rows)
+                except Exception as error:
+                    result = failure_of(request_id, error)
+                reports[number][request_id] = result
+                if isinstance(result, RequestFailure):
+                    break
+        return reports[: 1 + max((number for number, results in enumerate(reports) if results), default=0)]
 
-def _results(
-    batch: StepBatch,
-    index: int,
-    plans: list[StepPlan],
-    outcomes: Sequence[StepOutcome],
-    layer_pass: LayerPass,
-    mask_token_id: int,
-    with_trace: bool,
-) -> list[StepResult]:
-    """Results of the steps for one request, up to the first that fails."""
-    canvas = batch.canvases[index]
-    results: list[StepResult] = []
-    for plan, outcome in zip(plans, outcomes, strict=True):
-        if results and (canvas.known[slice(*plan.window)] >= 0).all():
-            break  # it ran with others, and had nothing to do
-        # A step that ran ahead was fed the rows of the first one; those that its own plan leaves out had no effect.
-        rows = row_positions(plan, canvas) if results else batch.host_positions[batch.rows(index)]
-        changed = outcome.positions[index]
+    def _result(self, index: int, plan: StepPlan, outcome: StepOutcome, rows: np.ndarray) -> StepResult:
+        """Take what a step filled into a canvas. ``rows``: the canvas positions that it computed."""
+        canvas, layer_pass = self.batch.canvases[index], self.layer_pass
+        spec, changed = canvas.spec, outcome.positions[index]
         edited = canvas.write(changed, outcome.tokens[index])
-        unmasked = canvas.last_unmasked
-        if canvas.committed_at is not None:
-            canvas.committed_at[changed] = plan.forward + 1
-        if failure := _failure(plan, canvas, index, outcome):
-            return [*results, failure]
-        ends = canvas.spec.early_stop and canvas.give_up_behind_end()
+        canvas.committed_at[changed] = number = plan.forward + 1
+        if index in outcome.not_finite:
+            message = f"the model produced logits that are NaN or infinite in forward pass {number}"
+            return RequestFailure("not_finite", message)
+        if not canvas.last_unmasked and must_fill(plan, spec):
+            return RequestFailure("no_progress", f"forward pass {number} unmasked no token, although it has to")
+        ends = spec.early_stop and canvas.give_up_behind_end()
         canvas.next_rows = layer_pass.next_rows(index)
         masked = canvas.masked_per_block(plan.window)
-        still_revises = revises(plan, canvas.spec, sum(masked), len(edited))
-        sent = canvas.take_sendable(plan.window.start if still_revises else canvas.spec.canvas_length)
+        still_revises = revises(plan, spec, sum(masked), len(edited))
+        sent = canvas.take_sendable(plan.window.start if still_revises else spec.canvas_length)
         tokens = canvas.known[sent].tolist()
-        shows_step = canvas.confidences is not None and not plan.prefills
-        report = StepReport(
+        return StepReport(
             plan=plan,
             rows_computed=layer_pass.rows_computed(index, rows.size),
-            num_unmasked=len(unmasked),
+            num_unmasked=len(canvas.last_unmasked),
             masked=masked,
             num_edited=len(edited),
             revises=still_revises,
-            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if canvas.spec.slow_fast else None,
+            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if spec.slow_fast else None,
             tokens=tokens or None,
-            trace=_trace(batch, index, plan, rows, edited, layer_pass) if with_trace else None,
+            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index) if self.with_trace else None,
             ends=ends,
             kv_slots=layer_pass.kv_slots(index),
-            logprobs=_logprobs(canvas, sent) if tokens and canvas.spec.num_logprobs is not None else None,
-            commits=_commits(canvas, sent) if tokens and canvas.committed_at is not None else None,
+            logprobs=_logprobs(canvas, sent) if tokens and spec.num_logprobs is not None else None,
+            commits=_commits(canvas, sent) if tokens and spec.return_order else None,
             decision=canvas.decision.answers if canvas.decision is not None and not sum(masked) else None,
-            shown=_shown(canvas, plan.window, mask_token_id) if shows_step else None,
+            shown=_shown(canvas, plan.window, self.mask_token_id) if spec.streams_steps and not plan.prefills else None,
         )
-        results.append(report)
-    return results
 
 
-def _failure(plan: StepPlan, canvas: Canvas, index: int, outcome: StepOutcome) -> RequestFailure | None:
-    """Failure of a request's part of a step; None: no failure."""
-    if index in outcome.not_finite:
-        return RequestFailure(
-            "not_finite", f"the model produced logits that are NaN or infinite in forward pass {plan.forward + 1}"
-        )
-    if not canvas.last_unmasked and must_fill(plan, canvas.spec):
-        return RequestFailure("no_progress", f"forward pass {plan.forward + 1} unmasked no token, although it has to")
-    return None
-
-
-def _trace(
-    batch: StepBatch,
-    index: int,
-    plan: StepPlan,
-    rows: np.ndarray,
-    edited: list[tuple[int, int, int]],
-    layer_pass: LayerPass,
-) -> dict[str, Any]:
-    """Trace entries of a step, by the names of ``DiffusionFigures.trace``. ``rows``: canvas positions computed."""
-    canvas = batch.canvases[index]
+def _trace(canvas: Canvas, plan: StepPlan, rows: np.ndarray, edited: list[tuple[int, int, int]]) -> dict[str, Any]:
+    """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = canvas.spec
     whole = rows.size == spec.canvas_length == spec.response_span.stop
     return {
@@ -128,7 +99,7 @@ def _trace(
         **({} if spec.edit_threshold is None else {"edited_per_step": edited}),
         "windows": tuple(plan.window),
         "computed_positions": None if whole else rows.tolist(),
-    } | layer_pass.record(index)
+    }
 
 
 def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
@@ -141,20 +112,17 @@ def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
 
 
 def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
-    assert canvas.committed_at is not None
     assert canvas.logprobs is not None
     return Commits(canvas.committed_at[sent].tolist(), canvas.logprobs.token[sent].tolist())
 
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
-    assert canvas.confidences is not None
-    start = canvas.spec.prompt_length
-    here = slice(window.start, min(window.stop, canvas.spec.response_span.stop))
-    known = canvas.known[here]
+    start, here = canvas.spec.prompt_length, slice(window.start, min(window.stop, canvas.spec.response_span.stop))
+    known, confidences = canvas.known[here], required(canvas.confidences)[here].tolist()
     return ShownWindow(
         start=window.start - start,
         sent=canvas.sent - start,
         token_ids=np.where(known < 0, mask_token_id, known).tolist(),
         masked=(known < 0).tolist(),
-        confidences=[None if math.isnan(value) else value for value in canvas.confidences[here].tolist()],
+        confidences=[None if math.isnan(value) else value for value in confidences],
     )

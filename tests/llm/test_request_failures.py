@@ -231,7 +231,7 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
     for broken in {
         "canvas": [(runner.store, "open")],
-        "report": [(step_report, "_results", lambda batch, index, *_: is_bad(batch.canvases[index]))],
+        "report": [(step_report.Reporter, "_result", lambda r, index, *_: is_bad(r.batch.canvases[index]))],
         "plan": [(scheduler.method, "plan", later)],
         "later plan": [(runner, "plan", later), (scheduler.method, "plan", later)],
         "pages": [(scheduler.method, "pages")],
