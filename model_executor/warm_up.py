@@ -91,11 +91,11 @@ class WarmUp:
         try:
             self._answer(self.spec(self.longest), 1, STEPS_OF_LONGEST)  # records what requests of the defaults need
             for size in tqdm(self._forward_sizes(graphs), desc="Recording steps", disable=not show_progress or None):
-                graphs.record_forward(size)
+                graphs.forwards.get(size)
             for filling in list(graphs.fillings.graphs):
                 most = padded(min(self.max_requests * filling.width, MAX_ROWS))
                 for number in [size for size in (*SIZES, *range(0, MAX_ROWS + 1, SIZES[-1])[2:]) if size <= most]:
-                    graphs.record_filling(filling._replace(num_candidates=number))
+                    graphs.fillings.get(filling._replace(num_candidates=number))
             problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
             graphs.launches_before = LAUNCHES_BEFORE
         except Exception as error:

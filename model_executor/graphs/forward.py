@@ -74,7 +74,7 @@ class ForwardGraph:
     """
 
     def __init__(self, engine: "StepGraphs", size: ForwardSize) -> None:
-        model, store, pages = engine.model, engine.store, engine.pages
+        model, store, pages = engine.runner.model, engine.store, engine.runner.pages
         num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
         self.places = torch.full((num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
@@ -154,7 +154,7 @@ class LayoutGraph:
     """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
 
     def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
-        model, store = engine.model, engine.store
+        model, store = engine.runner.model, engine.store
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
         self.holds = layer_pass

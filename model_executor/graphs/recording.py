@@ -64,11 +64,13 @@ class GraphRecorder:
 class GraphCache(Generic[_Key, _Graph]):
     """Graphs by what they compute."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., _Graph]) -> None:
+        """``make``: from a key, and what else is given to ``get``."""
+        self.make = make
         self.graphs: OrderedDict[_Key, _Graph] = OrderedDict()
         self.num_launched: Counter[_Key] = Counter()
 
-    def get(self, key: _Key, make: Callable[[], _Graph], after: int = 0) -> _Graph | None:
+    def get(self, key: _Key, after: int = 0, *given: Any) -> _Graph | None:
         """The graph; one that is not there is made once it has been asked for more than ``after`` times. None: launch
         the step."""
         if key not in self.graphs:
@@ -80,7 +82,7 @@ class GraphCache(Generic[_Key, _Graph]):
             if len(self.graphs) == MAX_GRAPHS:
                 self.graphs.popitem(last=False)
             del self.num_launched[key]
-            self.graphs[key] = make()
+            self.graphs[key] = self.make(key, *given)
         self.graphs.move_to_end(key)
         return self.graphs[key]
 

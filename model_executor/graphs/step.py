@@ -1,6 +1,7 @@
 """Graphs of one engine: recorded filling in of tokens, and the caches of all graphs."""
 
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -40,9 +41,9 @@ class FillingGraph:
     canvas. Candidates behind a batch's own, which fill the graph up, are no request's."""
 
     def __init__(self, engine: "StepGraphs", size: FillingSize) -> None:
-        store, device = engine.store, engine.store.tokens.device
-        width = engine.model.config.hidden_size
-        self.hidden = torch.zeros(size.num_candidates, width, dtype=engine.dtype, device=device)
+        runner, store, device = engine.runner, engine.store, engine.store.tokens.device
+        shape = size.num_candidates, runner.model.config.hidden_size
+        self.hidden = torch.zeros(shape, dtype=runner.model_config.dtype, device=device)
         # What fills the graph up belongs to one more request.
         self.filler = torch.tensor([engine.max_requests, 0, 0, SPARE, 0, ALONE], device=device)[:, None]
         self.no_position = self.filler[[0, 3]]
@@ -56,7 +57,8 @@ class FillingGraph:
         self.store = store
         self.holds: BatchCandidates | None = None
         self.numbers: np.ndarray | None = None
-        self.launch = lambda: fill(engine.predictor, store, engine.end_tokens, size.work, self.inputs, self.hidden)
+        end_tokens = runner.denoiser.end_tokens
+        self.launch = lambda: fill(runner.predictor, store, end_tokens, size.work, self.inputs, self.hidden)
         self.replay = engine.record(self.launch)
 
     def fill_up(self) -> None:
@@ -99,10 +101,7 @@ class StepGraphs:
     """The graphs of one engine, which run the parts of steps that they can."""
 
     def __init__(self, runner: "DiffusionModelRunner", record: Record) -> None:
-        self.record, self.model, self.predictor, self.pages = record, runner.model, runner.predictor, runner.pages
-        self.store, self.end_tokens = runner.store, runner.denoiser.end_tokens
-        self.dtype: torch.dtype = runner.model_config.dtype
-        """Of hidden states."""
+        self.runner, self.record, self.store = runner, record, runner.store
         self.max_pages: int = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
         """The most pages of a request in a layer."""
         self.max_requests: int = runner.vllm_config.scheduler_config.max_num_seqs
@@ -113,9 +112,9 @@ class StepGraphs:
 
     def _begin(self) -> None:
         self.tokens = self.store.tokens
-        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache()
-        self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache()
-        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache()
+        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(partial(ForwardGraph, self))
+        self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache(lambda _, *given: LayoutGraph(self, *given))
+        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(partial(FillingGraph, self))
 
     def _forget_outdated(self) -> None:
         """Graphs read and write the canvases where they were recorded."""
@@ -128,9 +127,8 @@ class StepGraphs:
         For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error`` is that of hidden
         states, over the largest of them.
         """
-        if self.pages is not None:
-            self.pages.keys[1].normal_()
-            self.pages.values[1].normal_()
+        if self.runner.pages is not None:
+            self.runner.pages.memory[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():
             used = forward.fill_up(page=1)
             launched = forward.launch()[:used].float()
@@ -145,29 +143,20 @@ class StepGraphs:
                 return f"{size.num_candidates} candidates are filled otherwise when that is replayed"
         return None
 
-    def record_forward(self, size: ForwardSize) -> ForwardGraph | None:
-        """The graph of a size, as ``GraphCache.get`` gives it."""
-        return self.forwards.get(size, lambda: ForwardGraph(self, size), self.launches_before)
-
-    def record_filling(self, size: FillingSize) -> FillingGraph | None:
-        """The graph of a size, as ``GraphCache.get`` gives it."""
-        return self.fillings.get(size, lambda: FillingGraph(self, size), self.launches_before)
-
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
         """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
         self._forget_outdated()
         if isinstance(layer_pass, PagedPass | DensePass):
             size = ForwardSize.of(batch, layer_pass)
             if size is not None:
-                forward = self.record_forward(size)
+                forward = self.forwards.get(size, self.launches_before)
                 return None if forward is None else forward(batch, layer_pass)
         layout = layer_pass.graph_layout()
         refreshes = any(plan.state is not RefreshState.REUSE for plan in batch.plans)
         if layout is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
             return None
         key = type(layer_pass), layout, *(tensor.shape for tensor in layer_pass.graph_inputs())
-        before = max(1, self.launches_before)
-        graph = self.layouts.get(key, lambda: LayoutGraph(self, batch, layer_pass), before)
+        graph = self.layouts.get(key, max(1, self.launches_before), batch, layer_pass)
         return None if graph is None else graph(batch, layer_pass)
 
     def fill(
@@ -180,9 +169,13 @@ class StepGraphs:
         rows, width, positions = padded(num_candidates), padded(group.width), padded(delayed)
         if rows is None or width is None or positions is None or not worth_padding(num_candidates, rows):
             return None
-        if self.predictor.tp_group.world_size > 1 or group.biased or any(spec.guidance is not None for spec in specs):
+        if (
+            self.runner.predictor.tp_group.world_size > 1
+            or group.biased
+            or any(spec.guidance is not None for spec in specs)
+        ):
             return None
         self._forget_outdated()
         size = FillingSize(rows, width, positions if delayed else None, group.certainty is not None, work)
-        graph = self.record_filling(size)
+        graph = self.fillings.get(size, self.launches_before)
         return None if graph is None else graph(hidden, group, numbers)
