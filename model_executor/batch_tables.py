@@ -28,14 +28,13 @@ class BatchTables:
 
     def __init__(self, batch: StepBatch, kind: PageKind | Sequence[PageKind]) -> None:
         kinds = [kind] * len(batch.canvases) if isinstance(kind, PageKind) else kind
-        tables = [canvas.page_tables.get(kind) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
-        held = [table for table in tables if table is not None]
-        num_layers = held[0].shape[0] if held else 0
-        widest = padded_width(max((table.shape[1] for table in held), default=1) or 1)
-        none = torch.empty(num_layers, 0, dtype=torch.int32, device=batch.device)
-        same = [none if table is None else table for table in tables]
-        same = [F.pad(table, (0, widest - table.shape[1])) if table.shape[1] < widest else table for table in same]
-        self.tables = torch.stack(same, dim=1)
+        none = torch.empty(0, 0, dtype=torch.int32, device=batch.device)
+        tables = [canvas.page_tables.get(kind, none) for canvas, kind in zip(batch.canvases, kinds, strict=True)]
+        num_layers, widest = (max(sizes) for sizes in zip(*(table.shape for table in tables), strict=True))
+        shape = num_layers, padded_width(max(widest, 1))
+        missing = [(0, shape[1] - table.shape[1], 0, shape[0] - table.shape[0]) for table in tables]
+        padded = [F.pad(table, by) if any(by) else table for table, by in zip(tables, missing, strict=True)]
+        self.tables = torch.stack(padded, dim=1)
         """``[num_layers, num_requests, most pages]``"""
 
     def slots(self, layer: int | slice, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The positions that a step may fill: masked ones, and with token editing decided ones."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,22 +30,11 @@ class BatchCandidates:
     members: Sequence[int]
     """Batch numbers of the requests with predictions."""
     columns: np.ndarray
-    """int64 ``[6, num_candidates]``: the columns below, in their order, on the host."""
+    """On the host, int64 ``[6, num_candidates]``: of each the batch number of its request; its index in the plan's span
+    of candidates (positions that are predicted only lie behind them); its canvas position; its index into the
+    ``CanvasStore``; the batch row that predicts it; and a sum of ``ALONE`` and ``UNFINISHED``."""
     table: torch.Tensor
     """The same on the device."""
-
-    requests: torch.Tensor = field(init=False)
-    """Batch number of each candidate's request."""
-    offsets: torch.Tensor = field(init=False)
-    """Index in the plan's span of candidates; positions that are predicted only lie behind them."""
-    positions: torch.Tensor = field(init=False)
-    """Canvas position."""
-    places: torch.Tensor = field(init=False)
-    """Index into the ``CanvasStore``."""
-    rows: torch.Tensor = field(init=False)
-    """Batch row that predicts the candidate."""
-    flags: torch.Tensor = field(init=False)
-    """Sum of ``ALONE`` and ``UNFINISHED``."""
 
     def __post_init__(self) -> None:
         self.requests, self.offsets, self.positions, self.places, self.rows, self.flags = self.table.unbind()
@@ -91,8 +80,7 @@ class BatchCandidates:
         Which these are only the device knows, which is not waited for: each request gets as many candidates as it can
         have. Where it has fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are right.
         """
-        sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans))
-        numbers = np.arange(self.columns.shape[1]) - (sizes.cumsum() - sizes)[self.columns[0]]
+        numbers = np.arange(self.columns.shape[1]) - self.bounds[self.columns[0]]
         taken = numbers < np.array(num_finished)[self.columns[0]]
         unfinished = ~finished[self.rows]
         # In each request the finished ones first, in their order.
@@ -110,6 +98,11 @@ class BatchCandidates:
         columns = self.columns[:, np.isin(self.columns[0], members)]
         return replace(self, members=members, columns=columns, table=on_device(columns, self.table.device))
 
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """The first candidate of each request of the batch and, last, their number."""
+        return np.searchsorted(self.columns[0], range(len(self.batch.plans) + 1))
+
     @property
     def width(self) -> int:
         """Upper bound of ``offsets``, exclusive."""
@@ -124,7 +117,7 @@ class BatchCandidates:
             return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
-            canvas, mine = self.batch.canvases[i], self.columns[0] == i
+            canvas, mine = self.batch.canvases[i], slice(*self.bounds[i : i + 2])
             start = canvas.spec.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
         return on_device(weights, self.table.device, torch.float32)
@@ -152,7 +145,7 @@ class BatchCandidates:
 
     def split(self, statistics: TokenStatistics) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
         """For each request that has candidates: its number in the batch, their positions, and their statistics."""
-        sizes = np.bincount(self.columns[0], minlength=len(self.batch.plans)).tolist()
+        sizes = np.diff(self.bounds).tolist()
         parts = zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
         for index, (positions, request_statistics) in enumerate(parts):
             if positions.numel():

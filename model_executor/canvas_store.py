@@ -163,10 +163,6 @@ class CanvasStore:
             canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=device)
         self.canvases[request_id] = canvas
 
-    def close(self, request_id: str) -> None:
-        """Forget a request; nothing happens for one that is not there."""
-        self.canvases.pop(request_id, None)
-
     def fill(self, places: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
         """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
         self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
@@ -177,11 +173,9 @@ class CanvasStore:
         canvases = self.canvases.values()
         # Twice what is needed, so that a canvas moves a bounded number of times as others come and go.
         size = 2 * (canvas_length + sum(canvas.spec.canvas_length for canvas in canvases))
+        kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
         if size > self.tokens.numel():
             self.tokens, self.masked = self.tokens.new_empty(size), self.masked.new_empty(size)
-            kept = [(canvas.tokens, canvas.masked) for canvas in canvases]
-        else:
-            kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
         self._begin()
         for canvas, (tokens, masked) in zip(canvases, kept, strict=True):
             self._place(canvas)

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from dllm_engine.families import model_end_tokens
@@ -29,7 +28,6 @@ from dllm_engine.model_executor.unmasking.filling import (
     outcomes_of,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.messages import RequestFailure
 from dllm_engine.scheduler.step_plan import StepPlan
 
 if TYPE_CHECKING:
@@ -45,8 +43,7 @@ class Denoiser:
         end_tokens = model_end_tokens(runner.model_config.hf_config)
         self.end_tokens: torch.Tensor = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
         self.graphs: StepGraphs | None = None
-        self.failures: dict[str, RequestFailure] = {}
-        """Of requests whose own part of the last run failed."""
+        self.failures = runner.failures
 
     def run(
         self, candidates: BatchCandidates, layer_pass: LayerPass, steps: Iterable[dict[str, StepPlan]]
@@ -56,7 +53,6 @@ class Denoiser:
         An exception in here is no one request's and ends the engine: pages have been written in part, by some layers
         and perhaps by some ranks, so that running the requests again, one by one, would not compute the same.
         """
-        self.failures = {}
         batch, groups = candidates.batch, self._by_settings(candidates)
         filled_by_step: list[list[Filled]] = []
         for plans in steps:
@@ -176,10 +172,9 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     if canvases[group.members[0]].constrained is None:
         return []
     positions = group.positions.cpu().numpy()  # waits: which rows predict, the device alone may know
-    bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()
     found = []
     for index in group.members:
-        canvas, rows = canvases[index], slice(bounds[index], bounds[index + 1])
+        canvas, rows = canvases[index], slice(*group.bounds[index : index + 2].tolist())
         assert canvas.constrained is not None
         stop = min(group.batch.plans[index].window.stop, canvas.spec.response_span.stop)
         constraint = canvas.constrained.constraint

@@ -100,9 +100,6 @@ class DiffusionModelRunner:
     def get_model(self) -> DiffusionDecoder:
         return self.model
 
-    def get_draft_model(self) -> None:
-        """There is no speculative decoding. A guide is read again with the model."""
-
     def reload_weights(
         self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
     ) -> None:
@@ -115,9 +112,6 @@ class DiffusionModelRunner:
         raise NotImplementedError("an adapter serves all requests of an engine: name its folder as lora_path")
 
     add_lora = remove_lora = pin_lora = list_loras = _refuse_lora
-
-    def reset_lora_state(self) -> None:
-        """There are no adapters."""
 
     def get_encoder_timing_stats(self) -> dict[str, dict[str, float | int]]:
         """There is no encoder."""
@@ -153,17 +147,15 @@ class DiffusionModelRunner:
         self.denoiser.graphs = StepGraphs(self, record)
         return self.denoiser.graphs
 
-    def update_max_model_len(self, max_model_len: int) -> None:
-        """vLLM only lowers it. Canvases are as long as their requests, and a table of RoPE may have spare positions."""
+    def _do_nothing(self, *arguments: Any) -> None:
+        """There is no encoder, no adapter apart from the weights, and no draft model: a guide is read again with the
+        model. vLLM only lowers the longest length: canvases are as long as their requests, and a table of RoPE may have
+        spare positions."""
+
+    get_draft_model = reset_lora_state = reset_mm_cache = reset_encoder_cache = update_max_model_len = _do_nothing
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         probes.run_largest_batch(self)
-
-    def reset_mm_cache(self) -> None:
-        """There are no multimodal inputs."""
-
-    def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
 
     def shutdown(self) -> None:
         self.canvases.clear()
@@ -179,7 +171,7 @@ class DiffusionModelRunner:
             self.forget(request_id)
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self.failures = {}
+        self.failures.clear()
         self._take_in(scheduler_output)
         plans = {i: plan for i, plan in scheduler_output.plans.items() if i not in self.failures}
         progress = scheduler_output.progress
@@ -220,7 +212,7 @@ class DiffusionModelRunner:
 
     def forget(self, request_id: str) -> None:
         """Free what a request has here; nothing happens for one that is not there."""
-        self.store.close(request_id)
+        self.canvases.pop(request_id, None)
         self.last_layout = None
 
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> None:
@@ -269,9 +261,7 @@ class DiffusionModelRunner:
         steps, steps_run = itertools.tee(steps)
         outcomes = self.denoiser.run(candidates, layer_pass, steps)
         reporter = Reporter(batch, layer_pass, self.mask_token_id, self.options.trace)
-        reports = reporter.reports(list(steps_run), outcomes)
-        reports[-1] |= self.denoiser.failures
-        return reports
+        return reporter.reports(list(steps_run), outcomes)
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
         """The rows of a step and who runs the layers over them: those of the last step where this one repeats it."""

@@ -8,7 +8,7 @@ import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -93,7 +93,8 @@ class ShownText:
 
     def __init__(self, data: bytes) -> None:
         self.text = data.decode(errors="replace")
-        self.shown = self.text.encode()
+        self._characters = [0, *accumulate(len(character.encode()) for character in self.text)]
+        """Place of the first byte of each."""
         self._places: list[int] = []
         """Places of the bytes; those of an invalid sequence share one."""
         place = 0
@@ -109,13 +110,8 @@ class ShownText:
 
     def character(self, byte: int) -> Span:
         """The shown bytes of the character that a byte is in."""
-        start = self._places[byte]
-        while start and self.shown[start] & 0xC0 == 0x80:
-            start -= 1
-        stop = start + 1
-        while stop < len(self.shown) and self.shown[stop] & 0xC0 == 0x80:
-            stop += 1
-        return Span(start, stop)
+        number = bisect_right(self._characters, self._places[byte])
+        return Span(*self._characters[number - 1 : number + 1])
 
     def place(self, byte: int) -> int | None:
         """Place of a byte in the shown text; None if it shares its replacement with the byte before it."""
@@ -185,20 +181,15 @@ class Retokenizer:
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
         wanted: dict[int, tuple[Span, int | None]] = dict.fromkeys(drafted, (Span(0, 0), None))
         guided: list[int] = []
-        text: list[int] = []
-        for index, token in enumerate(tokens):
-            if token not in self.special:
-                text.append(index)
-                continue
-            self._read_text(tokens, text, guided, wanted)
-            text = []
-            if token not in self.counterpart:
-                self._read_text(tokens, [index], guided, wanted)
-            elif (other := self.counterpart[token]) is not None:
+        # Each special token is a run of its own.
+        for _, run in groupby(range(len(tokens)), lambda i: i if tokens[i] in self.special else -1):
+            index, *others = run
+            if tokens[index] not in self.counterpart:
+                self._read_text(tokens, [index, *others], guided, wanted)
+            elif (other := self.counterpart[tokens[index]]) is not None:
                 guided.append(other)
                 if index in wanted:
                     wanted[index] = Span(len(guided) - 1, len(guided)), 0
-        self._read_text(tokens, text, guided, wanted)
         return Reading(guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted])
 
     def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
@@ -231,8 +222,6 @@ class Retokenizer:
         self, tokens: list[int], indices: list[int], guided: list[int], wanted: dict[int, tuple[Span, int | None]]
     ) -> None:
         """Append to ``guided`` what the guide reads of a run of tokens that are text, and note the wanted ones."""
-        if not indices:
-            return
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
         if wanted.keys().isdisjoint(indices):
             guided += self._tokens_of_old_text(b"".join(spelled).decode(errors="replace"))

@@ -25,12 +25,11 @@ def decide(
         The tokens that are filled in, and the failures of decisions whose own part raised an exception.
     """
     device, canvases = hidden.device, group.batch.canvases
-    bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()
     asked = []
     for index in group.members:
         decision = canvases[index].decision
         assert decision is not None
-        asked.append((slice(*bounds[index : index + 2]), on_device(decision.columns, device)))
+        asked.append((slice(*group.bounds[index : index + 2].tolist()), on_device(decision.columns, device)))
     logits = on_host(predictor.logits_at(hidden, asked))
     parts, failures = [np.empty((4, 0), np.int64)], {}
     for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True):
