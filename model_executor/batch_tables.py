@@ -65,7 +65,6 @@ class FeatureTables(BatchTables):
         return slots.masked_fill_(self.items < 0, -1)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        """As ``LayerPass.graph_inputs``."""
         return [self.requests, self.items, self.tables]
 
 
@@ -73,12 +72,8 @@ class KVTables:
     """The keys and values in pages that requests attend to, in every layer; token-major."""
 
     def __init__(self, pages: PageView, tables: torch.Tensor, head_len: torch.Tensor, max_head_len: int) -> None:
-        """
-        Args:
-            tables: int32 ``[num_layers, num_requests, most pages]``.
-            head_len: tokens that each request attends to, contiguous int32 ``[num_requests]``.
-            max_head_len: an upper bound of ``head_len``, known on the host.
-        """
+        """``tables``: int32 ``[num_layers, num_requests, most pages]``; ``head_len``: tokens that each request attends
+        to, contiguous int32 ``[num_requests]``, of at most ``max_head_len``."""
         heads, num_requests, device = pages.num_kv_heads, head_len.shape[0], head_len.device
         head_start = torch.arange(heads, dtype=torch.int32, device=device).expand(num_requests, -1).contiguous()
         token_stride = torch.full((num_requests,), heads, dtype=torch.int32, device=device)
@@ -99,7 +94,6 @@ class KVTables:
         self.head_len.copy_(self.token_lens[:, None])
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        """Keys and values that requests attend to in a layer."""
         return self.layers[layer]
 
 
@@ -124,10 +118,8 @@ class TokenTables(BatchTables, KVTables):
         return self.token_slots(ALL_LAYERS, self.requests, self.positions)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        """As ``LayerPass.graph_inputs``."""
         return [self.tables, self.head_len, self.token_lens, self.requests, self.positions]
 
     def token_slots(self, layer: int | slice, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Physical slots ``[n, num_kv_heads]`` of tokens, with a first dimension for a slice of the layers; arguments
-        as of ``slots``."""
+        """Physical slots of tokens, as of ``slots``: ``[n, num_kv_heads]``, or of a slice of the layers."""
         return self.pages.slots(self.slots(layer, requests, tokens, self.pages.page_size))

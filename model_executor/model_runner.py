@@ -179,9 +179,12 @@ class DiffusionModelRunner:
         while plans:
             ran = self._run_steps(plans, progress, scheduler_output.num_steps - len(reports))
             reports += ran
-            if len(reports) == scheduler_output.num_steps or self._must_report(ran):
+            results = [result for step in ran for result in step.items()]
+            # The scheduler must see tokens to send, and failures, before the next step.
+            tells = any(isinstance(result, RequestFailure) or result.tokens is not None for _, result in results)
+            if len(reports) == scheduler_output.num_steps or self.failures or tells:
                 break
-            for request_id, report in itertools.chain.from_iterable(step.items() for step in ran):
+            for request_id, report in results:
                 assert isinstance(report, StepReport)
                 report.advance(progress[request_id], self.canvases[request_id].spec)
             if any(request_progress.step == 0 for request_progress in progress.values()):
@@ -191,14 +194,6 @@ class DiffusionModelRunner:
             reports = reports or [{}]
             reports[-1] |= self.failures
         return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
-
-    def _must_report(self, ran: list[dict[str, StepResult]]) -> bool:
-        """Return True if the scheduler must see these steps before the next: one has tokens to send, or a request
-        failed."""
-        results = itertools.chain.from_iterable(step.values() for step in ran)
-        return bool(self.failures) or any(
-            isinstance(result, RequestFailure) or result.tokens is not None for result in results
-        )
 
     def _next_plans(self, progress: dict[str, Progress]) -> dict[str, StepPlan]:
         """None at all where one request has none: the scheduler must know first."""

@@ -47,12 +47,8 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
 def masked_logprobs(
     runner: "DiffusionModelRunner", sequences: list[list[int]], masked: list[list[int]]
 ) -> list[list[float]]:
-    """Log-probability of each token that is masked, given the rest of its sequence; one forward pass for all.
-
-    Args:
-        sequences: token ids.
-        masked: per sequence the positions that are masked.
-    """
+    """Log-probabilities of the tokens at ``masked`` positions of sequences, given the rest of each; one forward pass
+    for all."""
     device, family = runner.device, runner.family
     positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
     sizes = [len(sequence) for sequence in sequences]

@@ -18,11 +18,7 @@ class RowBounds:
     """Bounds of each request's rows in a batch whose rows lie end to end."""
 
     def __init__(self, sizes: Sequence[int], device: torch.device, limits: torch.Tensor | None = None) -> None:
-        """
-        Args:
-            sizes: rows of each request.
-            limits: how many of its request's keys each row attends to, int32 ``[num_rows]``; None: all of them.
-        """
+        """``limits``: how many of its request's keys each row attends to, int32 ``[num_rows]``; None: all of them."""
         self.sizes, self.device, self.limits = sizes, device, limits
         self.bounds = list(accumulate(sizes, initial=0))
         """First row of each request and, last, the number of rows."""
@@ -50,8 +46,7 @@ class SplitRows(RowBounds):
         super().__init__(sizes, device, limits)
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
-        self.num_paged_rows = self.bounds[num_paged]
-        n = self.num_paged_rows
+        self.num_paged_rows = n = self.bounds[num_paged]
         paged_limits, alone_limits = (None, None) if limits is None else (limits[:n], limits[n:])
         self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, paged_limits)
         """Rows of all requests, without the rows of those that attend alone."""
@@ -59,7 +54,6 @@ class SplitRows(RowBounds):
         """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        """As ``LayerPass.graph_inputs``."""
         return [part.cu_seqlens for part in (self.paged, self.alone) if any(part.sizes)]
 
 
@@ -92,13 +86,8 @@ class RowChoice:
             self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
 
     def rows(self, values: torch.Tensor, choose: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """The computed rows.
-
-        Args:
-            values: ``[..., n]``, of the rows ``chosen_from``.
-            choose: ``choose(values, count=count)``: the indices of those chosen, ``[group, count]``, from the values of
-                a group, ``[..., group, rows]``.
-        """
+        """The computed rows. ``values`` ``[..., n]`` are of the rows ``chosen_from``; ``choose(values, count=count)``
+        gives the indices of those chosen, ``[group, count]``, from the values of a group, ``[..., group, rows]``."""
         parts = values.split([others.numel() for others, _ in self.groups], dim=-1)
         chosen = [
             choose(part.unflatten(-1, others.shape), count=places.shape[1])
@@ -113,7 +102,6 @@ class RowChoice:
         return rows
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        """As ``LayerPass.graph_inputs``."""
         return [self.fixed, self.fixed_places, *(tensor for group in self.groups for tensor in group)]
 
 
@@ -127,11 +115,8 @@ class StepBatch(RowBounds):
         plans: Sequence[StepPlan] = (),
         request_ids: Sequence[str] = (),
     ) -> None:
-        """
-        Args:
-            positions: of each request's rows in its canvas, ascending.
-            plans, request_ids: those of a step; of rows of another text (a guide's) there are none.
-        """
+        """``positions``: of each request's rows in its canvas, ascending. Rows of another text (a guide's) have no
+        plans."""
         super().__init__([request_positions.size for request_positions in positions], canvases[0].tokens.device)
         self.canvases, self.request_ids = canvases, request_ids
         self.plans = plans
@@ -171,7 +156,6 @@ class StepBatch(RowBounds):
         return on_device(ends, self.device, torch.int32)
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
-        """``alone``: which requests need no pages."""
         return SplitRows(self.sizes, alone, self.device, self.limits)
 
     @cached_property

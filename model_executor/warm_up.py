@@ -9,17 +9,8 @@ from vllm import SamplingParams
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
+from dllm_engine.model_executor.graphs import recording
 from dllm_engine.model_executor.graphs.forward import ForwardSize
-from dllm_engine.model_executor.graphs.recording import (
-    HOST_BOUND_ROWS,
-    LAUNCHES_BEFORE,
-    MAX_ROWS,
-    SIZES,
-    GraphRecorder,
-    Record,
-    padded,
-    padded_requests,
-)
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.quiet import progress_line
@@ -81,7 +72,7 @@ class WarmUp:
         self._answer(self.spec(self.longest), 1, most_steps=STEPS_OF_LONGEST)
 
     @torch.inference_mode()
-    def record(self, record: Record, show_progress: bool) -> None:
+    def record(self, record: recording.Record, show_progress: bool) -> None:
         """Record the graphs that requests of the engine's defaults need, and compare them with launched steps.
 
         If recording fails, or a graph does something else, the engine uses no graphs.
@@ -93,11 +84,11 @@ class WarmUp:
             for size in tqdm(self._forward_sizes(graphs), desc="Recording steps", disable=not show_progress or None):
                 graphs.forwards.get(size)
             for filling in list(graphs.fillings.graphs):
-                most = padded(min(self.max_requests * filling.width, MAX_ROWS))
-                for number in [size for size in (*SIZES, *range(0, MAX_ROWS + 1, SIZES[-1])[2:]) if size <= most]:
+                most = min(self.max_requests * filling.width, recording.MAX_ROWS)
+                for number in sorted(filter(None, set(map(recording.padded, range(1, most + 1))))):
                     graphs.fillings.get(filling._replace(num_candidates=number))
             problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
-            graphs.launches_before = LAUNCHES_BEFORE
+            graphs.launches_before = recording.LAUNCHES_BEFORE
         except Exception as error:
             logger.debug("recording failed", exc_info=error)
             problem = f"recording failed with {type(error).__name__}: {error}"
@@ -114,13 +105,14 @@ class WarmUp:
         first, so that the memory they share is asked for once."""
         sizes = set()
         for size in [size for size in graphs.forwards.graphs if size.reads]:
-            most = HOST_BOUND_ROWS if size.adds or size.overwrites else MAX_ROWS
+            most = recording.HOST_BOUND_ROWS if size.adds or size.overwrites else recording.MAX_ROWS
             for number in range(1, self.max_requests + 1):
                 # Beside requests that keep a block, others have half as many rows.
                 least = number * size.longest // (2 if size.adds else 1)
-                for num_rows in {padded(rows) for rows in range(least, number * size.longest + 1, size.longest // 2)}:
+                rows = range(least, number * size.longest + 1, size.longest // 2)
+                for num_rows in set(map(recording.padded, rows)):
                     if num_rows is not None and num_rows <= most:
-                        sizes.add(size._replace(num_requests=padded_requests(number), num_rows=num_rows))
+                        sizes.add(size._replace(num_requests=recording.padded_requests(number), num_rows=num_rows))
         return sorted(sizes, reverse=True)
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
@@ -183,4 +175,4 @@ def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:
     with progress_line("Compiling kernels", shown=show_progress):
         requests.compile()
     if runner.options.cuda_graphs:
-        requests.record(GraphRecorder(runner.device), show_progress)
+        requests.record(recording.GraphRecorder(runner.device), show_progress)

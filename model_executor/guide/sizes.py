@@ -21,6 +21,7 @@ _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
+    "rope_type": ("default",),
 }
 GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
@@ -32,11 +33,10 @@ def _check_guide(config: Any) -> None:
             f"architectures={config.architectures}, model_type={config.model_type!r} cannot guide; guides are "
             f"{', '.join(GUIDE_MODEL_TYPES.values())}"
         )
+    stated = vars(config) | config.rope_parameters
     for key, allowed in _REQUIRED_VALUES.items():
-        if (value := getattr(config, key, allowed[0])) not in allowed:
+        if (value := stated.get(key, allowed[0])) not in allowed:
             raise ValueError(f"guide's config.json: {key}={value!r} is not supported, only {allowed[0]!r}")
-    if (rope_type := config.rope_parameters["rope_type"]) != "default":
-        raise ValueError(f"guide's config.json: rope_type={rope_type!r} is not supported, only 'default'")
     head_dim = head_dim_of(config)
     if head_dim * config.num_attention_heads != config.hidden_size:
         raise ValueError(

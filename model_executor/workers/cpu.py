@@ -1,6 +1,7 @@
 """vLLM's CPU worker around our model runner."""
 
 import os
+import re
 
 import torch
 from vllm.platforms import current_platform
@@ -22,10 +23,8 @@ class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
         # Not the inherited one, which names vLLM's runner in its body.
         self.device = torch.device("cpu")
         method = self.distributed_init_method
-        # Rank-local shared memory of vLLM's CPU collectives is found by this name.
-        os.environ["VLLM_DIST_IDENT"] = (
-            os.path.basename(method.removeprefix("file://")) if method.startswith("file://") else method.split(":")[-1]
-        )
+        # Rank-local shared memory of vLLM's CPU collectives is found by this name: the end of a file's path, or a port.
+        os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", method)[-1]
         init_worker_distributed_environment(
             self.vllm_config, self.rank, method, self.local_rank, current_platform.dist_backend
         )
