@@ -38,11 +38,8 @@ class BatchTables:
         """``[num_layers, num_requests, most pages]``"""
 
     def slots(self, layer: int | slice, requests: torch.Tensor, items: torch.Tensor, per_page: int) -> torch.Tensor:
-        """Physical places, ``page · per_page + offset``, of items numbered in each request's table.
-
-        ``requests`` and ``items`` ``[n]``: whose table, and which item in it. Returns int64 ``[n]``, or for a slice of
-        the layers ``[num_layers, n]``.
-        """
+        """Physical places, ``page · per_page + offset``, of items ``[n]`` in the tables of ``requests`` ``[n]``: int64
+        ``[n]``, or for a slice of the layers ``[num_layers, n]``."""
         return self.tables[layer, requests, items // per_page].long() * per_page + items % per_page
 
 

@@ -75,11 +75,9 @@ class BatchCandidates:
 
     def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
         """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
-        ``num_finished``.
-
-        Which these are only the device knows, which is not waited for: each request gets as many candidates as it can
-        have. Where it has fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are right.
-        """
+        ``num_finished``. Which these are only the device knows, which is not waited for: each request gets as many as
+        it can have. Where it has fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are
+        right."""
         numbers = np.arange(self.columns.shape[1]) - self.bounds[self.columns[0]]
         taken = numbers < np.array(num_finished)[self.columns[0]]
         unfinished = ~finished[self.rows]

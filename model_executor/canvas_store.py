@@ -1,6 +1,5 @@
 """Canvases of all running requests, as one tensor on the device."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, co
 from dllm_engine.scheduler.constraints.decision import RunningDecision, unpacked_decision
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 
 ROOM = 1 << 20
@@ -23,51 +22,54 @@ SPARE = 0
 """A place of no canvas, which is never masked: what fills up a recorded step is there."""
 
 
-@dataclass
 class Canvas:
     """A request's tokens on the device, and what its next step must know of the last ones."""
 
-    spec: DecodingSpec
-    seed: int
-    """Key of its random numbers, as the int64 of the same bits."""
-    settings: SamplingSettings
-    start: int = field(init=False)
+    start: int
     """First index of its part of the ``CanvasStore``. The next two are views of that part."""
-    tokens: torch.Tensor = field(init=False)
+    tokens: torch.Tensor
     """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
-    masked: torch.Tensor = field(init=False)
+    masked: torch.Tensor
     """``[canvas_length]`` bool."""
-    known: np.ndarray = field(init=False)
-    """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked. With it
-    the host lays out a step without asking the device."""
-    sent: int = field(init=False)
-    """The response up to this canvas position has been reported to be sent."""
-    last_unmasked: list[int] = field(default_factory=list)
-    """Positions that the last step filled, ascending."""
-    next_rows: np.ndarray | None = None
-    """Positions that the last step's pass chose for the next one, ascending; None where it chooses none."""
-    page_tables: dict[PageKind, torch.Tensor] = field(default_factory=dict)
-    """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
-    guide_text: list[int] = field(default_factory=list)
-    """The guide's tokens whose keys and values its pages hold."""
-    constrained: ConstrainedResponse | None = None
-    """None if the response may be any text."""
-    decision: RunningDecision | None = None
-    """None if the request is no decision."""
     logprobs: TokenLogprobs | None = None
     """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
     none."""
-    committed_at: np.ndarray = field(init=False)
-    """``[canvas_length]`` int64: forward pass, counted from 1, that filled each position; 0 where none did."""
     confidences: torch.Tensor | None = None
     """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
     before the first); None if the request does not stream by step."""
+    next_rows: np.ndarray | None = None
+    """Positions that the last step's pass chose for the next one, ascending; None where it chooses none."""
     cache_state: Any = None
     """State of the cache method for this request, outside pages."""
 
-    def __post_init__(self) -> None:
-        self.sent = self.spec.prompt_length
-        self.committed_at = np.zeros(self.spec.canvas_length, dtype=np.int64)
+    def __init__(self, request: NewRequest) -> None:
+        self.spec = spec = request.spec
+        self.seed = signed_seed(request.seed)
+        """Key of its random numbers, as the int64 of the same bits."""
+        self.settings = SamplingSettings.of(spec)
+        response = [-1 if token is None else token for token in spec.response_template]
+        behind = [-1] * (spec.canvas_length - spec.response_span.stop)
+        self.known = np.array([*request.prompt_token_ids, *response, *behind])
+        """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked.
+        With it the host lays out a step without asking the device."""
+        self.sent = spec.prompt_length
+        """The response up to this canvas position has been reported to be sent."""
+        self.committed_at = np.zeros(spec.canvas_length, dtype=np.int64)
+        """``[canvas_length]``: forward pass, counted from 1, that filled each position; 0 where none did."""
+        self.last_unmasked: list[int] = []
+        """Positions that the last step filled, ascending."""
+        self.page_tables: dict[PageKind, torch.Tensor] = {}
+        """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+        self.guide_text: list[int] = []
+        """The guide's tokens whose keys and values its pages hold."""
+        self.constrained: ConstrainedResponse | None = None
+        if spec.constraint is not None:
+            constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
+            template, first_end = spec.response_template, spec.first_end
+            self.constrained = ConstrainedResponse(constraint, spec.prompt_length, template, first_end)
+        self.decision: RunningDecision | None = None
+        if spec.decision is not None:
+            self.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)
 
     def masked_per_block(self, window: Span) -> list[int]:
         """Masked tokens left in each of the blocks that make up ``window``."""
@@ -140,23 +142,12 @@ class CanvasStore:
 
     def open(self, request_id: str, request: NewRequest) -> None:
         """Make the canvas of a new request: its prompt, and masks or what its template gives."""
-        spec, device = request.spec, self.tokens.device
-        canvas = Canvas(spec, signed_seed(request.seed), SamplingSettings.of(spec))
+        spec, device, canvas = request.spec, self.tokens.device, Canvas(request)
         if self._end + spec.canvas_length > self.tokens.numel():
             self._make_room(spec.canvas_length)
         self._place(canvas)
-        response = [-1 if token is None else token for token in spec.response_template]
-        behind = [-1] * (spec.canvas_length - spec.response_span.stop)
-        canvas.known = np.array([*request.prompt_token_ids, *response, *behind])
         canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
         canvas.masked.copy_(on_device(canvas.known < 0, device))
-        if spec.constraint is not None:
-            constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
-            canvas.constrained = ConstrainedResponse(
-                constraint, spec.prompt_length, spec.response_template, spec.first_end
-            )
-        if spec.decision is not None:
-            canvas.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)
         if spec.num_logprobs_kept is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
         if spec.streams_steps:

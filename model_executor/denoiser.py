@@ -132,22 +132,18 @@ class Denoiser:
             if draft.failure is not None:
                 self.failures[draft.request_id] = draft.failure
                 continue
-            canvas = draft.canvas
             chosen = select_guided(draft, first_needed=batch.plans[draft.index].quota.first_needed)
-            positions = on_device([draft.positions[number] for number in sorted(chosen)], self.device)
-            tokens = on_device([chosen[number] for number in sorted(chosen)], self.device)
-            canvas.tokens[positions] = tokens
-            canvas.masked[positions] = False
-            requests = torch.full_like(positions, draft.index)
-            filled.append(torch.stack((requests, positions, tokens, torch.full_like(positions, CHOSEN))))
+            rows = [[draft.index, draft.positions[i], token, CHOSEN] for i, token in sorted(chosen.items())]
+            filled.append(on_device(rows, self.device).T)
+            _, positions, tokens, _ = filled[-1]
+            draft.canvas.tokens[positions] = tokens
+            draft.canvas.masked[positions] = False
         return filled
 
 
 def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
-    """The tokens that a guided step unmasks, by their index in a checked draft; at least one.
-
-    arXiv 2505.21467, section 3.2.2. ``first_needed``: the first position must be filled now, whatever else is.
-    """
+    """The tokens that a guided step unmasks (arXiv 2505.21467, section 3.2.2), by their index in a checked draft; at
+    least one. ``first_needed``: the first position must be filled now, whatever else is."""
     spec, drafted, ranks = draft.canvas.spec, draft.tokens, draft.ranks
     guidance = spec.guidance
     assert guidance is not None

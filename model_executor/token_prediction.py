@@ -151,10 +151,8 @@ class TokenPredictor:
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probability of a given token per row, ``[num_rows]`` float32, under the plain softmax of its logits.
-
-        ``tokens``: int64 ``[num_rows]``.
-        """
+        """Log-probability, float32 ``[num_rows]``, of a given token per row, int64 ``[num_rows]``, under the plain
+        softmax of its logits."""
         chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device)
         shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
         return torch.cat([token_logprobs(shard, tokens[rows], 0, self.tp_group).token for rows, shard in shards])

@@ -11,20 +11,16 @@ from vllm.distributed.parallel_state import GroupCoordinator
 def on_device(
     values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Copy numbers from the host to a tensor on the device, without waiting for the device.
-
-    On a CPU the tensor shares the memory of ``values`` where these are an array of that type.
-    """
+    """Copy numbers from the host to the device, without waiting for it. On a CPU the tensor shares the memory of
+    ``values`` where these are an array of that type."""
     host_values = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
     return host_values if device.type == "cpu" else host_values.pin_memory().to(device, non_blocking=True)
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copy tensors of a device to arrays of the host. However many they are, the device is waited for once.
-
-    On a CPU the array of a single tensor shares its memory.
-    """
+    """Copy tensors from the device to the host. However many they are, the device is waited for once. On a CPU the
+    array of a single tensor shares its memory."""
     if len(tensors) < 2:
         return [tensor.cpu().numpy() for tensor in tensors]
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]

@@ -73,10 +73,8 @@ class WarmUp:
 
     @torch.inference_mode()
     def record(self, record: recording.Record, show_progress: bool) -> None:
-        """Record the graphs that requests of the engine's defaults need, and compare them with launched steps.
-
-        If recording fails, or a graph does something else, the engine uses no graphs.
-        """
+        """Record the graphs that requests of the engine's defaults need. The engine uses none if that fails, or if one
+        does something else than a launched step."""
         runner = self.runner
         graphs = runner.use_graphs(record)
         try:
@@ -92,12 +90,15 @@ class WarmUp:
         except Exception as error:
             logger.debug("recording failed", exc_info=error)
             problem = f"recording failed with {type(error).__name__}: {error}"
-        if self._on_any_rank(problem is not None):
+        group = get_tp_group()
+        problems = [problem] * group.world_size
+        torch.distributed.all_gather_object(problems, problem, group=group.cpu_group)
+        if any(problems):
             runner.denoiser.graphs = None
             logger.warning(
                 "Steps are launched, not replayed from CUDA graphs, which is slower: %s. `dllm check` shows more; "
                 "cuda_graphs=False leaves recording out.",
-                problem or "another rank could not record them",
+                next(filter(None, problems)),
             )
 
     def _forward_sizes(self, graphs: StepGraphs) -> list[ForwardSize]:
@@ -160,13 +161,6 @@ class WarmUp:
         finally:
             for request_id in progress:
                 runner.forget(request_id)
-
-    def _on_any_rank(self, here: bool) -> bool:
-        group = get_tp_group()
-        anywhere = torch.tensor(int(here))
-        if group.world_size > 1:
-            torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-        return bool(anywhere)
 
 
 def warm_up(runner: DiffusionModelRunner, show_progress: bool) -> None:

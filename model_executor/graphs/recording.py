@@ -27,11 +27,8 @@ class Record(Protocol):
     """Records work on tensors that stay where they are."""
 
     def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
-        """Return a function that does the work of ``run`` again, into the same result.
-
-        ``launch_first``: do the work once before, because kernels are compiled and workspaces allocated by it, which
-        must not happen while recording.
-        """
+        """Return a function that does the work of ``run`` again, into the same result. ``launch_first``: do it once
+        before, because kernels are compiled and workspaces allocated by it, which must not happen while recording."""
 
 
 _Key = TypeVar("_Key", bound=Hashable)

@@ -122,11 +122,8 @@ class StepGraphs:
             self._begin()
 
     def problem(self, max_error: float) -> str | None:
-        """Difference between a graph and the same work launched, on made-up numbers; None: none.
-
-        For an idle engine: it writes to the first page of the pool and to the canvases. ``max_error`` is that of hidden
-        states, over the largest of them.
-        """
+        """Difference between a graph and the same work launched, on made-up numbers; None: none. It writes to the first
+        page of the pool and to the canvases. ``max_error`` is that of hidden states, over the largest of them."""
         if self.runner.pages is not None:
             self.runner.pages.memory[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():

@@ -107,11 +107,8 @@ class Guide:
         self.pages = memory.view_for(shape.num_kv_heads, shape.head_dim)
 
     def check(self, drafts: list[Draft]) -> None:
-        """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all.
-
-        Feeds what the pages do not hold yet, and at least the row before the first token to be judged. Tokens that the
-        guide cannot read, or that its pages have no room for, it ranks behind all others.
-        """
+        """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all. Tokens
+        that the guide cannot read, or that its pages have no room for, it ranks behind all others."""
         self._for_each(drafts, self._read)
         if asking := [draft for draft in drafts if draft.failure is None and draft.judged]:
             self._ask(asking)
@@ -153,6 +150,7 @@ class Guide:
         draft.judged = [t for t in judged if t <= room]
 
     def _ask(self, drafts: list[Draft]) -> None:
+        """Feed what the pages do not hold yet, and at least the row before the first token to be judged."""
         assert self.pages is not None
         device = self.pages.keys.device
         spans = []

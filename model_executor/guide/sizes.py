@@ -26,8 +26,14 @@ _REQUIRED_VALUES: dict[str, tuple[object, ...]] = {
 GUIDE_MODEL_TYPES = {"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
-def _check_guide(config: Any) -> None:
-    """Raise ``ValueError`` for a config that is none of a guide's, or a variant that is not implemented."""
+@lru_cache
+def guide_config(guide: str) -> Any:
+    """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a model that cannot guide."""
+    check_files(guide)
+    try:
+        config = AutoConfig.from_pretrained(guide)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
     if config.model_type not in GUIDE_MODEL_TYPES or isinstance(config, Config):
         raise ValueError(
             f"architectures={config.architectures}, model_type={config.model_type!r} cannot guide; guides are "
@@ -43,17 +49,6 @@ def _check_guide(config: Any) -> None:
             f"guide's config.json: head_dim={head_dim} of {config.num_attention_heads} heads is not supported with "
             f"hidden_size={config.hidden_size}; the heads must fill it"
         )
-
-
-@lru_cache
-def guide_config(guide: str) -> Any:
-    """A guide's config; raises ``ValueError`` where it cannot be loaded, or names a model that cannot guide."""
-    check_files(guide)
-    try:
-        config = AutoConfig.from_pretrained(guide)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"guide_model={guide!r} cannot be loaded: {' '.join(str(error).split())}") from None
-    _check_guide(config)
     config.include_qkv_bias = config.model_type == "qwen2"  # the key under which a diffusion model's config says so
     return config
 

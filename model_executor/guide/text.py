@@ -54,10 +54,8 @@ class SameTokens:
         return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
 
     def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
-        """The token of the diffusion model that says what the guide says in place of drafted token ``index``.
-
-        ``draft``: that token; ``guided``: the guide's own tokens where it reads those of ``reading.spelling[index]``.
-        """
+        """The token of the diffusion model that says what the guide says in place of ``draft``, the drafted token
+        ``index``. ``guided``: the guide's own tokens where it reads those of ``reading.spelling[index]``."""
         return guided[0]
 
 
@@ -193,10 +191,8 @@ class Retokenizer:
         return Reading(guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted])
 
     def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
-        """The longest token that begins the guide's text, which is the drafted one as far as it agrees with it.
-
-        The drafted token itself where the guide agrees with all of it or says nothing that begins where it does.
-        """
+        """The longest token that begins the guide's text, which is the drafted one as far as it agrees with it. The
+        drafted token itself where the guide agrees with all of it or says nothing that begins where it does."""
         first, stop = reading.spelling[index]
         read = reading.tokens[first:stop]
         agreed = next((i for i, (a, b) in enumerate(zip(read, guided, strict=True)) if a != b), None)
