@@ -76,7 +76,6 @@ class DiffusionModelRunner:
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
         """Of the last step; None once a request has come or gone, or a page table is another."""
         self.pages: PageMemory | None = None
-        self.model_memory_usage = 0
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []
 
@@ -87,10 +86,9 @@ class DiffusionModelRunner:
             self.vllm_config.load_config.load_format = "dummy"
         if self.vllm_config.load_config.load_format != "dummy":
             check_safetensors(self.model_config.model)
-        before = torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
+        before = torch.cuda.memory_allocated()  # 0 on a CPU
         self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
-        if self.device.type == "cuda":
-            self.model_memory_usage = torch.cuda.memory_allocated() - before
+        self.model_memory_usage = torch.cuda.memory_allocated() - before
         self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()

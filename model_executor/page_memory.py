@@ -72,11 +72,8 @@ class PageView:
 
 
 class PageMemory(PageView):
-    """Keys and values of all pages of a rank: ``[num_pages, slots_per_page, head_dim]`` each.
-
-    A slot is the key or value of one head of one retained token. A page may hold rows of features instead, of
-    ``hidden_size`` numbers each. Page 0 is vLLM's null block, and nothing in it is read.
-    """
+    """All pages of a rank. A slot is the key or value of one head of one retained token. A page may hold rows of
+    features instead, of ``hidden_size`` numbers each. Page 0 is vLLM's null block, and nothing in it is read."""
 
     def __init__(self, num_pages: int, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
         self.geometry, heads = geometry, geometry.num_kv_heads
@@ -93,12 +90,11 @@ class PageMemory(PageView):
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
         """The same pages for a model of other heads: as many whole tokens as a page's bytes hold."""
-        num_pages, elements = self.memory.shape[0], self.memory[0].numel()
-        page_size = elements // (2 * num_kv_heads * head_dim)
+        pages = self.memory.flatten(1)
+        page_size = pages.shape[1] // (2 * num_kv_heads * head_dim)
         slots = page_size * num_kv_heads
-        shape, strides = (num_pages, slots, head_dim), (elements, head_dim, 1)
-        values = self.memory.as_strided(shape, strides, self.memory.storage_offset() + slots * head_dim)
-        return PageView(self.memory.as_strided(shape, strides), values, page_size, num_kv_heads)
+        keys, values = pages[:, : 2 * slots * head_dim].unflatten(1, (2, slots, head_dim)).unbind(1)
+        return PageView(keys, values, page_size, num_kv_heads)
 
 
 def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:

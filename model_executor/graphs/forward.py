@@ -84,9 +84,9 @@ class ForwardGraph:
         rows.paged.max_seqlen = rows.alone.max_seqlen = size.longest
         rows.alone.is_padded = True
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
+        self.size, self.max_head_len = size, 0
         self.tokens: KVTables | None = None
         self.row_slots: torch.Tensor | None = None
-        self.reads, self.longest, self.max_head_len = size.reads, size.longest, 0
         own_pass: LayerPass = DensePass(rows.alone)
         if pages is not None and (size.reads or size.adds):
             self.max_head_len = engine.max_pages * pages.page_size
@@ -113,11 +113,10 @@ class ForwardGraph:
 
     def fill_up(self, page: int) -> int:
         """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
-        num_requests = self.cu_seqlens.shape[0] - 1
         rows = torch.arange(self.places.shape[0], device=self.places.device)
         self.places.fill_(SPARE)
         self.positions.copy_(rows % 2)  # which every canvas has
-        bounds = (torch.arange(num_requests + 1) * self.longest).clamp(max=len(rows))
+        bounds = (torch.arange(self.size.num_requests + 1) * self.size.longest).clamp(max=len(rows))
         self.cu_seqlens.copy_(bounds)
         if self.tokens is not None:
             self.tokens.tables.fill_(page)
@@ -136,7 +135,7 @@ class ForwardGraph:
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
         bounds = batch.bounds + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.bounds))
-        if not self.reads:
+        if not self.size.reads:
             bounds[-1] = len(self.places)
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
         if self.limits is not None:

@@ -18,13 +18,7 @@ def test_two_data_parallel_engines_answer_as_one_process(engines, servers, monke
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
     server = servers("dllm", "serve", model, *options)
-    client = server.client()
-
-    def ask(example):
-        messages, body = [{"role": "user", "content": example.prompt}], {"vllm_xargs": {"block_length": 8}}
-        answer = client.chat.completions.create(model=model, messages=messages, max_tokens=32, extra_body=body)
-        return answer.choices[0].message.content
-
     with ThreadPoolExecutor(len(examples)) as clients:
-        assert list(clients.map(ask, examples)) == expected
+        answers = clients.map(lambda example: server.chat(example.prompt, model), examples)
+        assert [answer.choices[0].message.content for answer in answers] == expected
     assert server.stop() == 0, server.tail()

@@ -4,28 +4,26 @@ killed."""
 import json
 import os
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
+from openai import APIError, BadRequestError
 
 from dllm_engine.demo.tasks import make_examples
 from tests.distributed.test_tensor_parallel import check_two_ranks
 from tests.support.engines import demo_answers
 from tests.support.preloaded import Program, preloaded_programs, wait_until
-from tests.support.server import free_port, is_healthy
+from tests.support.server import Server
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_S = 600
-PARAMS = {"gen_length": 32, "block_length": 8}
 
 
 @pytest.mark.parametrize("case", ["none dream-tiny-a", "sdar"])
@@ -104,14 +102,10 @@ def test_lines_are_answered_as_by_one_process_and_once_though_a_replica_is_kille
         assert (record["token_ids"], record["text"]) == (list(expected.token_ids), expected.text)
 
 
-class RayServer:
+class RayServer(Server):
     def __init__(self, environment, log):
-        self.url = f"http://127.0.0.1:{free_port()}"
-        command = [EXAMPLES / "ray_serve_app.py", "demo", "--port", self.url.split(":")[-1]]
-        command += ["--min-replicas", "2", "--max-replicas", "2", "--max-model-len", "512"]
-        self.log = log
-        with log.open("wb") as output:
-            self.process = Program(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        options = ["--min-replicas", "2", "--max-replicas", "2", "--max-model-len", "512"]
+        super().__init__(EXAMPLES / "ray_serve_app.py", "demo", *options, log=log, environment=environment)
 
     def wait_until(self, condition):
         wait_until(condition, TIMEOUT_S, self.process, self.log)
@@ -119,15 +113,8 @@ class RayServer:
     def replicas(self):
         return [process for process in workers(self.process, "ServeReplica:dllm:DiffusionServer") if engine_of(process)]
 
-    def post(self, path, body):
-        return httpx.post(self.url + path, json={"model": "demo", **body}, timeout=120).raise_for_status().text
-
-    def chat(self, prompt, **more):
-        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": PARAMS["gen_length"]}
-        return self.post("/v1/chat/completions", body | {"vllm_xargs": {"block_length": PARAMS["block_length"]}} | more)
-
     def text(self, prompt):
-        return json.loads(self.chat(prompt))["choices"][0]["message"]["content"]
+        return self.chat(prompt).choices[0].message.content
 
     def stop(self):
         tops = [psutil.Process(self.process.pid), *workers(self.process, "")]
@@ -145,16 +132,15 @@ def test_ray_serve_answers_as_one_process_and_replaces_an_engine_that_is_killed(
     """The replica of that engine ends as one that is killed itself, which the test above does."""
     server = RayServer(environment, tmp_path / "log")
     try:
-        server.wait_until(lambda: is_healthy(server.url))
+        server.wait_until_ready()
         server.wait_until(lambda: len(server.replicas()) == 2)
         killed, _ = server.replicas()
         prompts = [example.prompt for example in examples]
         expected = [answer.text for answer in alone]
-        streamed = [json.loads(line[6:]) for line in server.chat(prompts[0], stream=True).splitlines() if "{" in line]
-        deltas = [chunk["choices"][0]["delta"].get("content") or "" for chunk in streamed if chunk["choices"]]
+        deltas = [chunk.choices[0].delta.content or "" for chunk in server.chat(prompts[0], stream=True)]
         assert "".join(deltas) == expected[0]
-        assert json.loads(server.post("/v1/completions", {"prompt": "x", "max_tokens": 8}))["usage"]
-        with pytest.raises(httpx.HTTPStatusError, match="400"):
+        assert server.client().completions.create(model="demo", prompt="x", max_tokens=8).usage
+        with pytest.raises(BadRequestError):
             server.chat("x", presence_penalty=0.5)
 
         processes = killed.children(recursive=True)
@@ -168,7 +154,7 @@ def test_ray_serve_answers_as_one_process_and_replaces_an_engine_that_is_killed(
             failed = [answer for answer, _ in asked if answer.exception()]
             assert len(failed) < len(asked)
             assert all(answer in failed or answer.result() == text for answer, text in asked)
-            assert all(isinstance(answer.exception(), httpx.HTTPError) for answer in failed)
+            assert all(isinstance(answer.exception(), APIError) for answer in failed)
         server.wait_until(lambda: len([replica for replica in server.replicas() if replica != killed]) == 2)
         assert not psutil.wait_procs(processes, timeout=30)[1], "what belonged to the killed engine lives on"
         with ThreadPoolExecutor(4) as clients:

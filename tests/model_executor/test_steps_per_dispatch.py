@@ -6,13 +6,7 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
-from tests.support.engines import (
-    assert_nothing_left,
-    generate,
-    runner_of,
-    scheduler_of,
-    set_steps_per_dispatch,
-)
+from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
 from tests.support.fake_cuda_graphs import ForbidDeviceSync, record_steps
 from tests.support.stepped_engines import run_in_steps
 

@@ -8,7 +8,7 @@ import torch
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import GREEDY, Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking.constrained import best_of_class
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.scheduler.request import TokenBias
@@ -16,7 +16,6 @@ from tests.support.engines import generate, runner_of
 
 VOCAB = 150
 MASK = 140
-GREEDY = SamplingSettings(0.0, 1.0, 0, False)
 
 
 def random_logits(rows: int = 9, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
@@ -108,15 +107,7 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
     torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        GREEDY,
-        SamplingSettings(0.0, 0.9, 20, True),
-        SamplingSettings(0.7, 1.0, 0, False),
-        SamplingSettings(0.7, 0.8, 30, True),
-    ],
-)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     """Minus infinity is one: such a token is never drawn."""
     logits = random_logits(6)

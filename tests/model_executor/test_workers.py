@@ -13,16 +13,9 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from tests.support.engines import generate, runner_of
 
-OURS = "only in methods that DiffusionWorker replaces"
-NEVER_USED = {
-    "_dummy_run": OURS,
-    "_dummy_pooler_run": OURS,
-    "_dummy_sampler_run": OURS,
-    "capture_model": OURS,
-    "lora_config": OURS,
-    "maybe_remove_all_loras": OURS,
-    "needs_cudagraph_capture": OURS,
-    "warming_up_model": OURS,
+OURS = """_dummy_run _dummy_pooler_run _dummy_sampler_run capture_model lora_config maybe_remove_all_loras
+needs_cudagraph_capture warming_up_model""".split()
+NEVER_USED = dict.fromkeys(OURS, "only in methods that DiffusionWorker replaces") | {
     "_init_kv_zero_meta": "only if the runner has it",
     "pool": "for pooling models",
     "profile_cudagraph_memory": "for graphs that vLLM records; ours are off for it",

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,22 @@ class Server:
     """
 
     def __init__(
-        self, program: str, *arguments: str, log: Path, logging_level: str = "WARNING", preloaded: bool = True
+        self,
+        program: str | Path,
+        *arguments: str,
+        log: Path,
+        logging_level: str = "WARNING",
+        preloaded: bool = True,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         self.port = free_port()
         self.log = log
         # The tests' own engines run in one process.
-        environment = os.environ | {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        variables = {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         command = [Path(sys.executable).parent / program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         start = Program if preloaded else functools.partial(subprocess.Popen, start_new_session=True)
         with log.open("wb") as stream:
-            self.process = start(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
+            self.process = start(command, stdout=stream, stderr=subprocess.STDOUT, env={**environment, **variables})
 
     @property
     def url(self) -> str:
@@ -55,6 +62,12 @@ class Server:
 
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=self.url + "/v1", api_key=key, max_retries=0)
+
+    def chat(self, prompt: str, model: str = "demo", **asked: Any) -> Any:
+        """What one of ``demo_answers`` is by HTTP."""
+        messages, body = [{"role": "user", "content": prompt}], {"vllm_xargs": {"block_length": 8}}
+        create = self.client().chat.completions.create
+        return create(model=model, messages=messages, max_tokens=32, extra_body=body, **asked)
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log)
