@@ -129,8 +129,7 @@ class Denoiser:
         self.guide.check(drafts)
         filled = []
         for draft in drafts:
-            if draft.failure is not None:
-                self.failures[draft.request_id] = draft.failure
+            if draft.request_id in self.failures:
                 continue
             chosen = select_guided(draft, first_needed=batch.plans[draft.index].quota.first_needed)
             rows = [[draft.index, draft.positions[i], token, CHOSEN] for i, token in sorted(chosen.items())]

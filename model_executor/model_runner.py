@@ -89,7 +89,7 @@ class DiffusionModelRunner:
         before = torch.cuda.memory_allocated()  # 0 on a CPU
         self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         self.model_memory_usage = torch.cuda.memory_allocated() - before
-        self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device)
+        self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device, self.failures)
         self.predictor = TokenPredictor(
             self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
         )
@@ -104,7 +104,7 @@ class DiffusionModelRunner:
         """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
         reload_weights(self.vllm_config, self.model, weights_iterator, weights_path, is_checkpoint_format)
         if self.guide is not None and weights_iterator is None and weights_path is None:
-            self.guide.reload_weights()
+            reload_weights(self.guide.vllm_config, self.guide.model, None, None, is_checkpoint_format=True)
 
     def _refuse_lora(self, *arguments: Any) -> NoReturn:
         raise NotImplementedError("an adapter serves all requests of an engine: name its folder as lora_path")
@@ -137,8 +137,8 @@ class DiffusionModelRunner:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
             self.pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
-        if self.guide is not None:
-            self.guide.attach(self.pages)
+        if self.guide is not None and (shape := self.geometry.guide) is not None:
+            self.guide.pages = self.pages.view_for(shape.num_kv_heads, shape.head_dim)
 
     def use_graphs(self, record: Record) -> StepGraphs:
         """Run what can be recorded from graphs that ``record`` makes, from now on."""

@@ -108,18 +108,17 @@ class StepGraphs:
         """The most requests of a batch."""
         self.launches_before = 0
         """Times that work of a kind is launched before it is recorded."""
-        self._begin()
+        self.tokens: torch.Tensor | None = None
+        self._forget_outdated()
 
-    def _begin(self) -> None:
+    def _forget_outdated(self) -> None:
+        """Begin anew where canvases have moved: graphs read and write them where they were when recorded."""
+        if self.store.tokens is self.tokens:
+            return
         self.tokens = self.store.tokens
         self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(partial(ForwardGraph, self))
         self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache(lambda _, *given: LayoutGraph(self, *given))
         self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(partial(FillingGraph, self))
-
-    def _forget_outdated(self) -> None:
-        """Graphs read and write the canvases where they were recorded."""
-        if self.store.tokens is not self.tokens:
-            self._begin()
 
     def problem(self, max_error: float) -> str | None:
         """Difference between a graph and the same work launched, on made-up numbers; None: none. It writes to the first

@@ -15,7 +15,6 @@ from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from vllm.model_executor.model_loader.reload.inplace import reload_weights
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -25,7 +24,7 @@ from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.page_memory import PageMemory, PageView
+from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import head_chunks
@@ -61,14 +60,13 @@ class Draft:
     drafted token as several tokens, the largest of their numbers."""
     guided: list[int] = field(default_factory=list)
     """The guide's own tokens, in the diffusion model's tokens."""
-    failure: RequestFailure | None = None
 
 
 class Guide:
     """A loaded guide."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
-        """Load the engine's ``guide_model``."""
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, failures: dict[str, RequestFailure]) -> None:
+        """Load the engine's ``guide_model``. ``failures``: where those of requests go."""
         options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config
         assert options.guide_model is not None
         assert options.guide_shape is not None
@@ -83,34 +81,23 @@ class Guide:
             model = DiffusionDecoder(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
             record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
-        source = copy.copy(model_config)
+        self.vllm_config = copy.copy(vllm_config)
+        self.vllm_config.model_config = source = copy.copy(model_config)
         source.model, source.revision, source.hf_config = options.guide_model, None, hf_config
         if vllm_config.load_config.load_format != "dummy":
             check_safetensors(options.guide_model)
-        self._source = copy.copy(vllm_config)
-        self._source.model_config = source
         get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, model_config, device)
         self.model = model.eval()
-        self.device = device
+        self.device, self.failures = device, failures
         self.shape = options.guide_shape
         self.pages: PageView | None = None
-
-    def reload_weights(self) -> None:
-        """Read the weights from the checkpoint again."""
-        reload_weights(self._source, self.model, None, None, is_checkpoint_format=True)
-
-    def attach(self, memory: PageMemory) -> None:
-        """Take pages from ``memory`` from now on."""
-        shape = memory.geometry.guide
-        assert shape is not None
-        self.pages = memory.view_for(shape.num_kv_heads, shape.head_dim)
 
     def check(self, drafts: list[Draft]) -> None:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all. Tokens
         that the guide cannot read, or that its pages have no room for, it ranks behind all others."""
         self._for_each(drafts, self._read)
-        if asking := [draft for draft in drafts if draft.failure is None and draft.judged]:
+        if asking := [draft for draft in drafts if draft.request_id not in self.failures and draft.judged]:
             self._ask(asking)
         self._for_each(drafts, self._take_answers)
 
@@ -118,21 +105,20 @@ class Guide:
         """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
         chunk = self._chunks(num_rows)[0]
         drafted = torch.zeros(num_rows, dtype=torch.int64, device=self.device)[chunk]
-        dtype = self._source.model_config.dtype
+        dtype = self.vllm_config.model_config.dtype
         self._judge(torch.zeros(len(drafted), self.model.config.hidden_size, dtype=dtype, device=self.device), drafted)
 
     def _chunks(self, num_rows: int) -> list[slice]:
         return head_chunks(num_rows, self.model.config.vocab_size, self.device)
 
-    @staticmethod
-    def _for_each(drafts: list[Draft], do: Callable[[Draft], None]) -> None:
+    def _for_each(self, drafts: list[Draft], do: Callable[[Draft], None]) -> None:
         """Call ``do`` for each draft that has not failed; an exception is the draft's failure."""
         for draft in drafts:
             try:
-                if draft.failure is None:
+                if draft.request_id not in self.failures:
                     do(draft)
             except Exception as error:
-                draft.failure = failure_of(draft.request_id, error)
+                self.failures[draft.request_id] = failure_of(draft.request_id, error)
 
     def _read(self, draft: Draft) -> None:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
@@ -182,7 +168,8 @@ class Guide:
     def _take_answers(self, draft: Draft) -> None:
         """Ranks and the guide's own tokens of each drafted one, from those of the guide's tokens that spell it."""
         if any(rank < 0 for rank, _ in draft.answers.values()):
-            draft.failure = RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
+            message = "the guide model produced logits that are NaN or infinite"
+            self.failures[draft.request_id] = RequestFailure("not_finite", message)
             return
         for index, (token, span) in enumerate(zip(draft.tokens, draft.reading.spelling, strict=True)):
             read = range(*span)

@@ -40,17 +40,16 @@ def answers(llm, batch_size: int, count: int, **params):
 
 
 @pytest.fixture
-def rows_matter(request):
+def rows_matter(monkeypatch):
     """``rows_matter(llm)``: like a library that sums otherwise for other shapes, only more so, on any machine."""
 
-    def hooked(llm):
-        handle = runner_of(llm).model.embedding.register_forward_hook(
-            lambda module, ids, embedded: embedded + 1e-3 * embedded.shape[0]
-        )
-        request.addfinalizer(handle.remove)
+    def changed(llm):
+        embedding = runner_of(llm).model.embedding
+        embed = embedding.forward
+        monkeypatch.setattr(embedding, "forward", lambda ids: embed(ids) + 1e-3 * len(ids))
         return llm
 
-    return hooked
+    return changed
 
 
 @pytest.mark.parametrize(("family", "method", "params"), CASES)

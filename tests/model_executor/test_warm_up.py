@@ -32,22 +32,19 @@ def engine(engines, tiny_llada, tiny_sdar):
 
 
 @pytest.fixture
-def warmed(engine):
+def warmed(engine, monkeypatch):
     """``warmed(method, recorder)``: an engine that has recorded, until the test ends."""
-    runners = []
 
     def start(method, recorder):
         llm = engine(method)
-        runners.append(runner_of(llm))
-        recorder.runner = runners[-1]
-        warm_up = WarmUp(runners[-1])
+        recorder.runner = runner_of(llm)
+        monkeypatch.setattr(recorder.runner.denoiser, "graphs", None)
+        warm_up = WarmUp(recorder.runner)
         warm_up.compile()
         warm_up.record(recorder, show_progress=False)
         return llm
 
-    yield start
-    for runner in runners:
-        runner.denoiser.graphs = None
+    return start
 
 
 @pytest.mark.parametrize("method", ["none", "dual"])
