@@ -167,7 +167,7 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     if canvases[group.members[0]].constrained is None:
         return []
     positions = group.positions.cpu().numpy()  # waits: which rows predict, the device alone may know
-    found = []
+    constrained = []
     for index in group.members:
         canvas, rows = canvases[index], slice(*group.bounds[index : index + 2].tolist())
         assert canvas.constrained is not None
@@ -175,8 +175,8 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
         constraint = canvas.constrained.constraint
         choose = partial(canvas.constrained.classes, canvas.known, stop, positions[rows])
         class_of = class_on_device(constraint, group.rows.device)
-        found.append(ConstrainedRows(rows, class_of, constraint.num_classes, choose))
-    return found
+        constrained.append(ConstrainedRows(rows, class_of, constraint.num_classes, choose))
+    return constrained
 
 
 def _record(canvas: Canvas, positions: torch.Tensor, statistics: TokenStatistics) -> None:

@@ -10,6 +10,7 @@ from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import GREEDY, Counters, SamplingSettings, head_chunks
+from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     num_rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
     num_rows = padded(num_rows) or num_rows
     device, predictor = runner.device, runner.predictor
-    held = torch.empty(runner.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
+    pass_memory = torch.empty(runner.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)
     positions = torch.arange(num_rows, device=device) % longest
     sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
@@ -40,7 +41,7 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
             )
     if runner.guide is not None:
         runner.guide.profile_run(num_rows)
-    del held
+    del pass_memory
 
 
 @torch.inference_mode()
@@ -51,19 +52,16 @@ def masked_logprobs(
     for all."""
     device, family = runner.device, runner.family
     positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
-    sizes = [len(sequence) for sequence in sequences]
-    row_bounds = RowBounds(sizes, device, _limits(positions, family.attention_block))
-    starts = torch.tensor(row_bounds.bounds[:-1], device=device)
-    counts = torch.tensor([len(positions) for positions in masked], device=device)
-    tokens = torch.tensor(list(itertools.chain.from_iterable(sequences)), device=device)
-    places = torch.tensor(list(itertools.chain.from_iterable(masked)), dtype=torch.int64, device=device)
-    rows = starts.repeat_interleave(counts) + places
+    row_bounds = RowBounds(list(map(len, sequences)), device, _limits(positions, family.attention_block))
+    tokens = on_device(list(itertools.chain.from_iterable(sequences)), device)
+    places = [(first, p) for first, own in zip(row_bounds.bounds, masked, strict=False) for p in own]
+    rows = on_device([first + p for first, p in places], device)
     ids = tokens.index_fill(0, rows, runner.mask_token_id)
     hidden = runner.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
-    predicting = rows - (places > 0).long() * family.shifts_logits
+    predicting = on_device([first + max(p - family.shifts_logits, 0) for first, p in places], device)
     logprobs = runner.predictor.logprobs_of(hidden[predicting], tokens[rows])
-    return [part.tolist() for part in logprobs.split(counts.tolist())]
+    return [part.tolist() for part in logprobs.split(list(map(len, masked)))]
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:

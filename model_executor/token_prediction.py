@@ -130,7 +130,8 @@ class TokenPredictor:
             by_request = zip(*(computed(number).class_maxima() for number in numbers), strict=True)
             # Where filters are used, every rank has the whole vocabulary, and the same maxima. Waits for the device.
             maxima = [gather_from_ranks(torch.cat(parts), self.tp_group).amax(dim=0) for parts in by_request]
-            chosen = [held.choose(best.double().cpu().numpy()) for held, best in zip(constrained, maxima, strict=True)]
+            scores = [best.double().cpu().numpy() for best in maxima]
+            chosen = [response.choose(best) for response, best in zip(constrained, scores, strict=True)]
             classes = on_device(np.concatenate(chosen), hidden.device)
         parts = [computed(number).statistics(measures, num_logprobs, classes) for number in numbers]
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
@@ -175,7 +176,7 @@ class _Chunk:
         """``rows``: those of the chunk. Other arguments as of ``predict``."""
         self.rows, self.settings, self.tp_group, self.is_biased = rows, settings, predictor.tp_group, bool(biased)
         self.counters = None if counters is None else Counters(*(column[rows] for column in counters))
-        self.held = [(held.within(rows), held) for held in constrained]
+        self.responses = [(response.within(rows), response) for response in constrained]
         """The rows of each constrained response that are in the chunk, counted from its first."""
         self.options = None if options is None else options[rows]
         self.plain = predictor.compute_logits(hidden[rows])
@@ -221,7 +222,8 @@ class _Chunk:
     def class_maxima(self) -> list[torch.Tensor]:
         """Of each constrained response, the best score of each class in each of its rows here."""
         return [
-            class_maxima(self.scores[rows], held.class_of[self.tokens], held.num_classes) for rows, held in self.held
+            class_maxima(self.scores[rows], response.class_of[self.tokens], response.num_classes)
+            for rows, response in self.responses
         ]
 
     def statistics(
@@ -240,8 +242,8 @@ class _Chunk:
         best = token_logit
         if classes is not None:
             parts = [
-                best_of_class(self.scores[rows], held.class_of[self.tokens], classes[self.rows][rows], mask_column)
-                for rows, held in self.held
+                best_of_class(self.scores[rows], response.class_of[self.tokens], classes[self.rows][rows], mask_column)
+                for rows, response in self.responses
             ]
             best, column = (torch.cat(part) for part in zip(*parts, strict=True))
         elif self.settings.temperature > 0:
@@ -269,13 +271,13 @@ class _Chunk:
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
             margin = p1 - p2 if classes is None else torch.where(probability < p1, probability - p1, p1 - p2)
-        found = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
+        result = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
         if least_confident:
-            found.put_last(torch.stack([token == each for each in sorted(least_confident)]).any(dim=0))
+            result.put_last(torch.stack([token == each for each in sorted(least_confident)]).any(dim=0))
         if num_logprobs is not None:
             known = log_total if measured is self.logits and not self.is_biased else None
-            found.logprobs = token_logprobs(self.plain, token, num_logprobs, self.tp_group, known)
-        return found
+            result.logprobs = token_logprobs(self.plain, token, num_logprobs, self.tp_group, known)
+        return result
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
         return gather_from_ranks(values, self.tp_group)

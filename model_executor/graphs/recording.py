@@ -2,7 +2,7 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from vllm.distributed import get_tp_group
@@ -21,16 +21,10 @@ HOST_BOUND_ROWS = 1024
 LAUNCHES_BEFORE = 2
 """Times that work of a kind is launched before it is recorded, if warm-up has not recorded it."""
 Run = Callable[[], Any]
-
-
-class Record(Protocol):
-    """Records work on tensors that stay where they are."""
-
-    def __call__(self, run: Run, *, launch_first: bool = True) -> Run:
-        """Return a function that does the work of ``run`` again, into the same result. ``launch_first``: do it once
-        before, because kernels are compiled and workspaces allocated by it, which must not happen while recording."""
-
-
+Record = Callable[..., Run]
+"""``record(run, launch_first=True)`` returns a function that does the work of ``run`` again, on tensors that stay where
+they are and into the same result. It launches the work once before, unless told otherwise: kernels are compiled and
+workspaces allocated by that, which must not happen while recording."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Graph = TypeVar("_Graph")
 

@@ -18,11 +18,10 @@ def asked(**settings):
 
 
 @pytest.fixture
-def engine(engines, tiny_llada, tiny_dream):
-    def make(method, family="LLaDA", **options):
-        checkpoint = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
+def engine(engines, tiny_llada):
+    def make(method, **options):
         traced = method != "es_dllm"  # whose trace needs every step
-        return engines(checkpoint, cache_method=method, cache_options=options, page_size=8, trace=traced)
+        return engines(tiny_llada, cache_method=method, cache_options=options, page_size=8, trace=traced)
 
     return make
 
