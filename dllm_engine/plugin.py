@@ -32,7 +32,6 @@ def _register_models() -> None:
 
     from dllm_engine.model_executor.models.configs import register_tokenizers, registered_classes
     from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
-    from dllm_engine.model_executor.page_memory import register_pool_spec
     from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
 
@@ -43,5 +42,4 @@ def _register_models() -> None:
         ModelRegistry.register_model(architecture, model)
         MODELS_CONFIG_MAP[architecture] = DiffusionEngineConfig
     register_tokenizers()
-    register_pool_spec()
     keep_our_warnings()

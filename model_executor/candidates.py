@@ -7,13 +7,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, may_fill
 
 ALONE, UNFINISHED = 1, 2
@@ -42,13 +40,14 @@ class BatchCandidates:
     @classmethod
     def of(cls, batch: StepBatch) -> "BatchCandidates":
         """Candidates of the plans whose rows are in the batch."""
-        canvases = batch.canvases
-        plans = batch.plans
+        canvases, plans = batch.canvases, batch.plans
         members = [i for i, p in enumerate(plans) if p.predicts is not None or may_fill(p, canvases[i].spec)]
-        spans = [plans[i].predicted for i in members]
-        masked = [_offsets(canvases[i], span) for i, span in zip(members, spans, strict=True)]
-        requests = np.repeat(np.array(members, dtype=np.int64), [len(offsets) for offsets in masked])
-        offsets = np.concatenate([*masked, np.empty(0, dtype=np.int64)])
+        parts = [np.empty(0, dtype=np.int64)]
+        for i in members:
+            edits = canvases[i].spec.edit_threshold is not None
+            parts.append(np.flatnonzero((canvases[i].known[slice(*plans[i].predicted)] < 0) | edits))
+        requests = np.repeat(np.array(members, dtype=np.int64), [len(part) for part in parts[1:]])
+        offsets = np.concatenate(parts)
         longest = max(canvas.spec.canvas_length for canvas in canvases)
         per_request = [
             (
@@ -148,10 +147,3 @@ class BatchCandidates:
         for index, (positions, request_statistics) in enumerate(parts):
             if positions.numel():
                 yield index, positions, request_statistics
-
-
-def _offsets(canvas: Canvas, span: Span) -> np.ndarray:
-    """Candidates of a canvas in ``span``, counted from its start."""
-    if canvas.spec.edit_threshold is not None:
-        return np.arange(span.size)
-    return np.flatnonzero(canvas.known[slice(*span)] < 0)

@@ -1,14 +1,12 @@
 """The tensors behind the pages of one rank, and what vLLM must know to size them."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from dllm_engine.kernels.pages import write_kv
 from dllm_engine.model_executor.transfer import on_device
@@ -22,7 +20,7 @@ POOL_LAYER = "dllm.pool"
 class PagePoolSpec(FullAttentionSpec):
     """One page: ``block_size`` tokens of keys and values of one layer, local KV heads."""
 
-    pages_per_request: int = field(default=1)
+    pages_per_request: int = 1
     """Pages of a request as long as ``max_model_len``, over all layers."""
 
     @classmethod
@@ -33,14 +31,6 @@ class PagePoolSpec(FullAttentionSpec):
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
         return self.pages_per_request * self.page_size_bytes
-
-
-def register_pool_spec() -> None:
-    """Tell vLLM how to group the spec. Idempotent."""
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(
-        PagePoolSpec, manager_class=FullAttentionManager, uniform_type_base_spec=FullAttentionSpec
-    )
 
 
 @dataclass(frozen=True)

@@ -39,34 +39,30 @@ def answers(llm, batch_size: int, count: int, **params):
     return found
 
 
-@pytest.fixture
-def rows_matter(monkeypatch):
-    """``rows_matter(llm)``: like a library that sums otherwise for other shapes, only more so, on any machine."""
-
-    def changed(llm):
-        embedding = runner_of(llm).model.embedding
-        embed = embedding.forward
-        monkeypatch.setattr(embedding, "forward", lambda ids: embed(ids) + 1e-3 * len(ids))
-        return llm
-
-    return changed
+def let_rows_matter(llm, monkeypatch):
+    """As in a library that sums otherwise for other shapes, only more so, on any machine."""
+    embedding = runner_of(llm).model.embedding
+    embed = embedding.forward
+    monkeypatch.setattr(embedding, "forward", lambda ids: embed(ids) + 1e-3 * len(ids))
 
 
 @pytest.mark.parametrize(("family", "method", "params"), CASES)
-def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, rows_matter, family, method, params):
+def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, monkeypatch, family, method, params):
     checkpoint = tiny_llada if family == "llada" else tiny_dream
-    llm = rows_matter(engines(checkpoint, cache_method=method, batch_invariant=True, trace=False))
+    llm = engines(checkpoint, cache_method=method, batch_invariant=True, trace=False)
+    let_rows_matter(llm, monkeypatch)
     together = answers(llm, 32, 32, **params)
     assert answers(llm, 8, 16, **params) == together[:16]
     assert answers(llm, 1, 4, **params) == together[:4]
 
 
-def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sdar, rows_matter):
+def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sdar, monkeypatch):
     # Prompts of 20 to 32 tokens share 64 rows, and a pool of 84 pages.
     small = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "page_size": 4, "max_model_len": 64}
     llm = engines(tiny_sdar, batch_invariant=True, trace=False, kv_cache_memory_bytes=1 << 17, **small)
     of_blocks = {"steps": None, "steps_per_block": 2, "gen_length": 24}
-    together = answers(rows_matter(llm), 16, 16, **of_blocks)
+    let_rows_matter(llm, monkeypatch)
+    together = answers(llm, 16, 16, **of_blocks)
     assert answers(llm, 1, 16, **of_blocks) == together
     for _ in range(2):  # the second time, its beginning is in the pool
         assert answers(llm, 1, 1, **of_blocks) == together[:1]
