@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -78,7 +78,7 @@ def noisy_logits(
         yield rows, gumbel_of(numbers).add_(logits[rows].float() / temperature)
 
 
-@operator("noise:gumbel_max")
+@Operator
 def gumbel_max(
     logits: torch.Tensor,
     seeds: torch.Tensor,
@@ -110,7 +110,7 @@ def gumbel_max(
     return best, column
 
 
-@operator("filters:filtered_logits")
+@Operator
 def filtered_logits(
     logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
 ) -> torch.Tensor:

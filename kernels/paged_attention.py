@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 
 class PagedTokens(NamedTuple):
@@ -131,7 +131,7 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     )
 
 
-@operator("paged_attention:paged_attention")
+@Operator
 def _paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,

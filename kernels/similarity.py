@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.pages import page_places
 
 EPS = 1e-8
@@ -22,7 +22,7 @@ ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@operator("similarity:replace_and_compare")
+@Operator
 def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """Replace retained values by fresh ones. Return the three sums that ``SIMILARITIES`` need of each row, over the
     heads of this rank.
@@ -68,7 +68,7 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cos
 """By the names of dLLM-Cache's metrics (appendix A.5)."""
 
 
-@operator("similarity:least_similar")
+@Operator
 def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
     """The rows to compute again.
 

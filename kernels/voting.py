@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 
-@operator("voting:voting_scores")
+@Operator
 def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """The attention each key gets from the voters, summed over them and averaged over the query heads of a KV head.
 
@@ -34,7 +34,7 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     return torch.stack([p.sum(dim=(0, 1)) / p.shape[1] for p in _probabilities(q, k, lse)])
 
 
-@operator("voting:summed_probabilities")
+@Operator
 def summed_probabilities(
     q: torch.Tensor,
     lse: torch.Tensor,

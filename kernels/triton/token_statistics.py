@@ -99,7 +99,7 @@ def _combine_statistics_kernel(
         tl.store(top2 + row * 2 + 1, tl.max(tl.where(split == leader, second, highest), 0))
 
 
-def splits_of(logits: torch.Tensor, block: int, num_splits: int | None) -> tuple[int, int]:
+def splits_of(logits, block, num_splits):
     """Number of programs that share a row of ``logits``, and their columns: whole blocks of ``block``.
 
     ``num_splits``: how many are wanted; None: as many as fill the device.
@@ -113,9 +113,7 @@ def splits_of(logits: torch.Tensor, block: int, num_splits: int | None) -> tuple
     return triton.cdiv(vocab_size, per_split), per_split
 
 
-def token_statistics(
-    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool, num_splits: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def token_statistics(logits, forbidden_token, with_entropy, with_margin, num_splits=None):
     """``num_splits`` programs share a row (None: as many as fill the device)."""
     num_rows, vocab_size = logits.shape
     numbers = logits.new_empty(2, num_rows, dtype=torch.float32)

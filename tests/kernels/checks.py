@@ -93,6 +93,8 @@ def paged_attention(
 class FlashStandIn:
     """``flash_attn_varlen_func`` a sequence at a time. It refuses arguments that the real one would not take."""
 
+    __name__ = "flash"
+
     def __init__(self) -> None:
         self.calls: list[int] = []
         """The number of sequences of each."""
@@ -135,7 +137,7 @@ def flash_stand_in(monkeypatch: pytest.MonkeyPatch) -> FlashStandIn:
     stand_in = FlashStandIn()
     monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
     # As an operator, so that a fake of CUDA graphs takes it for one kernel.
-    flash = Operator(stand_in, ":flash")
+    flash = Operator(stand_in)
     flash.triton = stand_in
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash, raising=False)
     return stand_in

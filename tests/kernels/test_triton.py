@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from dllm_engine.check import cases
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
-from dllm_engine.kernels.triton import filters, noise, paged_attention
+from dllm_engine.kernels.triton import noise, paged_attention
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
 from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
@@ -79,10 +79,10 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
 def test_filtered_logits(monkeypatch, number):
     """Rows of three blocks."""
-    monkeypatch.setattr(filters, "_BLOCK", 512)
-    monkeypatch.setattr(filters, "_STEP", 128)
+    monkeypatch.setattr(noise, "_BLOCK", 512)
+    monkeypatch.setattr(noise, "_STEP", 128)
     dtype = (torch.float32, torch.float16)[number % 2]
-    checks.check_filtered_logits(filters.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
+    checks.check_filtered_logits(noise.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
 
 
 @runs_triton
@@ -99,7 +99,7 @@ def test_rows_that_are_no_numbers_stay_so(splits):
     _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False, splits)
     probability = (token_logit - log_total).exp()
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
-    found = filters.filtered_logits(logits, 0.7, 0.9, 5, -1)
+    found = noise.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)
     _, column = noise.gumbel_max(logits, *torch.zeros(3, 6, dtype=torch.int64, device=DEVICE), 0, 1.0, -1, splits)
     assert ((column >= 0) & (column < 5000)).all()
