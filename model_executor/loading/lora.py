@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
-from dllm_engine.families import family_of
 from dllm_engine.model_executor.loading.files import check_files, check_safetensors
 from dllm_engine.options import EngineOptions
 
@@ -103,7 +102,7 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
     config = model_config.hf_config
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
-    head = f"{family_of(config).names.head}.weight"
+    head = f"{config.family.names.head}.weight"
     if config.tie_word_embeddings and head in adapter.scales:
         raise ValueError(f"{where}: the model's head is its embedding, so {head!r} cannot change; {MERGE}")
     # Those of a model that has to be downloaded are checked when they are loaded.
