@@ -75,7 +75,7 @@ def paged_attention(
     max_seqlen: int | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from each request's rows to its tokens in pages.
+    """Attend from each request's rows to its tokens in pages; the result is like ``q``.
 
     Args:
         q: ``[num_rows, num_heads, head_dim]``.
@@ -89,9 +89,6 @@ def paged_attention(
         max_seqlen: an upper bound of the rows per request. A CUDA launch needs it, and without it waits for the device
             to tell. A captured launch stays correct for all tables within this bound.
         lse: where to write the logarithm of each softmax's denominator; contiguous float32 ``[num_rows, num_heads]``.
-
-    Returns:
-        ``[num_rows, num_heads, head_dim]``.
     """
     if not isinstance(cu_seqlens, torch.Tensor):
         if max_seqlen is None:
@@ -113,11 +110,7 @@ def paged_attention(
 def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bidirectional attention within each sequence, and the logarithm of each softmax's denominator.
-
-    Arguments as of ``bidirectional_attention``; returns ``[num_rows, num_heads, head_dim]`` and float32
-    ``[num_rows, num_heads]``.
-    """
+    """``bidirectional_attention``, and each softmax's denominator as a logarithm, float32 ``[num_rows, num_heads]``."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, lse=lse), lse
 

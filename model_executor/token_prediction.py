@@ -8,12 +8,11 @@ top-p and top-k, which need the whole distribution, gather the logits of the row
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import filtered_logits, gumbel_max, noisy_logits
+from dllm_engine.kernels.noise import Counters, filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
@@ -59,14 +58,6 @@ class SamplingSettings:
 
 
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
-
-
-class Counters(NamedTuple):
-    """Counters of each row's random numbers, int64 ``[num_rows]`` each."""
-
-    seeds: torch.Tensor
-    forwards: torch.Tensor
-    positions: torch.Tensor
 
 
 def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows: int = LEAST_ROWS) -> list[slice]:
@@ -162,7 +153,7 @@ class TokenPredictor:
             drawn_from, temperature = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out), 1.0
         assert counters is not None
         scores = torch.empty_like(logits, dtype=torch.float32)
-        for rows, noisy in noisy_logits(drawn_from, *counters, first_token, temperature):
+        for rows, noisy in noisy_logits(drawn_from, counters, first_token, temperature):
             scores[rows] = noisy
         return VocabularyShard(scores, first_token)
 
@@ -259,7 +250,7 @@ class TokenPredictor:
             best, token_logit = held.float(), measured.gather(-1, token[:, None])[:, 0].float()
         elif settings.temperature > 0:
             assert counters is not None
-            best, token = gumbel_max(drawn_from, *counters, first_token, temperature, mask_column)
+            best, token = gumbel_max(drawn_from, counters, first_token, temperature, mask_column)
             token_logit = measured.gather(-1, token[:, None])[:, 0].float()
         elif measured is not unchanged:
             token, best = token_statistics(unchanged, mask_column, False, False)[:2]

@@ -30,13 +30,11 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for any number of rows.
+    """Tiles for any number of rows, so that blocks of all sizes share one compiled kernel.
 
-    Few rows read for longer than they compute, so what counts is that the next keys arrive meanwhile: two programs of
-    64 KiB of keys and values each fit a multiprocessor of 2022, four times what keeps its memory busy. 64 pairs are
-    the fewest of a Hopper's matrix product, which spares it the exchange between warps that fewer would take; so blocks
-    of any number of rows share one compiled kernel. On an H200, of nine tiles it is the fastest for 8 and for 64
-    requests of 32 rows, and takes 1.03 to 1.2 times as long as the fastest for a single request of 512, 32 or 4 rows.
+    Few rows read for longer than they compute: two programs of 64 KiB of keys and values each fit a multiprocessor of
+    2022, four times what keeps its memory busy, and 64 pairs are the fewest of a Hopper's matrix product. On an H200,
+    none of nine tiles is faster for 8 or 64 requests of 32 rows; single requests take up to 1.2 times the fastest.
     """
     if dtype == torch.float32:
         # Four warps would spill what they accumulate.

@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dllm_engine.families import FAMILIES, ModelFamily
 from dllm_engine.options import explain, shortened
@@ -101,28 +93,19 @@ class CheckpointKeys(BaseModel):
     end_of_turn_token_id: int | list[int] | None = None
     eos_token_id: int | list[int] | None = None
 
-    @field_validator("architectures")
-    @classmethod
-    def _of_this_family(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and cls.family.architecture not in value:
-            model_type = cls.family.model_type
-            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
-            raise ValueError(f"model_type={model_type!r} goes with the architecture {' or '.join(known)}")
-        return value
-
     @model_validator(mode="after")
-    def _with_released_ids(self) -> Self:
+    def _of_the_family(self) -> Self:
+        stated, model_type = self.architectures, self.family.model_type
+        if stated is not None and self.family.architecture not in stated:
+            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
+            raise ValueError(
+                f"architectures={shortened(stated)}: model_type={model_type!r} goes with the architecture {' or '.join(known)}"
+            )
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
             for name, token in self.family.special_ids.items():
                 if getattr(self, name) is None:
                     setattr(self, name, token)
         return self
-
-    @classmethod
-    def size_keys(cls) -> list[str]:
-        """The family's names of the hidden size, the attention heads, the KV heads and the longest sequence."""
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-        return [cls.family.key_names.get(name, name) for name in names]
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape | None:
@@ -131,8 +114,9 @@ class CheckpointKeys(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        names = self.size_keys()
-        hidden, heads, kv_heads, _ = (getattr(self, name) for name in names)
+        sizes = "hidden_size", "num_attention_heads", "num_key_value_heads"
+        names = [self.family.key_names.get(size, size) for size in sizes]
+        hidden, heads, kv_heads = (getattr(self, name) for name in names)
         if (getattr(self, "head_dim", None) or hidden / heads) % 2:
             raise ValueError(f"{names[0]}={hidden}, {names[1]}={heads}: RoPE needs heads of an even size")
         if kv_heads is None:
@@ -172,7 +156,8 @@ class CheckpointKeys(BaseModel):
         if share not in (None, 1) and not self.family.turns_parts:
             raise ValueError(f"partial_rotary_factor={share!r} is not supported, only 1")
         if kind == "yarn":
-            rope.setdefault("original_max_position_embeddings", getattr(self, self.size_keys()[3]))
+            longest = self.family.key_names.get("max_position_embeddings", "max_position_embeddings")
+            rope.setdefault("original_max_position_embeddings", getattr(self, longest))
         self.rope_theta, self.partial_rotary_factor, self.rope_scaling = base, share, None
         self.rope_parameters = {name: value for name, value in rope.items() if value is not None}
         return self

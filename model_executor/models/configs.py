@@ -153,11 +153,10 @@ def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
     """The class for the content of a config.json: of those of its ``model_type`` the one that ``architectures`` lists,
     else the first; None for a model of another kind. Llama's type is others' as well, so its class must be listed."""
     candidates = [config for config in CONFIG_CLASSES.values() if config.model_type == values.get("model_type")]
-    listed = values.get("architectures")
-    for config in candidates if isinstance(listed, list) else ():
-        if config.schema.family.architecture in listed:
-            return config
-    return candidates[0] if candidates and candidates[0].model_type != "llama" else None
+    architectures = values.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    first = candidates[0] if candidates and candidates[0].model_type != "llama" else None
+    return next((config for config in candidates if config.schema.family.architecture in listed), first)
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:

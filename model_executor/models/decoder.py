@@ -29,6 +29,7 @@ from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
 from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ArgumentsOf, ExpertMLP, GatedMLP
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -159,7 +160,8 @@ class DiffusionDecoder(nn.Module):
         """
         super().__init__()
         self.vllm_config = vllm_config
-        self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
+        lora_path = EngineOptions.from_vllm_config(vllm_config).lora_path if hf_config is None else None
+        self.adapter = LoraAdapter(lora_path) if lora_path is not None else None
         self.takes_parts = False
         """True while ``load_weights`` is given some tensors at a time."""
         model_config = vllm_config.model_config
@@ -194,10 +196,8 @@ class DiffusionDecoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
     ) -> torch.Tensor:
-        """Hidden states before the final norm.
-
-        ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
-        """
+        """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)`` runs the layers over rows
+        ``[num_rows, hidden_size]``."""
         with self.forward_context(positions):
             return layer_pass(self.layers, self.embed_input_ids(input_ids), RotaryPhases(positions, self.rotary_table))
 
@@ -248,11 +248,7 @@ def inverse_frequencies(
     config: Any, num_positions: int, head_dim: int, device: torch.device
 ) -> tuple[torch.Tensor, float]:
     """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
-    the number.
-
-    Args:
-        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
-    """
+    the number. ``num_positions``: the longest sequence, which the base of ``dynamic`` depends on."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)

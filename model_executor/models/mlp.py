@@ -36,26 +36,15 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``"""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        arguments_of: ArgumentsOf,
-        *,
-        name: str = "mlp",
-        reduce_results: bool = True,
-    ) -> None:
-        """``name``: of this module in the layer. ``reduce_results``: sum over tensor-parallel ranks."""
+    def __init__(self, hidden_size: int, width: int, arguments_of: ArgumentsOf, *, shared: bool = False) -> None:
+        """``shared``: it belongs to a mixture of experts, with which vLLM sums it over the tensor-parallel ranks."""
         super().__init__()
+        name = "mlp.shared_expert" if shared else "mlp"
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [intermediate_size] * 2, bias=False, **arguments_of(f"{name}.gate_up_proj")
+            hidden_size, [width] * 2, bias=False, **arguments_of(f"{name}.gate_up_proj")
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=False,
-            reduce_results=reduce_results,
-            **arguments_of(f"{name}.down_proj"),
+            width, hidden_size, bias=False, reduce_results=not shared, **arguments_of(f"{name}.down_proj")
         )
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
@@ -77,14 +66,7 @@ class ExpertMLP(nn.Module):
             self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
         self.shared_expert = None
         if shape.shared_intermediate_size:
-            # vLLM sums it over the ranks together with the routed experts.
-            self.shared_expert = GatedMLP(
-                hidden_size,
-                shape.shared_intermediate_size,
-                arguments_of,
-                name="mlp.shared_expert",
-                reduce_results=False,
-            )
+            self.shared_expert = GatedMLP(hidden_size, shape.shared_intermediate_size, arguments_of, shared=True)
         self.experts = FusedMoEFactory(
             num_experts=shape.num_experts,
             top_k=shape.top_k,

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from dllm_engine.check import cases
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
+from dllm_engine.kernels.noise import Counters
 from dllm_engine.kernels.triton import noise, paged_attention
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
@@ -99,9 +100,10 @@ def test_rows_that_are_no_numbers_stay_so(splits):
     _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False, splits)
     probability = (token_logit - log_total).exp()
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
+    counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))
     found = noise.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)
-    _, column = noise.gumbel_max(logits, *torch.zeros(3, 6, dtype=torch.int64, device=DEVICE), 0, 1.0, -1, splits)
+    _, column = noise.gumbel_max(logits, counters, 0, 1.0, -1, splits)
     assert ((column >= 0) & (column < 5000)).all()
 
 

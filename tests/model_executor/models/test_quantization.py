@@ -63,7 +63,6 @@ FUSED = {
     "llada": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["ff_proj", "up_proj"]},
     "dream": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
 }
-FUSED["llada_moe"] = FUSED["dream"]
 LEFT_PLAIN = {
     "llada": (["re:.*attn_out$", "model.transformer.blocks.1.ff_proj", "model.transformer.blocks.1.up_proj"]),
     "dream": (["re:.*o_proj$", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
