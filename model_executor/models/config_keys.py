@@ -99,7 +99,8 @@ class CheckpointKeys(BaseModel):
         if stated is not None and self.family.architecture not in stated:
             known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
             raise ValueError(
-                f"architectures={shortened(stated)}: model_type={model_type!r} goes with the architecture {' or '.join(known)}"
+                f"architectures={shortened(stated)}: model_type={model_type!r} goes with the architecture "
+                f"{' or '.join(known)}"
             )
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
             for name, token in self.family.special_ids.items():
