@@ -86,6 +86,33 @@ LLADA2_NAMES = replace(
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute a row."""
+    intermediate_size: int
+    """Width of each expert."""
+    shared_intermediate_size: int = 0
+    """Width of the expert that computes every row; 0: there is none."""
+    has_bias: bool = False
+    """True if a bias is added to the router's probabilities."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain MLP instead."""
+    renormalize: bool = False
+    """True if the weights of a row from the softmax of the router's logits are divided by their sum."""
+    num_groups: int = 0
+    """Groups that experts are chosen by, from the sigmoid of the router's logits (LLaDA2); 0: all are one group."""
+    num_kept: int = 0
+    """Groups that a row's experts come from."""
+    scale: float = 1.0
+    """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
+    capacity: int = 0
+    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """What all checkpoints of one architecture share."""
 

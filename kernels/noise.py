@@ -78,8 +78,8 @@ def noisy_logits(
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
     for start in range(0, logits.shape[0], num_rows):
         rows = slice(start, start + num_rows)
-        numbers = uniform(*(counter[rows, None] for counter in counters), token_ids)
-        yield rows, gumbel_of(numbers).add_(logits[rows].float() / temperature)
+        seeds, forwards, positions = (counter[rows, None] for counter in counters)
+        yield rows, gumbel_of(uniform(seeds, forwards, positions, token_ids)).add_(logits[rows].float() / temperature)
 
 
 @Operator

@@ -67,7 +67,7 @@ def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int],
+    cu_seqlens: torch.Tensor,
     tokens: PagedTokens | None,
     *,
     attend_fresh: bool,
@@ -90,29 +90,21 @@ def paged_attention(
             to tell. A captured launch stays correct for all tables within this bound.
         lse: where to write the logarithm of each softmax's denominator; contiguous float32 ``[num_rows, num_heads]``.
     """
-    if not isinstance(cu_seqlens, torch.Tensor):
-        if max_seqlen is None:
-            max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
-        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
     tokens = _nothing(k, cu_seqlens.shape[0] - 1) if tokens is None else tokens
-    if (
-        _flash is not None
-        and not attend_fresh
-        and limits is None
-        and lse is None
-        and max_seqlen is not None
-        and tokens.token_lens is not None
-    ):
-        return _flash(q, cu_seqlens, tokens, max_seqlen)
-    return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
+    beyond_flash = attend_fresh or limits is not None or lse is not None or tokens.token_lens is None
+    if _flash is None or beyond_flash or max_seqlen is None:
+        return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
+    return _flash(q, cu_seqlens, tokens, max_seqlen)
 
 
 def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Sequence[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``bidirectional_attention``, and each softmax's denominator as a logarithm, float32 ``[num_rows, num_heads]``."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, lse=lse), lse
+    longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=q.device)
+    return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, max_seqlen=longest, lse=lse), lse
 
 
 def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:

@@ -83,6 +83,7 @@ def _locate(tensor_name: str, model: "DiffusionDecoder", in_layer: NamedModules)
     if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
         return f"layers.{layer}.mlp.expert_bias", None
     part, shard = in_layer.get(inner, (inner, None))
+    # vLLM's parameters for all experts are called w13_weight and the like.
     return f"layers.{layer}.{part}{'' if part.endswith('_') else '.'}{kind}", shard
 
 

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Tokenizer
 
-from dllm_engine.families import DREAM, FAMILIES, ModelFamily
-from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
-from dllm_engine.model_executor.models.family_keys import SCHEMAS
+from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
+from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.options import OPTIONS_KEY
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}

@@ -22,11 +22,11 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, NamedModules, TensorNames
+from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, ExpertShape, NamedModules, TensorNames
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
+from dllm_engine.model_executor.models.config_keys import rotary_dim
 from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ArgumentsOf, ExpertMLP, GatedMLP
 from dllm_engine.model_executor.models.norm import Norm
 from dllm_engine.options import EngineOptions

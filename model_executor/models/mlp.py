@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from vllm.platforms import current_platform
 
-from dllm_engine.model_executor.models.config_keys import ExpertShape
+from dllm_engine.families import ExpertShape
 
 ArgumentsOf = Callable[[str], dict[str, Any]]
 """Arguments of vLLM's class for a module of a layer, by its name here (``mlp.down_proj``): how it is quantized, and the

@@ -12,9 +12,6 @@ from tests.kernels import checks
 from tests.kernels.checks import paged_case
 from tests.support.kernels import TOLERANCE, error
 
-SEMANTICS = [(True, False), (True, True), (False, False), (False, True)]
-"""(attend_fresh, limited)"""
-
 
 @st.composite
 def paged_arguments(draw: st.DrawFn) -> dict:
@@ -39,10 +36,10 @@ def paged_arguments(draw: st.DrawFn) -> dict:
     }
 
 
-@given(arguments=paged_arguments(), semantics=st.sampled_from(SEMANTICS))
+@given(arguments=paged_arguments(), attend_fresh=st.booleans(), limited=st.booleans())
 @settings(max_examples=80, deadline=None)
-def test_equals_the_formula_and_reads_only_what_is_retained(arguments, semantics):
-    case, (attend_fresh, limited) = paged_case(**arguments), semantics
+def test_equals_the_formula_and_reads_only_what_is_retained(arguments, attend_fresh, limited):
+    case = paged_case(**arguments)
     limits = case.limits() if limited else None
     expected, expected_lse = checks.paged_attention(case, attend_fresh, limits)
     for lse in (case.q.new_empty(case.q.shape[:2], dtype=torch.float32), None):

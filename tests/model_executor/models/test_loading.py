@@ -11,7 +11,6 @@ from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.guide.sizes import guide_config
-from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
@@ -57,8 +56,8 @@ PARTS = ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")
 )
 def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
     kinds = tiny_checkpoints.ALL_KINDS_OF_EXPERTS if family == "llada_moe" else {}
-    write = getattr(tiny_checkpoints, f"write_{family}")
-    refuse(write(tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds), fragment, "lacks 1 tensor")
+    folder = tiny_checkpoints.write(family, tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds)
+    refuse(folder, fragment, "lacks 1 tensor")
 
 
 @pytest.mark.parametrize(
@@ -128,14 +127,6 @@ def test_each_file_of_a_checkpoint_that_is_a_pointer_is_named(tmp_path, name):
         with pytest.raises(ValueError, match="is a Git LFS pointer") as caught:
             check(str(folder))
         assert str(caught.value) == expected
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_of_pointers_is_named(tiny_llada, tmp_path, name):
-    tiny_checkpoints.write_adapter(tmp_path, tiny_llada, ["model.transformer.blocks.0.q_proj"])
-    (tmp_path / name).write_text(POINTER)
-    with pytest.raises(ValueError, match=f"^{tmp_path / name} is a Git LFS pointer"):
-        LoraAdapter(str(tmp_path))
 
 
 # Dream's checkpoints name config, model and tokenizer classes in remote code; ours take their place
