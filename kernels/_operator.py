@@ -19,8 +19,8 @@ class Operator(Generic[_P, _R]):
 
     @cached_property
     def triton(self) -> Callable[..., _R]:
-        """The body for CUDA devices, in the module of the same name in ``triton/``: it takes the same arguments, and
-        more with defaults. Imported on first use: a CPU installation may lack Triton."""
+        """The body for CUDA devices, of the same name and arguments, in the module of the same name in ``triton/``;
+        imported on first use, because a CPU installation may lack Triton."""
         module = self.cpu.__module__.replace(".kernels.", ".kernels.triton.")
         try:
             launch: Callable[..., _R] = pkgutil.resolve_name(f"{module}:{self.name}")

@@ -43,9 +43,9 @@ class PagedTokens(NamedTuple):
     """int32 ``[num_requests]``"""
     head_len: torch.Tensor
     """int32 ``[num_requests, num_kv_heads]``"""
-    max_head_len: int | None = None
-    """An upper bound of ``head_len`` that is known on the host. A CUDA launch needs it, and without it waits for the
-    device to tell. It only decides how finely the work is split: a captured launch stays correct for longer heads."""
+    max_head_len: int
+    """An upper bound of ``head_len``, known on the host. It only decides how finely a CUDA launch splits the work: a
+    captured one stays correct for longer heads."""
     token_lens: torch.Tensor | None = None
     """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is token-major: then all its heads
     have so many. None: either layout."""
@@ -71,8 +71,8 @@ def paged_attention(
     tokens: PagedTokens | None,
     *,
     attend_fresh: bool,
+    max_seqlen: int,
     limits: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from each request's rows to its tokens in pages; the result is like ``q``.
@@ -84,15 +84,14 @@ def paged_attention(
             rows behind these are undefined.
         tokens: what requests have in pages; None: nothing.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages alone.
+        max_seqlen: an upper bound of the rows per request. A captured launch stays correct for all tables within it.
         limits: how many of its request's keys each row sees, int32 ``[num_rows]``: of the tokens in pages, and with
             ``attend_fresh`` of the request's rows behind them. It may be more than there are. None: all of them.
-        max_seqlen: an upper bound of the rows per request. A CUDA launch needs it, and without it waits for the device
-            to tell. A captured launch stays correct for all tables within this bound.
         lse: where to write the logarithm of each softmax's denominator; contiguous float32 ``[num_rows, num_heads]``.
     """
     tokens = _nothing(k, cu_seqlens.shape[0] - 1) if tokens is None else tokens
     beyond_flash = attend_fresh or limits is not None or lse is not None or tokens.token_lens is None
-    if _flash is None or beyond_flash or max_seqlen is None:
+    if _flash is None or beyond_flash:
         return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
     return _flash(q, cu_seqlens, tokens, max_seqlen)
 
@@ -126,7 +125,7 @@ def _paged_attention(
     limits: torch.Tensor | None,
     lse: torch.Tensor | None,
     attend_fresh: bool,
-    max_seqlen: int | None,
+    max_seqlen: int,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for request, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):

@@ -73,7 +73,8 @@ def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: b
     )
     q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
     cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
-    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], tables, head_start, stride, head_len)
+    longest = max(map(max, retained))
+    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], tables, head_start, stride, head_len, longest)
 
 
 def attend_to_pages(draw: Draw, packed: bool) -> Results:
@@ -83,7 +84,7 @@ def attend_to_pages(draw: Draw, packed: bool) -> Results:
         case, some = paged_case(draw, rows, lengths, packed), draw.integers(0, max(retained) + 99, sum(rows)).int()
         for attend_fresh, limits in itertools.product((True, False), (None, some)):
             lse = torch.empty(case[0].shape[:2], dtype=torch.float32, device=draw.device)
-            attend = partial(paged_attention, *case, attend_fresh=attend_fresh, limits=limits)
+            attend = partial(paged_attention, *case, attend_fresh=attend_fresh, max_seqlen=max(rows), limits=limits)
             results += [attend(lse=lse), lse, attend()]
     return results
 

@@ -64,14 +64,13 @@ def _gumbel_max_kernel(
     tl.store(columns + at, best_column.to(tl.int64))
 
 
-def gumbel_max(logits, counters, first_token, temperature, forbidden_token, num_splits=None):
-    """``num_splits`` programs share a row (None: as many as fill the device)."""
+def gumbel_max(logits, counters, first_token, temperature, forbidden_token):
     num_rows, vocab_size = logits.shape
     if not num_rows:
         return torch.empty_like(counters.seeds, dtype=torch.float64), torch.empty_like(counters.seeds)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     block = min(1024, triton.next_power_of_2(vocab_size))
-    num_splits, per_split = splits_of(logits, block, num_splits)
+    num_splits, per_split = splits_of(logits, block)
     scores = logits.new_empty(num_rows, num_splits, dtype=torch.float64)
     columns = torch.empty_like(scores, dtype=torch.int64)
     _gumbel_max_kernel[num_rows, num_splits](

@@ -224,8 +224,7 @@ fits the types, alignments and values of its arguments. For a kernel of 30 argum
 than a small one runs."""
 
 
-def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen, num_splits=None):
-    """``num_splits``: the most programs that share the keys of a row (None: as many as fill the device)."""
+def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len, _ = tokens
     num_requests, num_kv_heads = head_len.shape
@@ -236,19 +235,14 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
         assert numbers.is_contiguous()
     if not num_requests or not num_rows:
         return out
-    if max_seqlen is None:
-        max_seqlen = int(cu_seqlens.diff().max())
-    if max_head_len is None:
-        max_head_len = int(head_len.max())
     q, q_row = _rows(q, head_dim)
     k, k_row = _rows(k, head_dim)
     v, v_row = _rows(v, head_dim)
     sharing = num_heads // num_kv_heads
     tiles = choose_tiles(head_dim, q.dtype)
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
-    if num_splits is None:
-        num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
-        num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
+    num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
+    num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
     grid = num_requests * num_blocks, num_kv_heads, num_splits
     # The results of programs that share keys; of others nothing.
     num_parts = math.prod(grid) * tiles.block_q if num_splits > 1 else 0

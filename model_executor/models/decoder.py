@@ -189,12 +189,10 @@ class DiffusionDecoder(nn.Module):
     @cached_property
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
-        device = self.final_norm.weight.device
-        frequencies = inverse_frequencies(self.config, self.max_positions, head_dim_of(self.config), device)
-        return rotary_table(self.max_positions, *frequencies)
+        return rope_table(self.config, self.max_positions, self.final_norm.weight.device)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
+        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)`` runs the layers over rows
         ``[num_rows, hidden_size]``."""
@@ -244,18 +242,16 @@ def vllm_arguments(modules: NamedModules, layer: str, quant_config: Quantization
     return arguments_of
 
 
-def inverse_frequencies(
-    config: Any, num_positions: int, head_dim: int, device: torch.device
-) -> tuple[torch.Tensor, float]:
-    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
-    the number. ``num_positions``: the longest sequence, which the base of ``dynamic`` depends on."""
+def rope_table(config: Any, num_positions: int, device: torch.device) -> torch.Tensor:
+    """``rotary_table`` as a config states RoPE, for sequences of at most ``num_positions``, which the base of
+    ``dynamic`` depends on."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
-        return frequencies, scale
-    turned = rotary_dim(config, head_dim)
+        scaled = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        return rotary_table(num_positions, *scaled)
+    turned = rotary_dim(config, head_dim_of(config))
     exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
-    return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    return rotary_table(num_positions, 1.0 / rope["rope_theta"] ** exponents)
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_engine.kernels.rotary import rotary_table
-from dllm_engine.model_executor.models.configs import Config, parse_config
-from dllm_engine.model_executor.models.decoder import inverse_frequencies
+from dllm_engine.model_executor.models.configs import parse_config
+from dllm_engine.model_executor.models.decoder import rope_table
 from dllm_engine.scheduler.page_layout import head_dim_of
 from tests.model_executor.models.test_forward import assert_close, dense_logits
 from tests.oracles.models import PlainModel, rope_speeds
@@ -16,6 +15,7 @@ from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of, tokens_of
 
 FAMILIES = ("llada", "llada_moe", "dream", "sdar", "sdar_moe", "illada", "llada2")
+CPU = torch.device("cpu")
 CONFIGS = {family: tiny_checkpoints.CONFIGS[family] for family in FAMILIES}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -46,12 +46,6 @@ def stating(family: str, rope: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in CONFIGS[family].items() if not name.startswith("rope_")} | rope
 
 
-def table_of(config: Config, num_positions: int) -> torch.Tensor:
-    return rotary_table(
-        num_positions, *inverse_frequencies(config, num_positions, head_dim_of(config), torch.device("cpu"))
-    )
-
-
 def plain_table(stated: dict[str, Any], num_positions: int, width: int) -> torch.Tensor:
     speed, scale = rope_speeds(stated, width, num_positions)
     angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * speed
@@ -64,7 +58,7 @@ def test_each_spelling_means_the_same(family, kind, more):
         config = parse_config(stating(family, keys), "folder")
         width = int(head_dim_of(config) * (0.5 if family == "llada2" else 1))
         expected = plain_table(config.to_dict() | keys, 300, width)
-        torch.testing.assert_close(table_of(config, 300), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(rope_table(config, 300, CPU), expected, atol=2e-5, rtol=0)
         assert (config.rope_theta, config.rope_parameters["rope_type"]) == (50_000.0, kind)
         assert config.longest_sequence == {"linear": 640, "dynamic": 768}.get(kind, 256)
         saved = json.loads(config.to_json_string()) | {"model_type": config.model_type}
@@ -130,7 +124,7 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
             with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 is not supported, only 1"):
                 parse_config(keys, "folder")
             continue
-        assert table_of(parse_config(keys, "folder"), 9).shape == (9, 4)
+        assert rope_table(parse_config(keys, "folder"), 9, CPU).shape == (9, 4)
         with pytest.raises(ValueError, match="rotary_dim=4, but partial_rotary_factor turns 8"):
             parse_config(config | {"rotary_dim": 4}, "folder")
 
