@@ -19,6 +19,8 @@ _BITS = 4
 """Bits of a threshold that a launch of the search finds: it tries 16."""
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """Last bits of a float32 that are zero if it is a number of the type."""
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+"""What a filter puts in the place of the logits that it leaves out."""
 
 
 @triton.jit
@@ -34,7 +36,6 @@ def _with_counter(key, counter):
 def _gumbel_max_kernel(
     logits, seeds, forwards, positions, scores, columns,
     vocab_size, row_stride, first_token, temperature, forbidden_token, per_split,
-    LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the best of one split of a row's vocabulary. ``scores`` and ``columns`` ``[rows, splits]``."""
@@ -50,7 +51,7 @@ def _gumbel_max_kernel(
         column = first + tl.arange(0, BLOCK)
         x = tl.load(logits + row * row_stride + column, mask=column < stop, other=-float("inf")).to(tl.float32)
         # A filter leaves most blocks nothing to draw.
-        if tl.max(x, 0) > LOWEST:
+        if tl.max(x, 0) > _LOWEST:
             key = _with_counter(row_key, first_token + column)
             uniform = ((key >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
             # In float32 the noise would lose its tail, and a sum of 30 could be off by a millionth.
@@ -76,7 +77,6 @@ def gumbel_max(logits, counters, first_token, temperature, forbidden_token):
     _gumbel_max_kernel[num_rows, num_splits](
         logits, *(counter.contiguous() for counter in counters), scores, columns,
         vocab_size, logits.stride(0), first_token, float(temperature), forbidden_token, per_split,
-        LOWEST=torch.finfo(torch.float32).min,
         BLOCK=block,
     )  # fmt: skip
     if num_splits == 1:
@@ -88,7 +88,7 @@ def gumbel_max(logits, counters, first_token, temperature, forbidden_token):
 @triton.jit
 def _divide_kernel(
     logits, filtered, floats, vocab_size, row_stride, temperature, forbidden_token,
-    LOWEST: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Logits at the temperature, and ``floats`` ``[rows, blocks, 4]``: the largest, the sum of exponentials, the best
     allowed one, its column."""
@@ -98,7 +98,7 @@ def _divide_kernel(
     x = tl.div_rn(x, temperature)
     tl.store(filtered + row * vocab_size + column, x, mask=column < vocab_size)
     # A block of −∞ weighs nothing.
-    highest = tl.maximum(tl.max(x, 0), LOWEST)
+    highest = tl.maximum(tl.max(x, 0), _LOWEST)
     best, where = tl.max(tl.where(column == forbidden_token, -float("inf"), x), 0, return_indices=True)
     floats += (row * tl.num_programs(1) + tl.program_id(1)) * 4
     tl.store(floats, highest)
@@ -184,7 +184,7 @@ def _search_kernel(
 def _filter_kernel(
     filtered, floats, keys, sums, equals, vocab_size, temperature, top_p, most, number,
     WITH_K: tl.constexpr, UNUSED_BITS: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
-    LOWEST: tl.constexpr, COUNT: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Count the logits equal to the threshold, ``equals`` ``[rows, blocks]``, or overwrite what is left out."""
     best_column, highest, limit, key, above = _searched(
@@ -205,7 +205,7 @@ def _filter_kernel(
         before = tl.sum(tl.load(equals + block, mask=block < tl.program_id(1), other=0), 0) + tl.cumsum(equal, 0) - 1
         exceeds = above + before * tl.exp(threshold - highest) > limit
         left_out = ((x < threshold) | ((equal > 0) & exceeds)) & (column != best_column)
-        tl.store(filtered, LOWEST, mask=left_out & (column < vocab_size))
+        tl.store(filtered, _LOWEST, mask=left_out & (column < vocab_size))
 
 
 def filtered_logits(logits, temperature, top_p, top_k, forbidden_token):
@@ -214,12 +214,12 @@ def filtered_logits(logits, temperature, top_p, top_k, forbidden_token):
     filtered = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
     if not num_rows:
         return filtered
-    block, lowest = min(_BLOCK, triton.next_power_of_2(vocab_size)), torch.finfo(torch.float32).min
+    block = min(_BLOCK, triton.next_power_of_2(vocab_size))
     grid = num_rows, triton.cdiv(vocab_size, block)
     floats = filtered.new_empty(*grid, 4)
     _divide_kernel[grid](
         logits, filtered, floats, vocab_size, logits.stride(0), float(temperature), forbidden_token,
-        LOWEST=lowest, BLOCK=block, num_warps=8,
+        BLOCK=block, num_warps=8,
     )  # fmt: skip
     if top_p >= 1 and not top_k:
         return filtered
@@ -239,6 +239,6 @@ def filtered_logits(logits, temperature, top_p, top_k, forbidden_token):
     for count in (True, False):
         _filter_kernel[grid](
             filtered, floats, keys, sums, equals, *settings, num_launches,
-            WITH_K=top_k > 0, LOWEST=lowest, COUNT=count, num_warps=8, **constants,
+            WITH_K=top_k > 0, COUNT=count, num_warps=8, **constants,
         )  # fmt: skip
     return filtered

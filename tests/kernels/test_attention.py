@@ -16,10 +16,9 @@ from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, paged_attention
 from dllm_engine.kernels.attention import attend_with_sdpa, choose_backend, choose_paged_flash
 from tests.kernels import checks
-from tests.kernels.checks import flash_stand_in, paged_case
+from tests.kernels.checks import TOLERANCE, error, flash_stand_in, paged_case
 from tests.support.engines import generate, runner_of, start_engine
 from tests.support.fake_cuda_graphs import record_steps
-from tests.support.kernels import TOLERANCE, error
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

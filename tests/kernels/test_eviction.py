@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices, voting_scores
-from tests.kernels.checks import attention, draw
-from tests.support.kernels import TOLERANCE, error
+from tests.kernels.checks import TOLERANCE, attention, draw, error
 
 
 def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels import noise
 from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
 from dllm_engine.kernels.token_statistics import token_statistics
-from tests.kernels.checks import FILTERS, check_filtered_logits, draw
-from tests.support.kernels import TOLERANCE
+from tests.kernels.checks import FILTERS, TOLERANCE, check_filtered_logits, draw
 
 
 def counters(*values: int) -> tuple[torch.Tensor, ...]:

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from dllm_engine.kernels.paged_attention import paged_attention
 from tests.kernels import checks
-from tests.kernels.checks import paged_case
-from tests.support.kernels import TOLERANCE, error
+from tests.kernels.checks import TOLERANCE, error, paged_case
 
 
 @st.composite

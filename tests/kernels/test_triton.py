@@ -18,7 +18,7 @@ from dllm_engine.kernels.noise import Counters
 from dllm_engine.kernels.triton import noise, paged_attention
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
-from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
+from tests.kernels.checks import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
 
 KERNEL_CASES = cases.BY_HEADS | cases.OTHERS
 SHARED_MEMORY = {90: 227 << 10, 86: 99 << 10}
