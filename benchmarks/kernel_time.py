@@ -60,7 +60,6 @@ def arguments(case: Case, device: str, dtype: torch.dtype) -> dict[str, Any]:
     sizes = Sizes(case.heads, case.kv_heads, HEAD_DIM, hidden_size=0, vocab_size=0, page_size=PAGE_SIZE)
     draw, rows = Draw(sizes, dtype, dtype, device), [case.rows] * case.requests
     q, k, v, cu_seqlens, tokens = paged_case(draw, rows, [lengths] * case.requests, case.packed)
-    tokens = tokens._replace(max_head_len=max(lengths))
     call = {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "tokens": tokens}
     return call | {"attend_fresh": case.attend_fresh, "max_seqlen": case.rows}
 

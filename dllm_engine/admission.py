@@ -9,7 +9,6 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
@@ -66,7 +65,7 @@ def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_conf
     """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a request cannot be served."""
     model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
     hf_config, max_model_len = model_config.hf_config, model_config.max_model_len
-    family = family_of(hf_config)
+    family = hf_config.family
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
             raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")

@@ -12,7 +12,7 @@ from dllm_engine import families
 from dllm_engine.demo import model_path
 from dllm_engine.families import ModelFamily
 from dllm_engine.model_executor.loading.files import check_files
-from dllm_engine.model_executor.models.family_keys import SCHEMAS
+from dllm_engine.model_executor.models.config_keys import SCHEMAS
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:

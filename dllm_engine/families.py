@@ -86,6 +86,33 @@ LLADA2_NAMES = replace(
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of a mixture of experts."""
+
+    num_experts: int
+    top_k: int
+    """Experts that compute a row."""
+    intermediate_size: int
+    """Width of each expert."""
+    shared_intermediate_size: int = 0
+    """Width of the expert that computes every row; 0: there is none."""
+    has_bias: bool = False
+    """True if a bias is added to the router's probabilities."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain MLP instead."""
+    renormalize: bool = False
+    """True if the weights of a row from the softmax of the router's logits are divided by their sum."""
+    num_groups: int = 0
+    """Groups that experts are chosen by, from the sigmoid of the router's logits (LLaDA2); 0: all are one group."""
+    num_kept: int = 0
+    """Groups that a row's experts come from."""
+    scale: float = 1.0
+    """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
+    capacity: int = 0
+    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
+
+
+@dataclass(frozen=True)
 class ModelFamily:
     """What all checkpoints of one architecture share."""
 
@@ -104,14 +131,14 @@ class ModelFamily:
     """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of ``p``."""
     default_unmasking: str = "low_confidence"
     default_block_length: int | None = 32
-    """None: the whole response is one block. Where attention goes by blocks, ``family_of`` takes it from the config."""
+    """None: the whole response is one block. Where attention goes by blocks, a config has its own."""
     attention: Attention = "full"
     whole_blocks: bool = True
     """Where attention goes by blocks: True if the last one is decoded whole, steps of a block are counted as of a whole
     one, and a confidence of ``threshold`` itself is not enough (SDAR's loop, not Stable-DiffCoder's)."""
     experts_by_block: bool = False
-    """True if the rows of a block of ``default_block_length`` share experts, so that blocks have no other length.
-    ``family_of`` takes it from the config."""
+    """True if the rows of a block of ``default_block_length`` share experts, so that blocks have no other length; by
+    the config."""
     strict_entropy_threshold: bool = False
     """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
     for Dream."""
@@ -336,42 +363,12 @@ FAMILIES: dict[str, ModelFamily] = {
 }
 
 
-def find_family(model_type: object, architectures: object) -> ModelFamily | None:
-    """The family that a config states: of those of its ``model_type`` the one that ``architectures`` lists, else the
-    first; None where there is none of the type. Llama's type is others' as well, so its family must be listed."""
-    candidates = [family for family in FAMILIES.values() if family.model_type == model_type]
-    listed = architectures if isinstance(architectures, list) else []
-    first = candidates[0] if candidates and model_type != "llama" else None
-    return next((family for family in candidates if family.architecture in listed), first)
-
-
-def family_of(hf_config: object) -> ModelFamily:
-    """The family of a checkpoint's config, with the config's own block length where attention goes by blocks.
-
-    Raises ``ValueError`` naming the supported families.
-    """
-    model_type = getattr(hf_config, "model_type", None)
-    family = find_family(model_type, getattr(hf_config, "architectures", None))
-    if family is None:
-        supported = ", ".join(sorted({family.model_type for family in FAMILIES.values()}))
-        raise ValueError(
-            f"model_type={model_type!r} is not a supported diffusion language model; supported: {supported}"
-        )
-    if family.attention == "full":
-        return family
-    return replace(
-        family,
-        default_block_length=hf_config.block_size,  # type: ignore[attr-defined]
-        experts_by_block=bool(getattr(hf_config, "expert_capacity", 0)),
-    )
-
-
-def released_defaults(hf_config: object) -> Mapping[str, Any]:
+def released_defaults(hf_config: Any) -> Mapping[str, Any]:
     """Request defaults of a released checkpoint by its name on the Hub, also where it lies in the Hub's cache."""
     source = str(getattr(hf_config, "name_or_path", ""))
     cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", source)
     name = f"{cached[1]}/{cached[2]}" if cached else source
-    return family_of(hf_config).released_defaults.get(name, {})
+    return hf_config.family.released_defaults.get(name, {})
 
 
 def barred_tokens(hf_config: object) -> list[int]:

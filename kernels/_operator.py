@@ -10,18 +10,20 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """Calls the body for the device of its first argument."""
+    """Calls the body for the device of its first argument. It decorates the one for CPUs."""
 
-    def __init__(self, cpu: Callable[_P, _R], path: str) -> None:
+    def __init__(self, cpu: Callable[_P, _R]) -> None:
         self.__doc__ = cpu.__doc__
-        self.name = path.partition(":")[2]
-        self.cpu, self._path = cpu, path
+        self.name = cpu.__name__.lstrip("_")
+        self.cpu = cpu
 
     @cached_property
     def triton(self) -> Callable[..., _R]:
-        """The body for CUDA devices, imported on first use: a CPU installation may lack Triton."""
+        """The body for CUDA devices, of the same name and arguments, in the module of the same name in ``triton/``;
+        imported on first use, because a CPU installation may lack Triton."""
+        module = self.cpu.__module__.replace(".kernels.", ".kernels.triton.")
         try:
-            launch: Callable[..., _R] = pkgutil.resolve_name(f"dllm_engine.kernels.triton.{self._path}")
+            launch: Callable[..., _R] = pkgutil.resolve_name(f"{module}:{self.name}")
         except ModuleNotFoundError as error:
             raise ImportError("the CUDA kernels need Triton: pip install triton") from error
         return launch
@@ -29,13 +31,3 @@ class Operator(Generic[_P, _R]):
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         first: Any = args[0]
         return (self.triton if first.is_cuda else self.cpu)(*args, **kwargs)
-
-
-def operator(path: str) -> Callable[[Callable[_P, _R]], Operator[_P, _R]]:
-    """Make an operator from its body for CPUs.
-
-    Args:
-        path: the body for CUDA devices, ``module:function`` in ``triton/``. It takes the same arguments; those beyond
-            them have defaults.
-    """
-    return lambda cpu: Operator(cpu, path)

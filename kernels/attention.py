@@ -26,25 +26,16 @@ def attend_with_sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
     """One call per run of neighbouring sequences of equal length."""
-    out = torch.empty_like(q)
-    for start, length, count in _equal_runs(bounds):
-        rows = slice(start, start + length * count)
-        queries, keys, values = (x[rows].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
-        out[rows] = attended.transpose(1, 2).flatten(0, 1)
-    return out
-
-
-def _equal_runs(bounds: list[int]) -> list[tuple[int, int, int]]:
-    """(first row, length, number of sequences) of each run of neighbouring sequences of equal length."""
-    runs = []
-    start = 0
-    for length, group in itertools.groupby(stop - start for start, stop in itertools.pairwise(bounds)):
-        count = len(list(group))
+    out, start = torch.empty_like(q), 0
+    for length, run in itertools.groupby(last - first for first, last in itertools.pairwise(bounds)):
+        count = len(list(run))
+        rows = slice(start, start + count * length)
+        start = rows.stop
         if length:
-            runs.append((start, length, count))
-        start += length * count
-    return runs
+            queries, keys, values = (x[rows].unflatten(0, (count, -1)).transpose(1, 2) for x in (q, k, v))
+            attended = F.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+            out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
 
 
 _attend: DenseAttention = attend_with_sdpa
@@ -64,17 +55,15 @@ def reads_bounds_on_device() -> bool:
 def bidirectional_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
-    """Attend within each sequence.
+    """Attend within each sequence, from ``q`` ``[num_rows, num_heads, head_dim]`` to ``k`` and ``v``
+    ``[num_rows, num_kv_heads, head_dim]``; the result is like ``q``.
+
+    PyTorch's attention takes one call per run of sequences of equal length, so callers that sort a batch by length pay
+    for each length once.
 
     Args:
-        q: ``[num_rows, num_heads, head_dim]``.
-        k, v: ``[num_rows, num_kv_heads, head_dim]``.
         bounds: first row of each sequence and, last, ``num_rows``.
         cu_seqlens: the same on the device, int32.
-
-    Returns:
-        ``[num_rows, num_heads, head_dim]``. PyTorch's attention takes one call per run of sequences of equal length,
-        so callers that sort a batch by length pay for each length once.
     """
     if not q.shape[0]:
         return torch.empty_like(q)
@@ -90,14 +79,13 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         logger.info("Dense attention: sdpa")
         return attend_with_sdpa
     try:
-        version = flash_version(device, dtype, head_dim)
+        flash, _ = flash_attention(device, dtype, head_dim)
     except ValueError as error:
         if name != "auto":
             raise ValueError(f"dense_attention={name!r} {error}; leave it at 'auto'") from error
         logger.info("Dense attention: sdpa, because flash %s", error)
         return attend_with_sdpa
     logger.info("Dense attention: flash")
-    flash = _flash_attention(version)
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
@@ -110,30 +98,24 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     return attend
 
 
-def flash_version(device: torch.device, dtype: torch.dtype, head_dim: int) -> int:
-    """The version of FlashAttention that vLLM takes for this GPU. Raises ``ValueError`` if there is none."""
+def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Callable[..., torch.Tensor], int]:
+    """FlashAttention as vLLM takes it for this GPU, and its version. Raises ``ValueError`` if there is none."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
     if head_dim % 8 or head_dim > 256:
         raise ValueError(f"needs heads of a multiple of 8 and at most 256 numbers, here {head_dim}")
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+    from vllm.v1.attention.backends import fa_utils
 
-    version = get_flash_attn_version(head_size=head_dim)
+    version = fa_utils.get_flash_attn_version(head_size=head_dim)
     if version is None:
         raise ValueError("needs a GPU that vLLM's FlashAttention is built for (compute capability 8.0 or later)")
-    return version
-
-
-def _flash_attention(version: int) -> Callable[..., torch.Tensor]:
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
-
-    return partial(flash_attn_varlen_func, causal=False, fa_version=version)
+    return partial(fa_utils.flash_attn_varlen_func, causal=False, fa_version=version), version
 
 
 def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> PagedFlash | None:
     """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
     try:
-        version = flash_version(device, dtype, head_dim)
+        flash, version = flash_attention(device, dtype, head_dim)
         if version not in (2, 3):
             raise ValueError(f"needs FlashAttention 2 or 3, and vLLM takes {version} for this GPU")
         if page_size % 16:
@@ -146,7 +128,6 @@ def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, 
         logger.info("Attention to pages: own kernel, because flash %s", error)
         return None
     logger.info("Attention to pages: flash %d where it applies, else own kernel", version)
-    flash = _flash_attention(version)
 
     def attend(q: torch.Tensor, cu_seqlens: torch.Tensor, tokens: PagedTokens, max_seqlen: int) -> torch.Tensor:
         num_kv_heads = tokens.head_len.shape[1]

@@ -13,10 +13,11 @@ Before that, top-p and top-k may leave the likeliest tokens alone.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -25,6 +26,14 @@ NO_TOKEN = -1
 """Token id of draws that belong to a position rather than to a token."""
 _NUMBERS_AT_ONCE = 1 << 22
 """Drawn at once by the plain kernel: 32 MiB for each step of the hash."""
+
+
+class Counters(NamedTuple):
+    """Counters of each row's random numbers, int64 ``[num_rows]`` each."""
+
+    seeds: torch.Tensor
+    forwards: torch.Tensor
+    positions: torch.Tensor
 
 
 def signed_seed(seed: int) -> int:
@@ -62,59 +71,47 @@ def gumbel_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def noisy_logits(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    forwards: torch.Tensor,
-    positions: torch.Tensor,
-    first_token: int,
-    temperature: float,
+    logits: torch.Tensor, counters: Counters, first_token: int, temperature: float
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
     token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
     for start in range(0, logits.shape[0], num_rows):
         rows = slice(start, start + num_rows)
-        numbers = uniform(seeds[rows, None], forwards[rows, None], positions[rows, None], token_ids)
-        yield rows, gumbel_of(numbers).add_(logits[rows].float() / temperature)
+        seeds, forwards, positions = (counter[rows, None] for counter in counters)
+        yield rows, gumbel_of(uniform(seeds, forwards, positions, token_ids)).add_(logits[rows].float() / temperature)
 
 
-@operator("noise:gumbel_max")
+@Operator
 def gumbel_max(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    forwards: torch.Tensor,
-    positions: torch.Tensor,
-    first_token: int,
-    temperature: float,
-    forbidden_token: int,
+    logits: torch.Tensor, counters: Counters, first_token: int, temperature: float, forbidden_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A token for each row, drawn from the softmax of its logits at a temperature.
+    """A token for each row, drawn from the softmax of its logits at a temperature: what it won with, float64
+    ``[num_rows]`` (the best of several shards is the draw of all), and its column, int64 ``[num_rows]``.
 
     Args:
         logits: of a shard of the vocabulary, ``[num_rows, vocab_size]``, float32, float16 or bfloat16. Divided by the
             temperature in float32; the noise is added in float64.
-        seeds, forwards, positions: the counters of each row, int64 ``[num_rows]``.
         first_token: token id of the shard's first column.
         temperature: above 0.
         forbidden_token: column that is never drawn, such as the mask's; −1 for none.
-
-    Returns:
-        score: float64 ``[num_rows]``, what the drawn token won with; the best of several shards is the draw of all.
-        column: int64 ``[num_rows]``.
     """
-    best, column = torch.empty_like(seeds, dtype=torch.float64), torch.empty_like(seeds)
-    for rows, scores in noisy_logits(logits, seeds, forwards, positions, first_token, temperature):
+    column = torch.empty_like(counters.seeds)
+    best = torch.empty_like(column, dtype=torch.float64)
+    for rows, scores in noisy_logits(logits, counters, first_token, temperature):
         if forbidden_token >= 0:
             scores[:, forbidden_token] = -torch.inf
         best[rows], column[rows] = scores.max(dim=-1)
     return best, column
 
 
-@operator("filters:filtered_logits")
+@Operator
 def filtered_logits(
     logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
 ) -> torch.Tensor:
-    """Logits at a temperature, the lowest finite number where top-p, then top-k, leaves a token out (Dream's order).
+    """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite number where top-p, then top-k,
+    leaves a token out (Dream's order). Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is left
+    out of them is not defined.
 
     Top-p takes tokens by descending probability, of equal ones those of lower ids first, while those taken before sum
     to at most ``top_p``: the token that crosses it is in. Top-k takes all tokens that are as likely as the k-th. Where
@@ -129,10 +126,6 @@ def filtered_logits(
         top_p: above 0; from 1 on it leaves nothing out.
         top_k: 0 leaves nothing out.
         forbidden_token: column that is never drawn, such as the mask's, and counts all the same; −1 for none.
-
-    Returns:
-        float32 ``[num_rows, vocab_size]``. Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is
-        left out of them is not defined.
     """
     logits = unfiltered = logits.float() / temperature
     lowest = torch.finfo(logits.dtype).min

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 
 class PagedTokens(NamedTuple):
@@ -43,9 +43,9 @@ class PagedTokens(NamedTuple):
     """int32 ``[num_requests]``"""
     head_len: torch.Tensor
     """int32 ``[num_requests, num_kv_heads]``"""
-    max_head_len: int | None = None
-    """An upper bound of ``head_len`` that is known on the host. A CUDA launch needs it, and without it waits for the
-    device to tell. It only decides how finely the work is split: a captured launch stays correct for longer heads."""
+    max_head_len: int
+    """An upper bound of ``head_len``, known on the host. It only decides how finely a CUDA launch splits the work: a
+    captured one stays correct for longer heads."""
     token_lens: torch.Tensor | None = None
     """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is token-major: then all its heads
     have so many. None: either layout."""
@@ -67,15 +67,15 @@ def paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_seqlens: torch.Tensor | Sequence[int],
+    cu_seqlens: torch.Tensor,
     tokens: PagedTokens | None,
     *,
     attend_fresh: bool,
+    max_seqlen: int,
     limits: torch.Tensor | None = None,
-    max_seqlen: int | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from each request's rows to its tokens in pages.
+    """Attend from each request's rows to its tokens in pages; the result is like ``q``.
 
     Args:
         q: ``[num_rows, num_heads, head_dim]``.
@@ -84,42 +84,26 @@ def paged_attention(
             rows behind these are undefined.
         tokens: what requests have in pages; None: nothing.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages alone.
+        max_seqlen: an upper bound of the rows per request. A captured launch stays correct for all tables within it.
         limits: how many of its request's keys each row sees, int32 ``[num_rows]``: of the tokens in pages, and with
             ``attend_fresh`` of the request's rows behind them. It may be more than there are. None: all of them.
-        max_seqlen: an upper bound of the rows per request. A CUDA launch needs it, and without it waits for the device
-            to tell. A captured launch stays correct for all tables within this bound.
         lse: where to write the logarithm of each softmax's denominator; contiguous float32 ``[num_rows, num_heads]``.
-
-    Returns:
-        ``[num_rows, num_heads, head_dim]``.
     """
-    if not isinstance(cu_seqlens, torch.Tensor):
-        if max_seqlen is None:
-            max_seqlen = max((stop - start for start, stop in itertools.pairwise(cu_seqlens)), default=0)
-        cu_seqlens = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
     tokens = _nothing(k, cu_seqlens.shape[0] - 1) if tokens is None else tokens
-    if (
-        _flash is not None
-        and not attend_fresh
-        and limits is None
-        and lse is None
-        and max_seqlen is not None
-        and tokens.token_lens is not None
-    ):
-        return _flash(q, cu_seqlens, tokens, max_seqlen)
-    return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
+    beyond_flash = attend_fresh or limits is not None or lse is not None or tokens.token_lens is None
+    if _flash is None or beyond_flash:
+        return _paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen)
+    return _flash(q, cu_seqlens, tokens, max_seqlen)
 
 
 def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: Sequence[int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bidirectional attention within each sequence, and the logarithm of each softmax's denominator.
-
-    Arguments as of ``bidirectional_attention``; returns ``[num_rows, num_heads, head_dim]`` and float32
-    ``[num_rows, num_heads]``.
-    """
+    """``bidirectional_attention``, and each softmax's denominator as a logarithm, float32 ``[num_rows, num_heads]``."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, lse=lse), lse
+    longest = max(stop - start for start, stop in itertools.pairwise(bounds))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=q.device)
+    return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, max_seqlen=longest, lse=lse), lse
 
 
 def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
@@ -131,7 +115,7 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     )
 
 
-@operator("paged_attention:paged_attention")
+@Operator
 def _paged_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -141,7 +125,7 @@ def _paged_attention(
     limits: torch.Tensor | None,
     lse: torch.Tensor | None,
     attend_fresh: bool,
-    max_seqlen: int | None,
+    max_seqlen: int,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for request, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):

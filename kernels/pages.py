@@ -15,10 +15,10 @@ int64 ``[num_rows]``; ``hidden`` and ``values`` ``[num_rows, width]``.
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 
-@operator("pages:write_kv")
+@Operator
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor
 ) -> None:
@@ -48,7 +48,7 @@ def feature_rows(memory: torch.Tensor, width: int) -> torch.Tensor:
     return memory.as_strided((num_pages, page_elements // width, width), (page_elements, width, 1))
 
 
-@operator("pages:add_features")
+@Operator
 def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Add to each row of ``hidden``, which is contiguous, the row of features in its slot, without converting to
     float32."""
@@ -56,14 +56,14 @@ def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) 
     hidden.index_add_(0, kept, rows[page_places(slots[kept], rows)])
 
 
-@operator("pages:write_features")
+@Operator
 def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
     """Write ``values[i]`` to row slot ``slots[i]``. No slot may be named twice."""
     kept = slots >= 0
     rows[page_places(slots[kept], rows)] = values[kept]
 
 
-@operator("pages:read_features")
+@Operator
 def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """The rows of features in ``slots``, ``[num_rows, width]`` in the type of ``rows``; −1 reads as zeros."""
     kept = slots >= 0

@@ -11,7 +11,7 @@ In bfloat16, phases would be off by whole radians at positions in the thousands,
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 
 def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -24,7 +24,7 @@ def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: f
     return torch.cat((angles.cos(), angles.sin()), dim=-1) * scale
 
 
-@operator("rotary:rotate_")
+@Operator
 def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.pages import page_places
 
 EPS = 1e-8
@@ -22,10 +22,10 @@ ROUNDING = 1e-6
 """Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
 
 
-@operator("similarity:replace_and_compare")
+@Operator
 def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Replace retained values by fresh ones. Return the three sums that ``SIMILARITIES`` need of each row, over the
-    heads of this rank.
+    """Replace retained values by fresh ones. Return the sums that ``SIMILARITIES`` need of each row, over the heads of
+    this rank: Σ fresh · retained, Σ fresh², Σ retained², float32 ``[3, num_rows]``.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
@@ -33,9 +33,6 @@ def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.T
         slots: the physical slot ``page · slots_per_page + offset`` of the value retained for each row and KV head;
             int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums; it is
             written nowhere, or to page 0, which is no request's. No other slot may be named twice.
-
-    Returns:
-        Σ fresh · retained, Σ fresh², Σ retained²: float32 ``[3, num_rows]``.
     """
     kept = (slots >= 0)[..., None]
     places = page_places(slots, pages)
@@ -68,18 +65,13 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cos
 """By the names of dLLM-Cache's metrics (appendix A.5)."""
 
 
-@operator("similarity:least_similar")
+@Operator
 def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
-    """The rows to compute again.
+    """The rows to compute again, int64 ``[batch, count]``, the least similar first, from float32 sums
+    ``[3, batch, num_rows]``; ``metric`` names one of ``SIMILARITIES``.
 
-    Args:
-        sums: float32 ``[3, batch, num_rows]``.
-        metric: name in ``SIMILARITIES``.
-        count: how many rows of each member of the batch. Ties go to the first row. Rows that differ from 1 by rounding
-            alone are ties: matrix products of different shapes give an unchanged row different last bits.
-
-    Returns:
-        int64 ``[batch, count]``, the least similar first.
+    Ties go to the first row. Rows that differ from 1 by rounding alone are ties: matrix products of different shapes
+    give an unchanged row different last bits.
     """
     alike = SIMILARITIES[metric](sums).clamp(max=1 - ROUNDING)
     return alike.sort(stable=True).indices[..., :count]

@@ -18,12 +18,12 @@ w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entr
 
 import torch
 
-from dllm_engine.kernels._operator import operator
+from dllm_engine.kernels._operator import Operator
 
 _ENTROPY_EPS = 1e-10
 
 
-@operator("token_statistics:token_statistics")
+@Operator
 def token_statistics(
     logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

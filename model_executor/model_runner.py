@@ -17,7 +17,6 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from dllm_engine.families import family_of
 from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
@@ -62,7 +61,7 @@ class DiffusionModelRunner:
         heads = device, self.model_config.dtype, self.model_config.get_head_size()
         use_dense_backend(choose_backend(self.options.dense_attention, *heads))
         use_paged_flash(choose_paged_flash(*heads, self.options.page_size))
-        self.family = family_of(self.model_config.hf_config)
+        self.family = self.model_config.hf_config.family
         self.geometry = self.options.geometry(
             self.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
         )

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from dllm_engine.kernels.noise import Counters
 from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
-from dllm_engine.model_executor.token_prediction import GREEDY, Counters, SamplingSettings, head_chunks
+from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, head_chunks
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import filtered_logits, gumbel_max, noisy_logits
+from dllm_engine.kernels.noise import Counters, filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
@@ -60,14 +60,6 @@ class SamplingSettings:
 
 
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
-
-
-class Counters(NamedTuple):
-    """Counters of each row's random numbers, int64 ``[num_rows]`` each."""
-
-    seeds: torch.Tensor
-    forwards: torch.Tensor
-    positions: torch.Tensor
 
 
 def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows: int = LEAST_ROWS) -> list[slice]:
@@ -211,7 +203,7 @@ class _Chunk:
                 left_out = self.logits.float() / self.settings.temperature - FILTERED_OUT
                 kept = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out)
             scores = torch.empty_like(self.logits, dtype=torch.float32)
-            for rows, noisy in noisy_logits(kept, *self.counters, self.first_token, temperature):
+            for rows, noisy in noisy_logits(kept, self.counters, self.first_token, temperature):
                 scores[rows] = noisy
         if self.options is None:
             return scores
@@ -249,7 +241,7 @@ class _Chunk:
         elif self.settings.temperature > 0:
             assert self.counters is not None
             drawn_from, temperature = self.drawn_from
-            best, column = gumbel_max(drawn_from, *self.counters, self.first_token, temperature, mask_column)
+            best, column = gumbel_max(drawn_from, self.counters, self.first_token, temperature, mask_column)
         elif measured is not unchanged:
             column, best = token_statistics(unchanged, mask_column, False, False)[:2]
         if best is not token_logit:

@@ -22,7 +22,6 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
@@ -56,7 +55,7 @@ class RequestQueue(SchedulerInterface):
         log_stats: bool = False,
     ) -> None:
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        self.family = family_of(vllm_config.model_config.hf_config)
+        self.family = vllm_config.model_config.hf_config.family
         self.hf_config = vllm_config.model_config.hf_config
         scheduling = vllm_config.scheduler_config
         self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs

@@ -140,8 +140,7 @@ def checkpoint(family: str, **config: Any) -> Any:
 
     @pytest.fixture(scope="session", name=f"tiny_{family}")
     def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        write = getattr(tiny_checkpoints, f"write_{family}")
-        return write(tmp_path_factory.mktemp(family.replace("_", "-")), **config)
+        return tiny_checkpoints.write(family, tmp_path_factory.mktemp(family.replace("_", "-")), **config)
 
     return written
 

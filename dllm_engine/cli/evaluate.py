@@ -24,7 +24,6 @@ from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
@@ -147,7 +146,7 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
 
     methods = split_names(args.methods or "none")
     if methods == ["all"]:
-        methods = methods_for(family_of(load_config(args.model)).attention)
+        methods = methods_for(load_config(args.model).family.attention)
     made = []
     for method, options in (chosen for text in methods for chosen in parse_method(text)):
         for rule in split_names(args.unmasking_rules or "one"):

@@ -52,11 +52,10 @@ MAX_ASKED = 4
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt with its only correct answer, and the parts of the answer in order."""
+    """One prompt with its only correct answer."""
 
     prompt: str
     answer: str
-    items: tuple[str, ...]
 
 
 def make_examples(
@@ -80,8 +79,7 @@ def make_examples(
         raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")
     if task == "chat":
-        lines = [rng.choice(CHAT_LINES) for _ in range(count)]
-        return [Example(prompt, answer, (answer,)) for prompt, answer in lines]
+        return [Example(*rng.choice(CHAT_LINES)) for _ in range(count)]
     high = MAX_PAIRS[task] if max_pairs is None else max_pairs
     low = min(2, high) if min_pairs is None else min_pairs
     if task in LIST_TASKS:
@@ -93,8 +91,7 @@ def _list_example(task: str, rng: random.Random, num_words: int, filler: float) 
     words = rng.sample([*NAMES, *CITIES], num_words)
     instruction = f"{task.capitalize()}: {' '.join(words)}"
     prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
-    items = tuple(reversed(words)) if task == "reverse" else tuple(words)
-    return Example(prompt, " ".join(items), items)
+    return Example(prompt, " ".join(reversed(words) if task == "reverse" else words))
 
 
 def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | None, filler: float) -> Example:
@@ -108,7 +105,7 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
 
     num_asked = rng.randint(1, min(MAX_ASKED, num_pairs)) if asked is None else asked
     chosen = rng.sample(range(num_pairs), num_asked)
-    items = tuple(statements[index] for index in chosen)
+    items = [statements[index] for index in chosen]
     wanted = ", ".join(subjects[index] for index in chosen)
     if task == "facts":
         question = f"Where {'does' if num_asked == 1 else 'do'} {wanted} live?"
@@ -120,7 +117,7 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
     sentences = [f"{statement}." for statement in statements]
     for sentence in _filler_sentences(rng, " ".join([*sentences, question]), filler):
         sentences.insert(rng.randint(0, len(sentences)), sentence)
-    return Example(" ".join([*sentences, question]), answer, items)
+    return Example(" ".join([*sentences, question]), answer)
 
 
 def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.harness import HarnessTask
-from dllm_engine.families import ModelFamily, family_of
+from dllm_engine.families import ModelFamily
 from dllm_engine.text import choices
 
 _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -86,6 +86,6 @@ def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTa
 
 def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
     """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
-    family, is_base = family_of(load_config(model)), "base" in model.lower()
+    family, is_base = load_config(model).family, "base" in model.lower()
     rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
     return [harness_task(row, model, is_base=is_base) for row in rows]

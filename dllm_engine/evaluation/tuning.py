@@ -13,7 +13,6 @@ from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task, mean_and_error
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS
@@ -92,7 +91,7 @@ def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options]
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
     config = load_config(model)
-    family = family_of(config)
+    family = config.family
     options = {}
     for method in methods or methods_for(family.attention):
         own = EngineOptions.parse({"cache_method": method}).with_paper_settings(model, family).cache

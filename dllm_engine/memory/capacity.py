@@ -11,7 +11,6 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
-from dllm_engine.families import family_of
 from dllm_engine.memory.weights import QUANTIZATIONS, Quantization, activation_bytes, weight_bytes
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
@@ -102,7 +101,7 @@ def plan(d: Deployment) -> Sizing:
     import torch
 
     config = load_config(d.model)
-    family, tp = family_of(config), d.tensor_parallel_size
+    family, tp = config.family, d.tensor_parallel_size
     longest = canvas_limit(config, d.prompt, d.response, d.block_length, d.max_model_len)
     if (heads := config.num_attention_heads) % tp:
         raise ValueError(f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads")
@@ -172,7 +171,7 @@ def request_demand(
     defaults = {name: value for name, value in checkpoint_section(config).items() if name == "block_length"}
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
-    spec = resolve_decoding(params, d.prompt, family_of(config), with_defaults)
+    spec = resolve_decoding(params, d.prompt, config.family, with_defaults)
     num_pages = pages_of_pool(room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes)
     pages = method.page_demand(spec, geometry)
     longest = method.longest_demand(options.cache, geometry, d.max_model_len)
@@ -203,7 +202,7 @@ def canvas_limit(config: Any, prompt: int, response: int, block_length: int | No
     """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` where it is too
     short for that, or too long for the model."""
     canvas, most = prompt + response, config.longest_sequence
-    if attention_block := family_of(config).attention_block:
+    if attention_block := config.family.attention_block:
         canvas += -canvas % (block_length or attention_block)
     elif block_length is not None and not 1 <= block_length <= response:
         raise ValueError(f"--block-length {block_length} is out of range: 1 … {response} (--response)")

@@ -8,7 +8,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.families import barred_tokens, family_of
+from dllm_engine.families import barred_tokens
 from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_safetensors
@@ -94,7 +94,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         scheduler.enable_chunked_prefill &= options.method.shortened is not None
         # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
-        num_rows = family_of(model_config.hf_config).longest_canvas(longest)
+        num_rows = model_config.hf_config.family.longest_canvas(longest)
         if (limit := scheduler.max_num_scheduled_tokens) is not None:
             if limit < num_rows:
                 raise ValueError(
@@ -110,7 +110,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 
             parallel.distributed_executor_backend = RayCPUExecutor
         # A page may end within a block, whose rows must not be fed in parts where they share experts.
-        shares = options.method.keeps_for_good and not family_of(model_config.hf_config).experts_by_block
+        shares = options.method.keeps_for_good and not model_config.hf_config.family.experts_by_block
         vllm_config.cache_config.enable_prefix_caching &= shares
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
@@ -171,7 +171,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
-    family = family_of(model_config.hf_config)
+    family = model_config.hf_config.family
     check_attention(RequestOptions.model_validate(defaults), family)
     if barred_tokens(model_config.hf_config):
         logger.warning_once(
@@ -203,7 +203,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
 
 def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: "ModelConfig") -> None:
     """Say which cache options are taken where papers have others for other models, and the name does not tell."""
-    family, model = family_of(model_config.hf_config), model_config.model
+    family, model = model_config.hf_config.family, model_config.model
     told, settings = options.method.settings_for(model, family)
     guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
     if guessed and not told:

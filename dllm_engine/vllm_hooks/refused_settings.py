@@ -4,7 +4,6 @@ import reprlib
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def _is_honoured(name: str, config: "VllmConfig") -> bool:
         case "scheduler_cls":
             return config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
         case "watermark":
-            return options.with_paper_settings(model.model, family_of(model.hf_config)).method.keeps_for_good
+            return options.with_paper_settings(model.model, model.hf_config.family).method.keeps_for_good
         case "block_size":
             return not cache.user_specified_block_size or cache.block_size == options.page_size
         case "cache_dtype":  # a quantized checkpoint may state another default

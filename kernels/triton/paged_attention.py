@@ -8,7 +8,6 @@ import torch
 
 import triton
 import triton.language as tl
-from dllm_engine.kernels.paged_attention import PagedTokens
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST_KEYS = 128
@@ -31,13 +30,11 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for any number of rows.
+    """Tiles for any number of rows, so that blocks of all sizes share one compiled kernel.
 
-    Few rows read for longer than they compute, so what counts is that the next keys arrive meanwhile: two programs of
-    64 KiB of keys and values each fit a multiprocessor of 2022, four times what keeps its memory busy. 64 pairs are
-    the fewest of a Hopper's matrix product, which spares it the exchange between warps that fewer would take; so blocks
-    of any number of rows share one compiled kernel. On an H200, of nine tiles it is the fastest for 8 and for 64
-    requests of 32 rows, and takes 1.03 to 1.2 times as long as the fastest for a single request of 512, 32 or 4 rows.
+    Few rows read for longer than they compute: two programs of 64 KiB of keys and values each fit a multiprocessor of
+    2022, four times what keeps its memory busy, and 64 pairs are the fewest of a Hopper's matrix product. On an H200,
+    none of nine tiles is faster for 8 or 64 requests of 32 rows; single requests take up to 1.2 times the fastest.
     """
     if dtype == torch.float32:
         # Four warps would spill what they accumulate.
@@ -221,19 +218,13 @@ def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, wei
         tl.store(lse, tl.where(empty, -float("inf"), (highest + tl.log2(total)) / LOG2_E), mask=in_range)
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    tokens: PagedTokens,
-    limits: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    attend_fresh: bool,
-    max_seqlen: int | None,
-    num_splits: int | None = None,
-) -> torch.Tensor:
-    """``num_splits``: the most programs that share the keys of a row (None: as many as fill the device)."""
+_compiled: dict[tuple[object, ...], Any] = {}
+"""Compiled kernels, by all that tells them apart: ``_attention_kernel[grid](...)`` finds out in each call which one
+fits the types, alignments and values of its arguments. For a kernel of 30 arguments this takes the host 50 µs, longer
+than a small one runs."""
+
+
+def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len, _ = tokens
     num_requests, num_kv_heads = head_len.shape
@@ -244,35 +235,46 @@ def paged_attention(
         assert numbers.is_contiguous()
     if not num_requests or not num_rows:
         return out
-    if max_seqlen is None:
-        max_seqlen = int(cu_seqlens.diff().max())
-    if max_head_len is None:
-        max_head_len = int(head_len.max())
     q, q_row = _rows(q, head_dim)
     k, k_row = _rows(k, head_dim)
     v, v_row = _rows(v, head_dim)
     sharing = num_heads // num_kv_heads
     tiles = choose_tiles(head_dim, q.dtype)
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
-    if num_splits is None:
-        num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
-        num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
-    num_programs = num_requests * num_blocks * num_kv_heads * num_splits
+    num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
+    num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
+    grid = num_requests * num_blocks, num_kv_heads, num_splits
     # The results of programs that share keys; of others nothing.
-    num_parts = num_programs * tiles.block_q if num_splits > 1 else 0
+    num_parts = math.prod(grid) * tiles.block_q if num_splits > 1 else 0
     parts = q.new_empty(num_parts * (head_dim + 1), dtype=torch.float32)
-    launch = _launch(
-        num_heads, num_kv_heads, head_dim, k_pages.shape[1], attend_fresh, limits is not None, lse is not None,
-        tiles, q.dtype, q.device, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16, k_pages.data_ptr() % 16,
-        v_pages.data_ptr() % 16,
-    )  # fmt: skip
-    launch(
-        _attention_kernel, (num_requests * num_blocks, num_kv_heads, num_splits),
+    arguments = (
         q, k, v, cu_seqlens, cu_seqlens if limits is None else limits, k_pages, v_pages, page_tables, head_start,
         token_stride, head_len, out, parts if lse is None else lse, parts, _counters(q.device),
         q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
         num_blocks,
     )  # fmt: skip
+    constants = {
+        "SCALE": head_dim**-0.5 * math.log2(math.e),
+        "NUM_KV_HEADS": num_kv_heads,
+        "SHARING": sharing,
+        "HEAD_DIM": head_dim,
+        "SLOTS_PER_PAGE": k_pages.shape[1],
+        "ATTEND_FRESH": attend_fresh,
+        "LIMITED": limits is not None,
+        "WITH_LSE": lse is not None,
+        "LEAST_TILES": -(-LEAST_KEYS // tiles.block_k),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_K": tiles.block_k,
+        # At least what a matrix product takes. Triton's function for powers of two takes the host 3 µs.
+        "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
+    }
+    # The kernel specialises on none of its integers, and of its pointers on the alignment of these.
+    key = (*constants.values(), q.dtype, q.device, *(x.data_ptr() % 16 for x in (q, k, v, k_pages, v_pages)))
+    if (compiled := _compiled.get(key)) is not None:
+        compiled[grid](*arguments, *constants.values())
+    else:  # in Triton's interpreter, which compiles nothing, each time
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+        _compiled[key] = _attention_kernel[grid](*arguments, **constants, **options)
     return out
 
 
@@ -291,56 +293,3 @@ def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
         x = x.contiguous()
         row = x.shape[1] * head_dim
     return x, row // head_dim
-
-
-class _Launch:
-    """Launches of one kernel that differ in their grid, addresses and numbers alone.
-
-    ``kernel[grid](...)`` finds out in each call which compiled kernel fits the types, alignments and values of its
-    arguments. This takes the host 50 µs for a kernel of 30 arguments, longer than a small kernel runs. Here the first
-    launch finds it for all later ones, so the caller has a ``Launch`` for each: pointers of other types or alignments,
-    other constants or another device need another one, and the kernel may not specialise on its integers.
-    """
-
-    def __init__(self, constants: dict[str, Any], **options: int) -> None:
-        """``constants``: the kernel's last arguments, in its order. ``options``: of the compiler."""
-        self.constants, self.options = constants, options
-        self.compiled: Any = None
-
-    def __call__(self, kernel: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Launch ``kernel``, the same in every call, with the arguments before its constants."""
-        if self.compiled is None:
-            # Stays None in Triton's interpreter, which compiles nothing.
-            self.compiled = kernel[grid](*arguments, **self.constants, **self.options)
-        else:
-            self.compiled[grid](*arguments, *self.constants.values())
-
-
-@functools.cache
-def _launch(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    slots_per_page: int,
-    attend_fresh: bool,
-    limited: bool,
-    with_lse: bool,
-    tiles: Tiles,
-    *of_pointers: object,
-) -> _Launch:
-    """``of_pointers``: type, device and alignments."""
-    constants = {
-        "SCALE": head_dim**-0.5 * math.log2(math.e),
-        "NUM_KV_HEADS": num_kv_heads,
-        "SHARING": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "SLOTS_PER_PAGE": slots_per_page,
-        "ATTEND_FRESH": attend_fresh,
-        "LIMITED": limited,
-        "WITH_LSE": with_lse,
-        "LEAST_TILES": -(-LEAST_KEYS // tiles.block_k),
-        "BLOCK_Q": tiles.block_q,
-        "BLOCK_K": tiles.block_k,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_dim)),  # the least that a matrix product takes
-    }
-    return _Launch(constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages)

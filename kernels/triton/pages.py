@@ -1,7 +1,5 @@
 """Keys and values in slots of pages, and rows of features in pages, on CUDA devices."""
 
-import torch
-
 import triton
 import triton.language as tl
 
@@ -28,9 +26,7 @@ def _write_kernel(
         tl.store(v_pages + target, tl.load(v + row * v_row + head * v_head + dim, mask=kept), mask=kept)
 
 
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor
-) -> None:
+def write_kv(k, v, k_pages, v_pages, slots):
     num_rows, num_kv_heads, head_dim = k.shape
     if not slots.numel():
         return
@@ -69,22 +65,22 @@ def _features_kernel(
         tl.store(number, tl.load(feature, mask=kept, other=0.0), mask=column < WIDTH)
 
 
-def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+def add_features(hidden, rows, slots):
     assert hidden.stride(1) == 1
     _run(hidden, rows, slots, adds=True)
 
 
-def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+def write_features(values, rows, slots):
     _run(values if values.stride(1) == 1 else values.contiguous(), rows, slots, writes=True)
 
 
-def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def read_features(rows, slots):
     out = rows.new_empty(slots.shape[0], rows.shape[2])
     _run(out, rows, slots)
     return out
 
 
-def _run(x: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, *, writes: bool = False, adds: bool = False) -> None:
+def _run(x, rows, slots, *, writes=False, adds=False):
     _, rows_per_page, width = rows.shape
     if not x.shape[0]:
         return

@@ -1,7 +1,5 @@
 """Rotary position embedding, on CUDA devices."""
 
-import torch
-
 import triton
 import triton.language as tl
 
@@ -29,7 +27,7 @@ def _rotate_kernel(
     tl.store(place + HALF, second * cos + first * sin, mask=kept)
 
 
-def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate_(x, positions, cos_sin):
     num_rows, num_heads, _ = x.shape
     half = cos_sin.shape[1] // 2
     if x.numel():

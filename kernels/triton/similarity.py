@@ -36,7 +36,7 @@ def _replace_kernel(
     tl.store(sums + num_rows * 2 + row, tl.sum(tl.sum(b * b, axis=1), axis=0))
 
 
-def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def replace_and_compare(fresh, pages, slots):
     num_rows, num_kv_heads, head_dim = fresh.shape
     sums = fresh.new_empty(3, num_rows, dtype=torch.float32)
     if not num_rows:
@@ -90,7 +90,7 @@ def _least_similar_kernel(
     tl.store(chosen + tl.program_id(1) * count + rank, row.to(tl.int64), mask=(row < num_rows) & (rank < count))
 
 
-def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
+def least_similar(sums, metric, count):
     _, batch, num_rows = sums.shape
     chosen = sums.new_empty(batch, count, dtype=torch.int64)
     sums = sums if sums.stride(2) == 1 else sums.contiguous()

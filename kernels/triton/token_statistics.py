@@ -99,24 +99,18 @@ def _combine_statistics_kernel(
         tl.store(top2 + row * 2 + 1, tl.max(tl.where(split == leader, second, highest), 0))
 
 
-def splits_of(logits: torch.Tensor, block: int, num_splits: int | None) -> tuple[int, int]:
-    """Number of programs that share a row of ``logits``, and their columns: whole blocks of ``block``.
-
-    ``num_splits``: how many are wanted; None: as many as fill the device.
-    """
+def splits_of(logits, block):
+    """Number of programs that share a row of ``logits``, as many as fill the device, and their columns: whole blocks of
+    ``block``."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, block)
-    if num_splits is None:
-        wanted = 4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
-        num_splits = max(1, min(wanted // num_rows, num_blocks))
+    wanted = 4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
+    num_splits = max(1, min(wanted // num_rows, num_blocks))
     per_split = triton.cdiv(num_blocks, num_splits) * block
     return triton.cdiv(vocab_size, per_split), per_split
 
 
-def token_statistics(
-    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool, num_splits: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``num_splits`` programs share a row (None: as many as fill the device)."""
+def token_statistics(logits, forbidden_token, with_entropy, with_margin):
     num_rows, vocab_size = logits.shape
     numbers = logits.new_empty(2, num_rows, dtype=torch.float32)
     entropies = logits.new_empty(num_rows * with_entropy, dtype=torch.float32)
@@ -126,7 +120,7 @@ def token_statistics(
         return results
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     block = min(2048, triton.next_power_of_2(vocab_size))
-    num_splits, per_split = splits_of(logits, block, num_splits)
+    num_splits, per_split = splits_of(logits, block)
     floats = logits.new_empty(num_rows, num_splits, 5, dtype=torch.float32)
     tokens = logits.new_empty(num_rows, num_splits, dtype=torch.int32)
     _partial_statistics_kernel[num_rows, num_splits](

@@ -17,13 +17,8 @@ def check_files(model: str) -> None:
 
 
 def check_safetensors(model: str) -> set[str]:
-    """Names of the tensors in the model folder ``model``.
-
-    A name that is no local folder is left to vLLM, which downloads it; it has none here.
-
-    Raises:
-        ValueError: the folder has no weights, or a file is damaged; names it.
-    """
+    """Names of the tensors in the model folder ``model``; none for a name that vLLM has to download. Raises
+    ``ValueError`` naming a folder without weights, or a damaged file."""
     folder = Path(model)
     if not folder.is_dir():
         return set()

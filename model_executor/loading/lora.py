@@ -16,9 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
-from dllm_engine.families import family_of
 from dllm_engine.model_executor.loading.files import check_files, check_safetensors
-from dllm_engine.options import EngineOptions
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
@@ -46,11 +44,6 @@ class LoraAdapter:
         self.scales = self._read_scales(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
-    @classmethod
-    def of_engine(cls, vllm_config: VllmConfig) -> "LoraAdapter | None":
-        folder = EngineOptions.from_vllm_config(vllm_config).lora_path
-        return None if folder is None else cls(folder)
-
     def check(self, names: Collection[str]) -> None:
         """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
         for name in self.scales:
@@ -58,11 +51,8 @@ class LoraAdapter:
                 raise ValueError(f"{self.folder / WEIGHTS}: the model has no {name!r}; is the adapter for another one?")
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type.
-
-        Args:
-            whole: whether ``weights`` are all of the model's, so that each update must find its own.
-        """
+        """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type. ``whole``:
+        ``weights`` are all of the model's, so that each update must find its own."""
         names = set()
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, tensor in weights:
@@ -103,7 +93,7 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
     config = model_config.hf_config
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
-    head = f"{family_of(config).names.head}.weight"
+    head = f"{config.family.names.head}.weight"
     if config.tie_word_embeddings and head in adapter.scales:
         raise ValueError(f"{where}: the model's head is its embedding, so {head!r} cannot change; {MERGE}")
     # Those of a model that has to be downloaded are checked when they are loaded.

@@ -1,13 +1,14 @@
 """Parameters of a model, filled from a checkpoint's tensors."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.families import Shard
-from dllm_engine.model_executor.models.names import expert_shards
+from dllm_engine.families import NamedModules, Shard
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.models.decoder import DiffusionDecoder
@@ -19,10 +20,10 @@ def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torc
     Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
     missing or of a wrong shape; vLLM looks for missing norms alone.
     """
-    parameters, model_name = dict(model.named_parameters()), type(model).__name__
+    parameters, model_name, in_layer = dict(model.named_parameters()), type(model).__name__, _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:
-        name, shard = model.locate(tensor_name)
+        name, shard = _locate(tensor_name, model, in_layer)
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # it is the embedding
         if (name, shard) in filled:
@@ -49,7 +50,7 @@ def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torc
                 f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
-    wanted = {(name, shard) for name in parameters for shard in _shards_of(name, model)}
+    wanted = {(name, shard) for name in parameters for shard in _shards_of(name, in_layer)}
     missing = sorted(
         name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not _may_be_missing(name)
     )
@@ -61,13 +62,36 @@ def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torc
     return {name for name, _ in filled}
 
 
-def _shards_of(parameter_name: str, model: "DiffusionDecoder") -> Sequence[Shard]:
+def _modules_in_layer(model: "DiffusionDecoder") -> NamedModules:
+    """The checkpoint's modules in a layer, each expert's among them: parts of vLLM's parameters for those of all."""
+    if model.experts is None:
+        return model.names.in_layer
+    projections = "gate_proj", "down_proj", "up_proj"
+    experts = fused_moe_make_expert_params_mapping(model, *projections, model.experts.num_experts)
+    shards = {f"mlp.{name[:-1]}": (f"mlp.{ours}", (part, number)) for ours, name, number, part in experts}
+    return {**model.names.in_layer, **shards}
+
+
+def _locate(tensor_name: str, model: "DiffusionDecoder", in_layer: NamedModules) -> tuple[str, Shard]:
+    """The parameter of a model, and the shard of it, that a checkpoint's tensor fills."""
+    names, (module, _, kind) = model.names, tensor_name.rpartition(".")
+    match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
+    if match is None:
+        ours = {names.embedding: "embedding", names.final_norm: "final_norm", names.head: "lm_head"}
+        return f"{ours.get(module, module)}.{kind}", None
+    layer, inner = match.groups()
+    if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
+        return f"layers.{layer}.mlp.expert_bias", None
+    part, shard = in_layer.get(inner, (inner, None))
+    # vLLM's parameters for all experts are called w13_weight and the like.
+    return f"layers.{layer}.{part}{'' if part.endswith('_') else '.'}{kind}", shard
+
+
+def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:
     """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-    if model.experts and (of_experts := expert_shards(parameter_name, model.experts.num_experts)):
-        return of_experts
-    # layers.NUMBER.MODULE.weight
-    module = parameter_name.rpartition(".")[0].partition(".")[2].partition(".")[2]
-    return [shard for ours, shard in model.names.in_layer.values() if ours == module and shard is not None] or (None,)
+    # layers.NUMBER.MODULE.weight, or layers.NUMBER.mlp.experts.routed_experts.w13_weight
+    name = parameter_name.partition(".")[2].partition(".")[2]
+    return [shard for ours, shard in in_layer.values() if shard is not None and name.startswith(ours)] or (None,)
 
 
 def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int) -> None:

@@ -1,24 +1,15 @@
-"""Keys of a ``config.json``: types, and how they fit together.
+"""Keys of a ``config.json`` of each family: types, and how they fit together.
 
 A key is read, or is listed as one that changes nothing; any other is refused. ``Literal`` keys must have that value.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
-from dllm_engine.families import FAMILIES, ModelFamily
+from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ExpertShape, ModelFamily
 from dllm_engine.options import explain, shortened
 
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
@@ -45,33 +36,6 @@ _ROPE_KEYS = (
 )
 """Keys of RoPE's tables that are implemented."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
-
-
-@dataclass(frozen=True)
-class ExpertShape:
-    """Sizes of a mixture of experts."""
-
-    num_experts: int
-    top_k: int
-    """Experts that compute a row."""
-    intermediate_size: int
-    """Width of each expert."""
-    shared_intermediate_size: int = 0
-    """Width of the expert that computes every row; 0: there is none."""
-    has_bias: bool = False
-    """True if a bias is added to the router's probabilities."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that have a plain MLP instead."""
-    renormalize: bool = False
-    """True if the weights of a row from the softmax of the router's logits are divided by their sum."""
-    num_groups: int = 0
-    """Groups that experts are chosen by, from the sigmoid of the router's logits (LLaDA2); 0: all are one group."""
-    num_kept: int = 0
-    """Groups that a row's experts come from."""
-    scale: float = 1.0
-    """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
-    capacity: int = 0
-    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
 
 
 def rotary_dim(config: Any, head_dim: int) -> int:
@@ -101,28 +65,20 @@ class CheckpointKeys(BaseModel):
     end_of_turn_token_id: int | list[int] | None = None
     eos_token_id: int | list[int] | None = None
 
-    @field_validator("architectures")
-    @classmethod
-    def _of_this_family(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and cls.family.architecture not in value:
-            model_type = cls.family.model_type
-            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
-            raise ValueError(f"model_type={model_type!r} goes with the architecture {' or '.join(known)}")
-        return value
-
     @model_validator(mode="after")
-    def _with_released_ids(self) -> Self:
+    def _of_the_family(self) -> Self:
+        stated, model_type = self.architectures, self.family.model_type
+        if stated is not None and self.family.architecture not in stated:
+            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
+            raise ValueError(
+                f"architectures={shortened(stated)}: model_type={model_type!r} goes with the architecture "
+                f"{' or '.join(known)}"
+            )
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
             for name, token in self.family.special_ids.items():
                 if getattr(self, name) is None:
                     setattr(self, name, token)
         return self
-
-    @classmethod
-    def size_keys(cls) -> list[str]:
-        """The family's names of the hidden size, the attention heads, the KV heads and the longest sequence."""
-        names = ("hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
-        return [cls.family.key_names.get(name, name) for name in names]
 
     @staticmethod
     def experts_of(config: Any) -> ExpertShape | None:
@@ -131,8 +87,9 @@ class CheckpointKeys(BaseModel):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        names = self.size_keys()
-        hidden, heads, kv_heads, _ = (getattr(self, name) for name in names)
+        sizes = "hidden_size", "num_attention_heads", "num_key_value_heads"
+        names = [self.family.key_names.get(size, size) for size in sizes]
+        hidden, heads, kv_heads = (getattr(self, name) for name in names)
         if (getattr(self, "head_dim", None) or hidden / heads) % 2:
             raise ValueError(f"{names[0]}={hidden}, {names[1]}={heads}: RoPE needs heads of an even size")
         if kv_heads is None:
@@ -172,7 +129,8 @@ class CheckpointKeys(BaseModel):
         if share not in (None, 1) and not self.family.turns_parts:
             raise ValueError(f"partial_rotary_factor={share!r} is not supported, only 1")
         if kind == "yarn":
-            rope.setdefault("original_max_position_embeddings", getattr(self, self.size_keys()[3]))
+            longest = self.family.key_names.get("max_position_embeddings", "max_position_embeddings")
+            rope.setdefault("original_max_position_embeddings", getattr(self, longest))
         self.rope_theta, self.partial_rotary_factor, self.rope_scaling = base, share, None
         self.rope_parameters = {name: value for name, value in rope.items() if value is not None}
         return self
@@ -199,3 +157,188 @@ class CheckpointKeys(BaseModel):
                 f"checkpoint that needs it is not supported"
             )
         return keys
+
+
+class LLaDAKeys(CheckpointKeys):
+    """Keys by LLaDA's own names."""
+
+    d_model: Size = 4096
+    n_heads: Size = 32
+    n_kv_heads: Size | None = None
+    n_layers: Size = 32
+    mlp_hidden_size: Size | None = None
+    mlp_ratio: Size = 4
+    vocab_size: Size = 126_464
+    embedding_size: Size | None = None
+    max_sequence_length: Size = 4096
+    rope_theta: RopeBase = 500_000.0
+    rms_norm_eps: Epsilon = 1e-5
+    weight_tying: bool = False
+    include_qkv_bias: bool = False
+
+    @model_validator(mode="after")
+    def _with_sizes(self) -> Self:
+        if self.mlp_hidden_size is None:
+            self.mlp_hidden_size = self.mlp_ratio * self.d_model
+        # The embedding has `embedding_size` rows; the tokenizer may use fewer.
+        self.vocab_size = max(self.vocab_size, self.embedding_size or 0)
+        return self
+
+
+class TransformersKeys(CheckpointKeys):
+    """Keys of all other families, by the names that transformers gives them."""
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    max_position_embeddings: Size
+    rms_norm_eps: Epsilon = 1e-6
+    tie_word_embeddings: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    use_sliding_window: Off = None
+    layer_types: list[Literal["full_attention"]] | None = None
+    use_mrope: Off = None
+
+    @model_validator(mode="after")
+    def _with_head_dim(self) -> Self:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        return self
+
+
+class DenseKeys(TransformersKeys):
+    """Keys of models in which every layer may have an MLP."""
+
+    intermediate_size: Size
+
+
+class LLaDAMoEKeys(TransformersKeys):
+    """LLaDA-MoE's experts."""
+
+    qk_layernorm: bool | None = None
+    num_experts: Size = 64
+    num_experts_per_tok: Size = 8
+    expert_intermediate_size: Size = 1024
+    dense_intermediate_size: Size | None = None
+    shared_expert_intermediate_size: Size | None = None
+    moe_layer_freq: list[Literal[0, 1]] = Field(default_factory=list)
+    moe_router_enable_expert_bias: bool | None = None
+    routed_scaling_factor: Annotated[float, Field(ge=1, le=1)] | None = None
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.expert_intermediate_size,
+            shared_intermediate_size=config.shared_expert_intermediate_size or 0,
+            has_bias=bool(config.moe_router_enable_expert_bias),
+            dense_layers=tuple(i for i, has_experts in enumerate(config.moe_layer_freq) if not has_experts),
+        )
+
+    @model_validator(mode="after")
+    def _layers_fit(self) -> Self:
+        if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
+            raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
+        if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
+            raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
+        return self
+
+
+class SDARMoeKeys(DenseKeys):
+    """SDAR-MoE's experts, by Qwen3-MoE's keys."""
+
+    num_experts: Size = 128
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 768
+    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
+    decoder_sparse_step: Size = 1
+    mlp_only_layers: list[Count] | None = None
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        dense, step = config.mlp_only_layers or [], config.decoder_sparse_step
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            dense_layers=tuple(i for i in range(config.num_hidden_layers) if i in dense or (i + 1) % step),
+            renormalize=config.norm_topk_prob,
+        )
+
+
+class LLaDA2Keys(DenseKeys):
+    """LLaDA2's experts, and RoPE on a part of each head."""
+
+    rotary_dim: Size | None = None
+    use_qk_norm: bool = True
+    num_experts: Size = 256
+    num_experts_per_tok: Size = 8
+    moe_intermediate_size: Size = 512
+    num_shared_experts: Count | None = 1
+    first_k_dense_replace: Count = 1
+    n_group: Size = 8
+    topk_group: Size = 4
+    routed_scaling_factor: Annotated[float, Field(gt=0)] = 2.5
+    expert_capacity: Count = 0
+    delete_token_id: Count | None = None
+    split_token_id: Count | None = None
+    moe_router_enable_expert_bias: bool = True
+
+    @staticmethod
+    def experts_of(config: Any) -> ExpertShape:
+        return ExpertShape(
+            num_experts=config.num_experts,
+            top_k=config.num_experts_per_tok,
+            intermediate_size=config.moe_intermediate_size,
+            shared_intermediate_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
+            has_bias=config.moe_router_enable_expert_bias,
+            dense_layers=tuple(range(config.first_k_dense_replace)),
+            num_groups=config.n_group,
+            num_kept=config.topk_group,
+            scale=config.routed_scaling_factor,
+            capacity=config.expert_capacity,
+        )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.expert_capacity and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts:
+            raise ValueError(
+                f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
+                f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
+            )
+        if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
+            )
+        return self
+
+
+_OWN_KEYS: dict[str, type[CheckpointKeys]] = {
+    LLADA.architecture: LLaDAKeys,
+    LLADA_MOE.architecture: LLaDAMoEKeys,
+    SDAR_MOE.architecture: SDARMoeKeys,
+    LLADA2.architecture: LLaDA2Keys,
+}
+
+
+def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
+    """The keys of a family's configs, with what its row in the table of families says of them."""
+    base = _OWN_KEYS.get(family.architecture, DenseKeys)
+    types = get_type_hints(base, include_extras=True)
+    fields: dict[str, Any] = {name: (types[name], value) for name, value in family.defaults.items()}
+    for name, values in family.fixed.items():
+        known = tuple(value for value in values if value is not None)
+        allowed: Any = Literal[known] if known else type(None)
+        fields[name] = (allowed | None if None in values else allowed, values[0])
+    if family.attention == "block_causal":
+        fields["block_size"] = (Size, family.default_block_length)
+    keys = create_model(f"{family.architecture}Keys", __base__=base, **fields)
+    keys.family = family
+    return keys
+
+
+SCHEMAS = {architecture: keys_of(family) for architecture, family in FAMILIES.items()}
+"""By architecture."""

@@ -5,14 +5,14 @@ names some.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Tokenizer
 
-from dllm_engine.families import DREAM, FAMILIES, ModelFamily, find_family
-from dllm_engine.model_executor.models.config_keys import CheckpointKeys, ExpertShape
-from dllm_engine.model_executor.models.family_keys import SCHEMAS
+from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
+from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.options import OPTIONS_KEY
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
@@ -50,6 +50,15 @@ class Config(PretrainedConfig):
         """transformers knows configs by their ``model_type``, which families share."""
         own = config_class_of(config_dict) or cls
         return super().from_dict(config_dict, **kwargs) if own is cls else own.from_dict(config_dict, **kwargs)
+
+    @property
+    def family(self) -> ModelFamily:
+        """The checkpoint's family, with the config's own block length where attention goes by blocks."""
+        family = self.schema.family
+        if family.attention == "full":
+            return family
+        shares_experts = bool(getattr(self, "expert_capacity", 0))
+        return replace(family, default_block_length=self.block_size, experts_by_block=shares_experts)
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -140,9 +149,13 @@ def register_tokenizers() -> None:
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
-    """The class for the content of a config.json; None for a model of another kind."""
-    family = find_family(values.get("model_type"), values.get("architectures"))
-    return None if family is None else CONFIG_CLASSES[family.architecture]
+    """The class for the content of a config.json: of those of its ``model_type`` the one that ``architectures`` lists,
+    else the first; None for a model of another kind. Llama's type is others' as well, so its class must be listed."""
+    candidates = [config for config in CONFIG_CLASSES.values() if config.model_type == values.get("model_type")]
+    architectures = values.get("architectures")
+    listed = architectures if isinstance(architectures, list) else []
+    first = candidates[0] if candidates and candidates[0].model_type != "llama" else None
+    return next((config for config in candidates if config.schema.family.architecture in listed), first)
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:

@@ -6,7 +6,6 @@ over the layers belongs to a layer pass (``model_executor/passes/base.py``), whi
 inside layers.
 """
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,14 +22,14 @@ from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLine
 from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, Shard, TensorNames, family_of
+from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, ExpertShape, NamedModules, TensorNames
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
-from dllm_engine.model_executor.models.config_keys import ExpertShape, rotary_dim
-from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ExpertMLP, GatedMLP
-from dllm_engine.model_executor.models.names import PrefixOf, expert_shard, packed_modules, prefixes
+from dllm_engine.model_executor.models.config_keys import rotary_dim
+from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ArgumentsOf, ExpertMLP, GatedMLP
 from dllm_engine.model_executor.models.norm import Norm
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import head_dim_of
 
 
@@ -51,7 +50,7 @@ class RotaryPhases:
 class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
-    def __init__(self, config: Any, number: int, quant_config: QuantizationConfig | None, prefix_of: PrefixOf) -> None:
+    def __init__(self, config: Any, number: int, arguments_of: ArgumentsOf) -> None:
         """``config``: has transformers' names for sizes."""
         super().__init__()
         hidden_size, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, head_dim_of(config)
@@ -69,21 +68,16 @@ class DecoderLayer(nn.Module):
             num_heads,
             config.num_key_value_heads,
             bias=config.include_qkv_bias,
-            quant_config=quant_config,
-            prefix=prefix_of("qkv_proj"),
+            **arguments_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
-            num_heads * self.head_dim,
-            hidden_size,
-            bias=False,
-            quant_config=quant_config,
-            prefix=prefix_of("out_proj"),
+            num_heads * self.head_dim, hidden_size, bias=False, **arguments_of("out_proj")
         )
         experts: ExpertShape | None = getattr(config, "experts", None)
         self.mlp = (
-            GatedMLP(hidden_size, config.intermediate_size, quant_config, prefix_of)
+            GatedMLP(hidden_size, config.intermediate_size, arguments_of)
             if experts is None or number in experts.dense_layers
-            else ExpertMLP(hidden_size, experts, quant_config, prefix_of)
+            else ExpertMLP(hidden_size, experts, arguments_of)
         )
         """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
         # Heads of this tensor-parallel rank.
@@ -142,10 +136,19 @@ class DiffusionDecoder(nn.Module):
 
     names: ClassVar[TensorNames] = TRANSFORMERS_NAMES
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
-    """Read by vLLM; see ``names.py``."""
+    """Last names of fused modules, and of the checkpoint's that fill them in their order; read by vLLM.
+
+    Its quantization methods know a fused layer by its own name beside those of the modules that fill it. So lists of
+    modules in a quantization config apply as they were written for the released names.
+    """
 
     def __init_subclass__(cls) -> None:
-        cls.packed_modules_mapping = packed_modules(cls.names.in_layer)
+        packed: dict[str, list[str]] = {}
+        for released, (ours, shard) in cls.names.in_layer.items():
+            parts = packed.setdefault(ours.rpartition(".")[2], [])
+            if shard is not None and (last := released.rpartition(".")[2]) not in parts:
+                parts.append(last)
+        cls.packed_modules_mapping = {fused: parts for fused, parts in packed.items() if parts}
 
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
@@ -157,13 +160,12 @@ class DiffusionDecoder(nn.Module):
         """
         super().__init__()
         self.vllm_config = vllm_config
-        self.adapter = None if hf_config is not None else LoraAdapter.of_engine(vllm_config)
+        lora_path = EngineOptions.from_vllm_config(vllm_config).lora_path if hf_config is None else None
+        self.adapter = LoraAdapter(lora_path) if lora_path is not None else None
         self.takes_parts = False
         """True while ``load_weights`` is given some tensors at a time."""
         model_config = vllm_config.model_config
-        self.max_positions = max_positions or family_of(model_config.hf_config).longest_canvas(
-            model_config.max_model_len
-        )
+        self.max_positions = max_positions or model_config.hf_config.family.longest_canvas(model_config.max_model_len)
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.config = hf_config or model_config.hf_config
         self.experts: ExpertShape | None = getattr(self.config, "experts", None)
@@ -171,7 +173,7 @@ class DiffusionDecoder(nn.Module):
         self.embedding = VocabParallelEmbedding(*sizes)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                self.config, number, quant_config, prefixes(self.names.in_layer, f"{self.names.layers}.{number}")
+                self.config, number, vllm_arguments(self.names.in_layer, f"{self.names.layers}.{number}", quant_config)
             )
             for number in range(self.config.num_hidden_layers)
         )
@@ -180,22 +182,6 @@ class DiffusionDecoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
-    @classmethod
-    def locate(cls, tensor_name: str) -> tuple[str, Shard]:
-        """Parameter of this module, and shard of it, that a checkpoint's tensor fills."""
-        names, (module, _, kind) = cls.names, tensor_name.rpartition(".")
-        match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
-        if match is None:
-            ours = {names.embedding: "embedding", names.final_norm: "final_norm", names.head: "lm_head"}
-            return f"{ours.get(module, module)}.{kind}", None
-        layer, inner = match.groups()
-        if (of_expert := expert_shard(inner, kind)) is not None:
-            return f"layers.{layer}.{of_expert[0]}", of_expert[1]
-        if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
-            return f"layers.{layer}.mlp.expert_bias", None
-        part, shard = names.in_layer.get(inner, (inner, None))
-        return f"layers.{layer}.{part}.{kind}", shard
-
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
         return self.embedding(input_ids)
@@ -203,17 +189,13 @@ class DiffusionDecoder(nn.Module):
     @cached_property
     def rotary_table(self) -> torch.Tensor:
         """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
-        device = self.final_norm.weight.device
-        frequencies = inverse_frequencies(self.config, self.max_positions, head_dim_of(self.config), device)
-        return rotary_table(self.max_positions, *frequencies)
+        return rope_table(self.config, self.max_positions, self.final_norm.weight.device)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: "Callable[..., torch.Tensor]"
+        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Hidden states before the final norm.
-
-        ``layer_pass(layers, hidden, phases)`` runs the layers over rows ``[num_rows, hidden_size]``.
-        """
+        """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)`` runs the layers over rows
+        ``[num_rows, hidden_size]``."""
         with self.forward_context(positions):
             return layer_pass(self.layers, self.embed_input_ids(input_ids), RotaryPhases(positions, self.rotary_table))
 
@@ -245,22 +227,31 @@ class DiffusionDecoder(nn.Module):
         return fill_parameters(self, weights)
 
 
-def inverse_frequencies(
-    config: Any, num_positions: int, head_dim: int, device: torch.device
-) -> tuple[torch.Tensor, float]:
-    """The angle of a position is the position times these, float32 ``[rotary_dim / 2]``; cosines and sines are times
-    the number.
+def vllm_arguments(modules: NamedModules, layer: str, quant_config: QuantizationConfig | None) -> ArgumentsOf:
+    """Arguments for our modules of a layer, by their names in the checkpoint: ``self_attn.qkv_proj`` beside its
+    ``self_attn.q_proj``."""
 
-    Args:
-        num_positions: the longest sequence, which the base of ``dynamic`` depends on.
-    """
+    def arguments_of(module: str) -> dict[str, Any]:
+        released, shard = next(
+            ((released, shard) for released, (ours, shard) in modules.items() if ours == module), (module, None)
+        )
+        parent, _, last = f"{layer}.{released}".rpartition(".")
+        own = last if shard is None else module.rpartition(".")[2]
+        return {"quant_config": quant_config, "prefix": f"{parent}.{own}"}
+
+    return arguments_of
+
+
+def rope_table(config: Any, num_positions: int, device: torch.device) -> torch.Tensor:
+    """``rotary_table`` as a config states RoPE, for sequences of at most ``num_positions``, which the base of
+    ``dynamic`` depends on."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
-        return frequencies, scale
-    turned = rotary_dim(config, head_dim)
+        scaled = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        return rotary_table(num_positions, *scaled)
+    turned = rotary_dim(config, head_dim_of(config))
     exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
-    return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    return rotary_table(num_positions, 1.0 / rope["rope_theta"] ** exponents)
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {

@@ -1,5 +1,8 @@
 """The feed-forward branch of a layer: a gated MLP, or a mixture of such experts in vLLM's ``FusedMoE``."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,12 +11,13 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from vllm.model_executor.layers.quantization import QuantizationConfig
 from vllm.platforms import current_platform
 
-from dllm_engine.model_executor.models.config_keys import ExpertShape
-from dllm_engine.model_executor.models.names import PrefixOf
+from dllm_engine.families import ExpertShape
 
+ArgumentsOf = Callable[[str], dict[str, Any]]
+"""Arguments of vLLM's class for a module of a layer, by its name here (``mlp.down_proj``): how it is quantized, and the
+name that quantization methods know it by."""
 ROW_BLOCKS = "row_blocks"
 """Key of vLLM's forward context: number of each row's block, int64 ``[num_rows]``, ascending."""
 
@@ -32,32 +36,15 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 class GatedMLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``"""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        quant_config: QuantizationConfig | None,
-        prefix_of: PrefixOf,
-        *,
-        name: str = "mlp",
-        reduce_results: bool = True,
-    ) -> None:
-        """``name``: of this module in the layer. ``reduce_results``: sum over tensor-parallel ranks."""
+    def __init__(self, hidden_size: int, width: int, arguments_of: ArgumentsOf, *, shared: bool = False) -> None:
+        """``shared``: it belongs to a mixture of experts, with which vLLM sums it over the tensor-parallel ranks."""
         super().__init__()
+        name = "mlp.shared_expert" if shared else "mlp"
         self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size,
-            [intermediate_size] * 2,
-            bias=False,
-            quant_config=quant_config,
-            prefix=prefix_of(f"{name}.gate_up_proj"),
+            hidden_size, [width] * 2, bias=False, **arguments_of(f"{name}.gate_up_proj")
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size,
-            hidden_size,
-            bias=False,
-            reduce_results=reduce_results,
-            quant_config=quant_config,
-            prefix=prefix_of(f"{name}.down_proj"),
+            width, hidden_size, bias=False, reduce_results=not shared, **arguments_of(f"{name}.down_proj")
         )
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:
@@ -68,44 +55,27 @@ class GatedMLP(nn.Module):
 class ExpertMLP(nn.Module):
     """Each row goes through the experts that a router chooses for it, and through the shared one."""
 
-    def __init__(
-        self,
-        hidden_size: int,
-        shape: ExpertShape,
-        quant_config: QuantizationConfig | None,
-        prefix_of: PrefixOf,
-    ) -> None:
+    def __init__(self, hidden_size: int, shape: ExpertShape, arguments_of: ArgumentsOf) -> None:
         super().__init__()
         self.shape = shape
         in_model_type = not shape.num_groups or current_platform.is_cuda()
         self.router_type = torch.get_default_dtype() if in_model_type else torch.float32
-        self.gate = ReplicatedLinear(
-            hidden_size, shape.num_experts, bias=False, params_dtype=self.router_type, prefix=prefix_of("mlp.gate")
-        )
+        self.gate = ReplicatedLinear(hidden_size, shape.num_experts, bias=False, params_dtype=self.router_type)
         self.expert_bias = None
         if shape.has_bias:
             self.expert_bias = nn.Parameter(torch.zeros(shape.num_experts, dtype=torch.float32), requires_grad=False)
         self.shared_expert = None
         if shape.shared_intermediate_size:
-            # vLLM sums it over the ranks together with the routed experts.
-            self.shared_expert = GatedMLP(
-                hidden_size,
-                shape.shared_intermediate_size,
-                quant_config,
-                prefix_of,
-                name="mlp.shared_expert",
-                reduce_results=False,
-            )
+            self.shared_expert = GatedMLP(hidden_size, shape.shared_intermediate_size, arguments_of, shared=True)
         self.experts = FusedMoEFactory(
             num_experts=shape.num_experts,
             top_k=shape.top_k,
             hidden_size=hidden_size,
             intermediate_size=shape.intermediate_size,
-            quant_config=quant_config,
             renormalize=shape.renormalize,
             custom_routing_function=self._route,
             shared_experts=self.shared_expert,
-            prefix=prefix_of("mlp.experts"),
+            **arguments_of("mlp.experts"),
         )
 
     def forward(self, normed: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.kernels.eviction import voting_scores
 from dllm_engine.kernels.noise import uniform
-from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import Span

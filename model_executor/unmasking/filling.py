@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
+from dllm_engine.kernels.noise import NO_TOKEN, Counters, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
-from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
 from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
 from dllm_engine.model_executor.unmasking.logits import BiasedRows

@@ -17,7 +17,7 @@ from dllm_engine.cli.main import main
 from dllm_engine.kernels.pages import write_kv
 from dllm_engine.kernels.rotary import rotate_
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from tests.support.kernels import all_operators
+from tests.kernels.checks import all_operators
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import pytest
 from dllm_engine import playground
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.serve import merged_config
+from dllm_engine.families import LLADA, SDAR
 from dllm_engine.options import EngineOptions
 from tests.support.http_app import app_client
 
@@ -26,17 +27,17 @@ def test_the_server_has_the_page():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options", "expected"),
+    ("family", "options", "expected"),
     [
-        ("llada", {}, {}),
-        ("llada", SPARSE | {"trace": True}, {"data-retention-ratio": "0.5", "data-trace": "true"}),
-        ("llada", SPARSE | {"cache_options": {"retention_ratio": 0.3}}, {"data-retention-ratio": "0.3"}),
-        ("llada", SPARSE | {"cache_options": "paper"}, {"data-retention-ratio": "0.5"}),
-        ("sdar", {}, {"data-by-blocks": "true"}),
+        (LLADA, {}, {}),
+        (LLADA, SPARSE | {"trace": True}, {"data-retention-ratio": "0.5", "data-trace": "true"}),
+        (LLADA, SPARSE | {"cache_options": {"retention_ratio": 0.3}}, {"data-retention-ratio": "0.3"}),
+        (LLADA, SPARSE | {"cache_options": "paper"}, {"data-retention-ratio": "0.5"}),
+        (SDAR, {}, {"data-by-blocks": "true"}),
     ],
 )
-def test_the_page_knows_what_the_engine_allows(model_type, options, expected):
-    client = app_client("--additional-config", json.dumps({"dllm": options}), model_type=model_type)
+def test_the_page_knows_what_the_engine_allows(family, options, expected):
+    client = app_client("--additional-config", json.dumps({"dllm": options}), family=family)
     tag = re.search("<html[^>]*>", client.get("/playground").text)[0]
     assert dict(re.findall(r'(data-[\w-]+)="([^"]*)"', tag)) == expected
 

@@ -6,10 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.voting import voting_scores
-from tests.kernels.checks import attention, draw
-from tests.support.kernels import TOLERANCE, error
+from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices, voting_scores
+from tests.kernels.checks import TOLERANCE, attention, draw, error
 
 
 def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from dllm_engine.kernels import noise
 from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
 from dllm_engine.kernels.token_statistics import token_statistics
-from tests.kernels.checks import FILTERS, check_filtered_logits, draw
-from tests.support.kernels import TOLERANCE
+from tests.kernels.checks import FILTERS, TOLERANCE, check_filtered_logits, draw
 
 
 def counters(*values: int) -> tuple[torch.Tensor, ...]:
@@ -46,12 +45,12 @@ def test_draws_equal_the_formula(temperature, first_token):
     numbers = draw(torch.bfloat16)
     logits = numbers.normal(7, 153)[:, 3:] * 4
     logits[0, :75] = -torch.inf
-    drawn = numbers.integers(-(2**63), 2**63 - 1, 7), numbers.integers(0, 5000, 7), numbers.integers(0, 5000, 7)
+    drawn = noise.Counters(numbers.integers(-(2**63), 2**63 - 1, 7), *numbers.integers(0, 5000, 14).view(2, 7))
     numbers = uniform(*(x[:, None] for x in drawn), first_token + torch.arange(150))
     scores = logits.float() / temperature + gumbel_of(numbers)
     for forbidden in (-1, int(scores[3].argmax())):
         scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
-        score, column = noise.gumbel_max(logits, *drawn, first_token, temperature, forbidden)
+        score, column = noise.gumbel_max(logits, drawn, first_token, temperature, forbidden)
         assert torch.equal(column, scores.argmax(dim=1))
         torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
 

@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.pages import add_features, feature_rows, read_features, write_features
-from tests.kernels.checks import EXACT, draw
-from tests.support.kernels import TOLERANCE
+from tests.kernels.checks import EXACT, TOLERANCE, draw
 
 
 @given(

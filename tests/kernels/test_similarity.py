@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.similarity import cosine, negative_distance, replace_and_compare
-from tests.kernels.checks import draw
-from tests.support.kernels import TOLERANCE, error
+from tests.kernels.checks import TOLERANCE, draw, error
 
 
 @given(

@@ -14,10 +14,11 @@ pytest.importorskip("triton")
 from dllm_engine.check import cases
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
-from dllm_engine.kernels.triton import filters, noise, paged_attention
+from dllm_engine.kernels.noise import Counters
+from dllm_engine.kernels.triton import noise, paged_attention
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
-from tests.support.kernels import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
+from tests.kernels.checks import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
 
 KERNEL_CASES = cases.BY_HEADS | cases.OTHERS
 SHARED_MEMORY = {90: 227 << 10, 86: 99 << 10}
@@ -25,14 +26,15 @@ SHARED_MEMORY = {90: 227 << 10, 86: 99 << 10}
 
 
 @runs_triton
-def test_programs_that_share_keys_leave_their_counters_at_zero():
+def test_programs_that_share_keys_leave_their_counters_at_zero(monkeypatch):
     """So that the next launch, or the next replay of a recorded one, counts from zero and computes the same bits. The
     second request retains nothing."""
     case = checks.paged_case([20, 3], [[300, 300], [0, 0]], 2, 32, 16, dtype=torch.float16, device=DEVICE)
     results = []
     for num_splits in (3, 3, 1):
         lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
-        out = paged_attention.paged_attention(*case[:5], None, lse, True, None, num_splits)
+        monkeypatch.setattr(paged_attention, "choose_splits", lambda *_, count=num_splits: count)
+        out = paged_attention.paged_attention(*case, None, lse, True, 20)
         results.append((out, lse))
         assert not paged_attention._counters(out.device).any()
     assert torch.equal(results[0][0], results[1][0])
@@ -43,14 +45,18 @@ def test_programs_that_share_keys_leave_their_counters_at_zero():
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-3, atol=1e-3)
 
 
+def set_multiprocessors(monkeypatch, count):
+    gpu = SimpleNamespace(multi_processor_count=count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+
+
 @pytest.fixture
 def on_triton(monkeypatch):
     """Operators take the way of a GPU; ``PAGED`` is small for the interpreter's sake."""
     monkeypatch.setattr(cases, "PAGED", (([3, 1], [40, 17]), ([20], [70])))
 
     def replace_operators() -> None:
-        gpu = SimpleNamespace(multi_processor_count=30)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        set_multiprocessors(monkeypatch, 30)
         for operator in all_operators().values():
             monkeypatch.setattr(operator, "cpu", operator.triton)
 
@@ -79,29 +85,31 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
 def test_filtered_logits(monkeypatch, number):
     """Rows of three blocks."""
-    monkeypatch.setattr(filters, "_BLOCK", 512)
-    monkeypatch.setattr(filters, "_STEP", 128)
+    monkeypatch.setattr(noise, "_BLOCK", 512)
+    monkeypatch.setattr(noise, "_STEP", 128)
     dtype = (torch.float32, torch.float16)[number % 2]
-    checks.check_filtered_logits(filters.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
+    checks.check_filtered_logits(noise.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
 
 
 @runs_triton
-@pytest.mark.parametrize("splits", [1, 3])
-def test_rows_that_are_no_numbers_stay_so(splits):
+@pytest.mark.parametrize("multiprocessors", [1, 30])
+def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
     """Also where all of a block or of a split is NaN, which a maximum would pass over. Their probability is no number,
     which ends the request; the token drawn is one of the vocabulary."""
+    set_multiprocessors(monkeypatch, multiprocessors)
     logits = torch.randn(6, 5000, device=DEVICE)
     logits[0, 17] = torch.nan
     logits[1, 4999] = torch.inf
     logits[2, :2048] = torch.nan
     logits[3, 2048:] = torch.nan
     logits[4, :4000] = -torch.inf
-    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False, splits)
+    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False)
     probability = (token_logit - log_total).exp()
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
-    found = filters.filtered_logits(logits, 0.7, 0.9, 5, -1)
+    counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))
+    found = noise.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)
-    _, column = noise.gumbel_max(logits, *torch.zeros(3, 6, dtype=torch.int64, device=DEVICE), 0, 1.0, -1, splits)
+    _, column = noise.gumbel_max(logits, counters, 0, 1.0, -1)
     assert ((column >= 0) & (column < 5000)).all()
 
 

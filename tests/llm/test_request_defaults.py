@@ -8,7 +8,7 @@ import pytest
 from dllm_engine.admission import open_gen_length, settled_params
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.demo import DEMO_MODELS
-from dllm_engine.families import DREAM, LLADA, family_of
+from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -146,7 +146,7 @@ def decoded(llm, params=None):
     (output,) = llm.generate({"prompt_token_ids": whole_block}, params, use_tqdm=False)
     config = llm.llm_engine.vllm_config
     params = settled_params(params, whole_block, None, config)
-    family = family_of(config.model_config.hf_config)
+    family = config.model_config.hf_config.family
     spec = resolve_decoding(params, len(whole_block), family, EngineOptions.from_vllm_config(config))
     return spec.gen_length, spec.block_length, output.outputs[0].diffusion.forward_passes
 

@@ -10,7 +10,6 @@ from transformers import AutoTokenizer
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.families import family_of
 from dllm_engine.kernels.noise import filtered_logits, gumbel_max
 from dllm_engine.memory.capacity import Deployment, pages_of_pool, plan
 from dllm_engine.memory.weights import QUANTIZATIONS, activation_bytes, weight_bytes
@@ -124,7 +123,7 @@ def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, 
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
-    *_, method = methods_for(family_of(load_config(model)).attention)
+    *_, method = methods_for(load_config(model).family.attention)
     assert plan(deployment(model, method, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
 
 
@@ -144,7 +143,7 @@ def test_weights_of_released_models_have_their_bits(model, in_layers, outside, s
     """Billions of weights in the linear layers, and of embeddings, head, norms and routers, which stay as they are."""
     four_bits = 4 + (16 + 4) / 128  # with a scale and a zero point per group
     bits = {None: 16, "fp8": 8, "int8": 8}.get(scheme, four_bits)
-    *_, method = methods_for(family_of(load_config(model)).attention)
+    *_, method = methods_for(load_config(model).family.attention)
     sizing = plan(deployment(model, method, dtype="auto", gpu_memory=80 * GIB, response=96, quantization=scheme))
     assert sizing.weight_bytes / 1e9 == pytest.approx(in_layers * bits / 8 + outside * 2, rel=0.01)
 

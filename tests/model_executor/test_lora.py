@@ -1,6 +1,5 @@
 """LoRA adapters that become part of the weights, against weights merged by hand."""
 
-import json
 import math
 import shutil
 
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.loading.lora import LoraAdapter
-from tests.model_executor.models.test_loading import refuse
+from tests.model_executor.models.test_loading import POINTER, refuse
 from tests.support.engines import generate, runner_of, start_engine
 from tests.support.tiny_checkpoints import write_adapter, write_llada
 
@@ -22,15 +21,15 @@ MODULES = {
 }
 
 
-def merged_by_hand(checkpoint, adapter, folder, scale):
-    """The checkpoint with W + scale(module) · B A, in float64."""
+def merged_by_hand(checkpoint, adapter, folder):
+    """The checkpoint with W + 6 / 3 · B A, in float64."""
     weights, update = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
     for name in update:
         if name.endswith("lora_A.weight"):
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             a, b = update[name].double(), update[name.replace("lora_A", "lora_B")].double()
             weight = weights[f"{module}.weight"]
-            weights[f"{module}.weight"] = (weight.double() + scale(module) * (b @ a)).to(weight.dtype)
+            weights[f"{module}.weight"] = (weight.double() + 2 * (b @ a)).to(weight.dtype)
     shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
@@ -49,9 +48,8 @@ def assert_same_parameters(found, wanted):
 @pytest.mark.parametrize("model", MODULES)
 def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
     checkpoint = request.getfixturevalue(model)
-    (tmp_path / "adapter").mkdir()
     adapter = write_adapter(tmp_path / "adapter", checkpoint, MODULES[model])
-    by_hand = merged_by_hand(checkpoint, adapter, tmp_path / "merged", lambda module: 6 / 3)
+    by_hand = merged_by_hand(checkpoint, adapter, tmp_path / "merged")
     llm = engines(checkpoint, lora_path=str(adapter))
     assert_same_parameters(parameters(llm), parameters(engines(by_hand)))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
@@ -134,6 +132,8 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_lla
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is missing or damaged"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text(POINTER), "_config.json is a Git LFS pointer"),
+        (lambda folder: (folder / "adapter_model.safetensors").write_text(POINTER), "safetensors is a Git LFS pointer"),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragment):
@@ -143,17 +143,12 @@ def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragm
 
 
 def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_path):
-    for name in ("quantized", "tied", "adapter", "head"):
-        (tmp_path / name).mkdir()
     adapter = str(write_adapter(tmp_path / "adapter", tiny_llada, LLADA))
     head = str(write_adapter(tmp_path / "head", tiny_llada, ["model.transformer.ff_out"]))
     with pytest.raises(ValueError, match=r"lora_path=.* load_format='dummy'"):
         start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
     with pytest.raises(ValueError, match="head is its embedding"):
         start_engine(write_llada(tmp_path / "tied", weight_tying=True), lora_path=head)
-    shutil.copytree(tiny_llada, tmp_path / "quantized", dirs_exist_ok=True)
-    config = json.loads((tmp_path / "quantized" / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
-    (tmp_path / "quantized" / "config.json").write_text(json.dumps(config))
+    quantized = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
-        start_engine(tmp_path / "quantized", lora_path=adapter, dtype="bfloat16")
+        start_engine(write_llada(tmp_path, quantization_config=quantized), lora_path=adapter, dtype="bfloat16")

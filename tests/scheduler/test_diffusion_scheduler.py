@@ -10,6 +10,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine import DiffusionParams
+from dllm_engine.families import LLADA
 from dllm_engine.metrics import METRICS
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.scheduler.engine_stats import EngineStats, take_stats
@@ -54,7 +55,7 @@ class StandInRunner:
 
 
 HF_CONFIG = SimpleNamespace(
-    model_type="llada",
+    family=LLADA,
     eos_token_id=EOS,
     num_hidden_layers=2,
     hidden_size=8,

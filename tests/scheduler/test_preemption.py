@@ -9,6 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
+from dllm_engine.families import SDAR
 from tests.scheduler.test_diffusion_scheduler import (
     HF_CONFIG,
     assert_empty,
@@ -18,14 +19,14 @@ from tests.scheduler.test_diffusion_scheduler import (
     step,
 )
 
-SDAR = SimpleNamespace(**vars(HF_CONFIG) | {"model_type": "sdar", "block_size": 4})
+CONFIG = SimpleNamespace(**vars(HF_CONFIG) | {"family": SDAR})
 """Two layers: a page of each holds a block, so that a block takes two pages."""
 
 
 def make(*requests, num_blocks, **settings):
     """A scheduler with these requests and pages for so many blocks, and a runner."""
     settings = {"cache_method": "block", "page_size": 4, "log_stats": True} | settings
-    return scheduler_with(*requests, hf_config=SDAR, num_pages=2 * num_blocks + 1, **settings)
+    return scheduler_with(*requests, hf_config=CONFIG, num_pages=2 * num_blocks + 1, **settings)
 
 
 def of_blocks(name, prompt, response, **settings):

@@ -7,6 +7,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.families import LLADA, ModelFamily
+
 if TYPE_CHECKING:
     from starlette.testclient import TestClient
 
@@ -14,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def app_client(
-    *arguments: str, ours: bool = True, model_type: str = "llada", tasks: tuple[str, ...] = ()
+    *arguments: str, ours: bool = True, family: ModelFamily = LLADA, tasks: tuple[str, ...] = ()
 ) -> "TestClient":
     """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
     model_config = SimpleNamespace(get_pooling_task=lambda tasks: None, is_encoder_decoder=False)
     if ours:
-        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(model_type=model_type, block_size=4)
+        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(family=family)
     return _client(arguments, tasks, model_config)
 
 

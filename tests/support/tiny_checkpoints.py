@@ -131,8 +131,21 @@ def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
     t[p + "down_proj.weight"] = draw.linear(d, width)
 
 
-def _write(
-    defaults: Config,
+CONFIGS = {
+    "llada": LLADA_CONFIG,
+    "dream": DREAM_CONFIG,
+    "illada": ILLADA_CONFIG,
+    "dream_reasoner": DREAM_REASONER_CONFIG,
+    "stable_diffcoder": STABLE_DIFFCODER_CONFIG,
+    "llada_moe": LLADA_MOE_CONFIG,
+    "sdar": SDAR_CONFIG,
+    "sdar_moe": SDAR_MOE_CONFIG,
+    "llada2": LLADA2_CONFIG,
+}
+
+
+def write(
+    family: str,
     folder: Path,
     *,
     seed: int = 0,
@@ -140,7 +153,7 @@ def _write(
     **config: Any,
 ) -> Path:
     """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
-    c = defaults | config
+    c = CONFIGS[family] | config
     tensors = (_llada_tensors if "d_model" in c else _other_tensors)(c, _Draw(seed))
     if edit is not None:
         edit(tensors)
@@ -152,15 +165,15 @@ def _write(
     return folder
 
 
-write_llada = partial(_write, LLADA_CONFIG)
-write_dream = partial(_write, DREAM_CONFIG)
-write_illada = partial(_write, ILLADA_CONFIG)
-write_dream_reasoner = partial(_write, DREAM_REASONER_CONFIG)
-write_stable_diffcoder = partial(_write, STABLE_DIFFCODER_CONFIG)
-write_llada_moe = partial(_write, LLADA_MOE_CONFIG)
-write_sdar = partial(_write, SDAR_CONFIG)
-write_sdar_moe = partial(_write, SDAR_MOE_CONFIG)
-write_llada2 = partial(_write, LLADA2_CONFIG)
+write_llada = partial(write, "llada")
+write_dream = partial(write, "dream")
+write_illada = partial(write, "illada")
+write_dream_reasoner = partial(write, "dream_reasoner")
+write_stable_diffcoder = partial(write, "stable_diffcoder")
+write_llada_moe = partial(write, "llada_moe")
+write_sdar = partial(write, "sdar")
+write_sdar_moe = partial(write, "sdar_moe")
+write_llada2 = partial(write, "llada2")
 
 
 def write_adapter(
@@ -172,6 +185,7 @@ def write_adapter(
         out_features, in_features = weights[f"{module}.weight"].shape
         t[f"base_model.model.{module}.lora_A.weight"] = draw.linear(rank, in_features)
         t[f"base_model.model.{module}.lora_B.weight"] = draw.linear(out_features, rank)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(t, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     stated = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "bias": "none", "init_lora_weights": True}
     (folder / "adapter_config.json").write_text(json.dumps(stated | config))

@@ -10,7 +10,6 @@ from typing import Any
 from vllm.entrypoints.serve.middleware import authenticate
 
 from dllm_engine import playground
-from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
@@ -41,4 +40,4 @@ def extend_app(
     likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
     if options.playground:
-        playground.add_route(app, options, family_of(model_config.hf_config))
+        playground.add_route(app, options, model_config.hf_config.family)

@@ -52,46 +52,38 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
 
 
 LAYOUTS = {
-    "llada grouped queries": (tiny_checkpoints.write_llada, {"n_kv_heads": 2}),
-    "llada tied": (tiny_checkpoints.write_llada, {"weight_tying": True}),
-    "llada qkv bias": (tiny_checkpoints.write_llada, {"include_qkv_bias": True}),
-    "llada larger embedding": (tiny_checkpoints.write_llada, {"embedding_size": 192}),
-    "llada large eps, small theta": (tiny_checkpoints.write_llada, {"rms_norm_eps": 0.1, "rope_theta": 100.0}),
-    "llada_moe dense layer, shared expert, bias": (
-        tiny_checkpoints.write_llada_moe,
-        tiny_checkpoints.ALL_KINDS_OF_EXPERTS,
-    ),
-    "llada_moe without norms of heads": (tiny_checkpoints.write_llada_moe, {"qk_layernorm": False}),
-    "llada_moe one expert of each row, of odd width": (
-        tiny_checkpoints.write_llada_moe,
-        {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
-    ),
-    "sdar tied, one KV head": (tiny_checkpoints.write_sdar, {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "sdar_moe one expert of each row, of odd width, weights as they are": (
-        tiny_checkpoints.write_sdar_moe,
-        {"num_experts_per_tok": 1, "moe_intermediate_size": 37, "norm_topk_prob": False},
-    ),
-    "llada2 one expert, no bias, no shared one, no dense layer": (
-        tiny_checkpoints.write_llada2,
-        {
-            "num_experts_per_tok": 1,
-            "moe_router_enable_expert_bias": False,
-            "num_shared_experts": 0,
-            "first_k_dense_replace": 0,
-            "use_qk_norm": False,
-            "partial_rotary_factor": 1.0,
-        },
-    ),
-    "llada2 experts by block": (tiny_checkpoints.write_llada2, {"expert_capacity": 3, "block_size": 8}),
-    "dream tied": (tiny_checkpoints.write_dream, {"tie_word_embeddings": True}),
+    "llada grouped queries": {"n_kv_heads": 2},
+    "llada tied": {"weight_tying": True},
+    "llada qkv bias": {"include_qkv_bias": True},
+    "llada larger embedding": {"embedding_size": 192},
+    "llada large eps, small theta": {"rms_norm_eps": 0.1, "rope_theta": 100.0},
+    "llada_moe dense layer, shared expert, bias": tiny_checkpoints.ALL_KINDS_OF_EXPERTS,
+    "llada_moe without norms of heads": {"qk_layernorm": False},
+    "llada_moe one expert of each row, of odd width": {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
+    "sdar tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    "sdar_moe one expert of each row, of odd width, weights as they are": {
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 37,
+        "norm_topk_prob": False,
+    },
+    "llada2 one expert, no bias, no shared one, no dense layer": {
+        "num_experts_per_tok": 1,
+        "moe_router_enable_expert_bias": False,
+        "num_shared_experts": 0,
+        "first_k_dense_replace": 0,
+        "use_qk_norm": False,
+        "partial_rotary_factor": 1.0,
+    },
+    "llada2 experts by block": {"expert_capacity": 3, "block_size": 8},
+    "dream tied": {"tie_word_embeddings": True},
 }
+"""Keys of configs; a name begins with that of the family."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("files", [1, 3])
 def test_logits_of_other_layouts_are_those_of_a_plain_version(engines, tmp_path, layout, files):
-    write, config = LAYOUTS[layout]
-    folder = write(tmp_path / "model", seed=3, **config)
+    folder = tiny_checkpoints.write(layout.split()[0], tmp_path / "model", seed=3, **LAYOUTS[layout])
     plain = PlainModel(folder)
     if files > 1:
         tiny_checkpoints.shard(folder, files)
@@ -118,7 +110,7 @@ SAME_IN_TRANSFORMERS = {
 @torch.inference_mode()
 def test_logits_are_those_of_transformers_models_with_the_same_blocks(engines, tmp_path, name):
     model_type, architecture, config = SAME_IN_TRANSFORMERS[name]
-    folder = getattr(tiny_checkpoints, f"write_{name.split()[0]}")(tmp_path / "model", seed=3, **config)
+    folder = tiny_checkpoints.write(name.split()[0], tmp_path / "model", seed=3, **config)
     stated = json.loads((folder / "config.json").read_text())
     theirs = shutil.copytree(folder, tmp_path / "theirs")
     (theirs / "config.json").write_text(

@@ -11,7 +11,6 @@ from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.guide.sizes import guide_config
-from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
@@ -57,8 +56,8 @@ PARTS = ("q_proj", "v_proj", "attn_out", "ff_proj", "ff_out", "attn_norm")
 )
 def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
     kinds = tiny_checkpoints.ALL_KINDS_OF_EXPERTS if family == "llada_moe" else {}
-    write = getattr(tiny_checkpoints, f"write_{family}")
-    refuse(write(tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds), fragment, "lacks 1 tensor")
+    folder = tiny_checkpoints.write(family, tmp_path, edit=lambda tensors: tensors.pop(missing), **kinds)
+    refuse(folder, fragment, "lacks 1 tensor")
 
 
 @pytest.mark.parametrize(
@@ -130,23 +129,10 @@ def test_each_file_of_a_checkpoint_that_is_a_pointer_is_named(tmp_path, name):
         assert str(caught.value) == expected
 
 
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_an_adapter_of_pointers_is_named(tiny_llada, tmp_path, name):
-    tiny_checkpoints.write_adapter(tmp_path, tiny_llada, ["model.transformer.blocks.0.q_proj"])
-    (tmp_path / name).write_text(POINTER)
-    with pytest.raises(ValueError, match=f"^{tmp_path / name} is a Git LFS pointer"):
-        LoraAdapter(str(tmp_path))
-
-
-# Dream's checkpoints name config, model and tokenizer classes in remote code; ours take their place
-
-
-SPECIAL = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
-
-
-@pytest.fixture
-def dream_with_tokenizer(tmp_path):
-    """A random Dream checkpoint with the tokenizer files of the released ones, in small, and poisoned remote code."""
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_dream_runs_without_its_remote_code(engines, tmp_path, trust_remote_code):
+    """The files of a released checkpoint, in small. Its remote code for config, model and tokenizer is poisoned."""
+    special = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
     remote = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     sizes = {"vocab_size": 262, "mask_token_id": 261, "eos_token_id": 258}
     folder = tiny_checkpoints.write_dream(tmp_path, auto_map=remote, **sizes)
@@ -158,7 +144,7 @@ def dream_with_tokenizer(tmp_path):
     tokenizer_config = {
         "tokenizer_class": "DreamTokenizer",
         "auto_map": {"AutoTokenizer": ["tokenization_dream.DreamTokenizer", None]},
-        "added_tokens_decoder": {str(i): {"content": token, **flags} for token, i in SPECIAL.items()},
+        "added_tokens_decoder": {str(i): {"content": token, **flags} for token, i in special.items()},
         "eos_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
         "mask_token": "<|mask|>",
@@ -166,16 +152,11 @@ def dream_with_tokenizer(tmp_path):
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     for module in ("configuration", "modeling", "generation_utils", "tokenization"):
         (folder / f"{module}_dream.py").write_text(f"open({str(tmp_path / 'was run')!r}, 'w')\nraise AssertionError")
-    return folder
-
-
-@pytest.mark.parametrize("trust_remote_code", [False, True])
-def test_dream_runs_without_its_remote_code(engines, dream_with_tokenizer, trust_remote_code):
-    llm = engines(dream_with_tokenizer, skip_tokenizer_init=False, trust_remote_code=trust_remote_code)
+    llm = engines(folder, skip_tokenizer_init=False, trust_remote_code=trust_remote_code)
     tokenizer = llm.get_tokenizer()
     assert tokenizer.encode("hello<|mask|>") == [256, 257, tokenizer.convert_tokens_to_ids("o"), 261]
     assert tokenizer.decode(tokenizer.encode("hello you")) == "hello you"
     (output,) = llm.generate("hello you", DiffusionParams(gen_length=8, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 8
     assert output.outputs[0].text == tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
-    assert not (dream_with_tokenizer / "was run").exists()
+    assert not (tmp_path / "was run").exists()

@@ -6,14 +6,13 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.model_executor.models.mlp import silu_and_mul
+from dllm_engine.model_executor.models.norm import Norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def norm_of(hidden_size, dtype, *, has_weight=True):
-    from dllm_engine.model_executor.models.norm import Norm
-
     with set_current_vllm_config(VllmConfig()), set_default_torch_dtype(dtype), torch.device(DEVICE):
         norm = Norm(hidden_size, eps=1e-5, has_weight=has_weight)
     norm.weight.data.normal_(generator=torch.Generator(DEVICE).manual_seed(1))

@@ -14,14 +14,11 @@ from tests.support.quantized_checkpoints import SCHEMES, quantize, write_rounded
 
 # CPU kernels for four bits take multiples of 32.
 FAMILIES = {
-    "llada": (tiny_checkpoints.write_llada, {"mlp_hidden_size": 128, "include_qkv_bias": True}),
-    "dream": (tiny_checkpoints.write_dream, {"intermediate_size": 128}),
-    "llada_moe": (
-        tiny_checkpoints.write_llada_moe,
-        {**tiny_checkpoints.ALL_KINDS_OF_EXPERTS, "dense_intermediate_size": 128, "moe_layer_freq": [0, 0]},
-    ),
-    "sdar": (tiny_checkpoints.write_sdar, {"intermediate_size": 128}),
-    "llada2": (tiny_checkpoints.write_llada2, {"intermediate_size": 128, "first_k_dense_replace": 2}),
+    "llada": {"mlp_hidden_size": 128, "include_qkv_bias": True},
+    "dream": {"intermediate_size": 128},
+    "llada_moe": tiny_checkpoints.ALL_KINDS_OF_EXPERTS | {"dense_intermediate_size": 128, "moe_layer_freq": [0, 0]},
+    "sdar": {"intermediate_size": 128},
+    "llada2": {"intermediate_size": 128, "first_k_dense_replace": 2},
 }
 """Experts have no kernels on a CPU without AMX: all layers are dense ones here."""
 IDS = [11, 12, 13, 14, tiny_checkpoints.MASK, 15, tiny_checkpoints.MASK, tiny_checkpoints.MASK]
@@ -31,8 +28,8 @@ EACH_SCHEME += [(family, scheme) for family in ("llada_moe", "sdar", "llada2") f
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory):
-    folders = {family: tmp_path_factory.mktemp(family) / "plain" for family in FAMILIES}
-    return {family: write(folders[family], **sizes) for family, (write, sizes) in FAMILIES.items()}
+    folder = tmp_path_factory.mktemp("plain")
+    return {family: tiny_checkpoints.write(family, folder / family, **sizes) for family, sizes in FAMILIES.items()}
 
 
 def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -59,28 +56,20 @@ def test_the_plan_of_a_quantized_checkpoint_counts_the_bytes_of_its_tensors(plai
     assert weight_bytes(load_config(str(quantized)), 1, 4) == kept + padding
 
 
-FUSED = {
-    "llada": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["ff_proj", "up_proj"]},
-    "dream": {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]},
-}
-FUSED["llada_moe"] = FUSED["dream"]
-LEFT_PLAIN = {
-    "llada": (["re:.*attn_out$", "model.transformer.blocks.1.ff_proj", "model.transformer.blocks.1.up_proj"]),
-    "dream": (["re:.*o_proj$", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
-}
-
-
-@pytest.mark.parametrize("family", LEFT_PLAIN)
-def test_modules_to_leave_as_they_are_go_by_the_released_names(engines, plain, tmp_path, family):
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("llada", ["re:.*attn_out$", "model.transformer.blocks.1.ff_proj", "model.transformer.blocks.1.up_proj"]),
+        ("dream", ["re:.*o_proj$", "model.layers.1.mlp.gate_proj", "model.layers.1.mlp.up_proj"]),
+    ],
+)
+def test_modules_to_leave_as_they_are_go_by_the_released_names(engines, plain, tmp_path, family, names):
     """Two of them by their names, which are one layer of ours, and one by a regular expression."""
-    names = LEFT_PLAIN[family]
     quantized = quantize(plain[family], tmp_path / "quantized", "int4", ignore=names)
     llm = engines(quantized, dtype="bfloat16")
-    model = runner_of(llm).model
-    assert type(model).packed_modules_mapping == FUSED[family]
     is_packed = [
         [hasattr(module, "weight_packed") for module in (layer.qkv_proj, layer.out_proj, *layer.mlp.children())]
-        for layer in model.layers
+        for layer in runner_of(llm).model.layers
     ]
     assert is_packed == [[True, False, True, True], [True, False, False, True]]
     assert isinstance(dense_logits(llm, IDS)[0], torch.Tensor)
@@ -93,26 +82,19 @@ def test_weights_become_fp8_while_they_load(engines, plain):
     assert distance(dense_logits(llm, IDS)[0], expected) < 0.3
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kind"), [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
-)
-def test_missing_scales_are_named(plain, tmp_path, scheme, kind):
+SCALES = [("int8", "weight_scale"), ("int4", "weight_scale"), ("gptq", "qzeros"), ("awq", "scales")]
+
+
+@pytest.mark.parametrize(("scheme", "kind"), [*SCALES, ("gptq", "g_idx")])
+def test_missing_scales_and_groups_out_of_order_are_named(plain, tmp_path, scheme, kind):
+    """Groups by GPTQ's ``desc_act``, which the config does not tell of."""
     quantized = quantize(plain["llada"], tmp_path / "quantized", scheme)
-    file = quantized / "model.safetensors"
-    tensors = load_file(file)
-    del tensors[f"model.transformer.blocks.1.k_proj.{kind}"]
-    save_file(tensors, file)
-    refuse(quantized, f"layers.1.qkv_proj.{kind}[k]", "lacks 1 tensor", dtype="bfloat16")
-
-
-def test_groups_out_of_order_are_named(plain, tmp_path):
-    """GPTQ's ``desc_act``, which the config does not tell of."""
-    quantized = quantize(plain["llada"], tmp_path / "quantized", "gptq")
-    tensors = load_file(quantized / "model.safetensors")
-    name = "model.transformer.blocks.1.k_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
+    tensors, name = load_file(quantized / "model.safetensors"), f"model.transformer.blocks.1.k_proj.{kind}"
+    tensor, fragments = tensors.pop(name), (f"layers.1.qkv_proj.{kind}[k]", "lacks 1 tensor")
+    if kind == "g_idx":
+        tensors[name], fragments = tensor.flip(0).contiguous(), (name, "desc_act")
     save_file(tensors, quantized / "model.safetensors")
-    refuse(quantized, name, "desc_act", dtype="bfloat16")
+    refuse(quantized, *fragments, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("at_load_time", [False, True])

@@ -6,25 +6,17 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_engine.kernels.rotary import rotary_table
-from dllm_engine.model_executor.models.configs import Config, parse_config
-from dllm_engine.model_executor.models.decoder import inverse_frequencies
+from dllm_engine.model_executor.models.configs import parse_config
+from dllm_engine.model_executor.models.decoder import rope_table
 from dllm_engine.scheduler.page_layout import head_dim_of
 from tests.model_executor.models.test_forward import assert_close, dense_logits
 from tests.oracles.models import PlainModel, rope_speeds
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of, tokens_of
 
-WRITERS = {
-    "LLaDA": tiny_checkpoints.write_llada,
-    "LLaDA-MoE": tiny_checkpoints.write_llada_moe,
-    "Dream": tiny_checkpoints.write_dream,
-    "SDAR": tiny_checkpoints.write_sdar,
-    "SDAR-MoE": tiny_checkpoints.write_sdar_moe,
-    "iLLaDA": tiny_checkpoints.write_illada,
-    "LLaDA2": tiny_checkpoints.write_llada2,
-}
-CONFIGS: dict[str, dict[str, Any]] = {family: writer.args[0] for family, writer in WRITERS.items()}
+FAMILIES = ("llada", "llada_moe", "dream", "sdar", "sdar_moe", "illada", "llada2")
+CPU = torch.device("cpu")
+CONFIGS = {family: tiny_checkpoints.CONFIGS[family] for family in FAMILIES}
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.5},
@@ -34,33 +26,24 @@ SCALINGS: dict[str, dict[str, Any]] = {
 YARNS = [{"attention_factor": 1.7}, {"beta_fast": 8, "beta_slow": 2.0}, {"truncate": False}]
 YARNS += [{"mscale": 1.2, "mscale_all_dim": 0.7}]
 CASES = [(family, kind, {}) for family in CONFIGS for kind in SCALINGS]
-CASES += [(family, "yarn", more) for family in ("LLaDA", "LLaDA2") for more in YARNS]
+CASES += [(family, "yarn", more) for family in ("llada", "llada2") for more in YARNS]
 
 
 def spellings(kind: str, base: float, **more: Any) -> dict[str, dict[str, Any]]:
     """Keys that state the same RoPE."""
-    scaling = SCALINGS[kind] | more
+    theta, scaling = {"rope_theta": base}, SCALINGS[kind] | more
+    old, new = {"type": kind} | scaling, {"rope_type": kind} | scaling
     return {
-        "rope_scaling with type": {"rope_theta": base, "rope_scaling": {"type": kind} | scaling},
-        "rope_scaling": {"rope_theta": base, "rope_scaling": {"rope_type": kind} | scaling},
-        "rope_parameters": {"rope_parameters": {"rope_type": kind, "rope_theta": base} | scaling},
-        "both, and the base twice": {
-            "rope_theta": base,
-            "rope_scaling": {"type": kind} | scaling,
-            "rope_parameters": {"rope_type": kind, "rope_theta": base} | scaling,
-        },
+        "rope_scaling with type": theta | {"rope_scaling": old},
+        "rope_scaling": theta | {"rope_scaling": new},
+        "rope_parameters": {"rope_parameters": new | theta},
+        "both, and the base twice": theta | {"rope_scaling": old, "rope_parameters": new | theta},
     }
 
 
 def stating(family: str, rope: dict[str, Any]) -> dict[str, Any]:
     """The family's config with other keys of RoPE."""
     return {name: value for name, value in CONFIGS[family].items() if not name.startswith("rope_")} | rope
-
-
-def table_of(config: Config, num_positions: int) -> torch.Tensor:
-    return rotary_table(
-        num_positions, *inverse_frequencies(config, num_positions, head_dim_of(config), torch.device("cpu"))
-    )
 
 
 def plain_table(stated: dict[str, Any], num_positions: int, width: int) -> torch.Tensor:
@@ -73,9 +56,9 @@ def plain_table(stated: dict[str, Any], num_positions: int, width: int) -> torch
 def test_each_spelling_means_the_same(family, kind, more):
     for keys in spellings(kind, 50_000.0, **more).values():
         config = parse_config(stating(family, keys), "folder")
-        width = int(head_dim_of(config) * (0.5 if family == "LLaDA2" else 1))
+        width = int(head_dim_of(config) * (0.5 if family == "llada2" else 1))
         expected = plain_table(config.to_dict() | keys, 300, width)
-        torch.testing.assert_close(table_of(config, 300), expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(rope_table(config, 300, CPU), expected, atol=2e-5, rtol=0)
         assert (config.rope_theta, config.rope_parameters["rope_type"]) == (50_000.0, kind)
         assert config.longest_sequence == {"linear": 640, "dynamic": 768}.get(kind, 256)
         saved = json.loads(config.to_json_string()) | {"model_type": config.model_type}
@@ -85,10 +68,12 @@ def test_each_spelling_means_the_same(family, kind, more):
 @pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_models_compute_with_it(engines, tmp_path, family, kind):
-    longest = {"LLaDA": "max_sequence_length"}.get(family, "max_position_embeddings")
-    spelling = "rope_scaling with type" if family in ("Dream", "SDAR") else "rope_parameters"
+    longest = {"llada": "max_sequence_length"}.get(family, "max_position_embeddings")
+    spelling = "rope_scaling with type" if family in ("dream", "sdar") else "rope_parameters"
     rope = spellings(kind, 3000.0)[spelling]
-    folder = WRITERS[family](tmp_path, seed=3, **{longest: 64, "rope_theta": None, "rope_scaling": None} | rope)
+    folder = tiny_checkpoints.write(
+        family, tmp_path, seed=3, **{longest: 64, "rope_theta": None, "rope_scaling": None} | rope
+    )
     llm = engines(folder, max_model_len=None)
     served = llm.model_config.max_model_len
     assert served == {"linear": 160, "dynamic": 192}.get(kind, 64)
@@ -124,7 +109,7 @@ def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_p
         ({"rope_type": "linear"}, "rope_type='linear': not known of"),
     ],
 )
-@pytest.mark.parametrize("family", ["LLaDA", "SDAR"])
+@pytest.mark.parametrize("family", ["llada", "sdar"])
 def test_what_is_not_supported_or_differs_is_named(family, keys, message):
     with pytest.raises(ValueError, match=r"^folder/config\.json: ") as caught:
         parse_config(stating(family, {"rope_theta": 1e4} | keys), "folder")
@@ -135,11 +120,11 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
     stated = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
     for family, config in CONFIGS.items():
         keys = {name: value for name, value in stating(family, stated).items() if name != "partial_rotary_factor"}
-        if family != "LLaDA2":
+        if family != "llada2":
             with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.25 is not supported, only 1"):
                 parse_config(keys, "folder")
             continue
-        assert table_of(parse_config(keys, "folder"), 9).shape == (9, 4)
+        assert rope_table(parse_config(keys, "folder"), 9, CPU).shape == (9, 4)
         with pytest.raises(ValueError, match="rotary_dim=4, but partial_rotary_factor turns 8"):
             parse_config(config | {"rotary_dim": 4}, "folder")
 

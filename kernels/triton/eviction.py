@@ -1,7 +1,6 @@
 """Votes of queries on keys, and attention summed over heads, on CUDA devices."""
 
 import math
-from typing import Any
 
 import torch
 
@@ -102,7 +101,7 @@ def _summed_probabilities_kernel(
     tl.store(sums + at, tl.where(is_token[None, :], total, 0.0), mask=kept)
 
 
-def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def voting_scores(q, k, lse):
     scores = k.new_empty(k.shape[1], k.shape[0], dtype=torch.float32)
     num_voters, (num_keys, num_kv_heads, _) = q.shape[0], k.shape
     if not num_voters or not num_keys:
@@ -116,16 +115,7 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
     return scores
 
 
-def summed_probabilities(
-    q: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    k_pages: torch.Tensor,
-    page_tables: torch.Tensor,
-    head_len: torch.Tensor,
-    num_rows: int,
-    num_tokens: int,
-) -> torch.Tensor:
+def summed_probabilities(q, lse, cu_seqlens, k_pages, page_tables, head_len, num_rows, num_tokens):
     num_requests, num_kv_heads = head_len.shape
     sums = q.new_empty(num_requests, num_rows, num_tokens, dtype=torch.float32)
     if sums.numel():
@@ -140,7 +130,7 @@ def summed_probabilities(
     return sums
 
 
-def _constants(q: torch.Tensor, num_kv_heads: int) -> dict[str, Any]:
+def _constants(q, num_kv_heads):
     """Constants of both kernels, and how they are compiled."""
     _, num_heads, head_dim = q.shape
     wide = q.dtype == torch.float32
