@@ -21,16 +21,16 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass, LayerSlots
 from dllm_engine.model_executor.passes.base import attend_alone, attend_pages
-from dllm_engine.model_executor.retention.head_budgets import head_budgets
+from dllm_engine.model_executor.retention.budgets import head_budgets, layer_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.methods.layer_budgets import ImportanceName
 from dllm_engine.scheduler.methods.maskkv import (
+    MEASURED_IMPORTANCE,
+    ImportanceName,
     MaskKVOptions,
     average_budget,
-    measured_importance,
-    prompt_budgets,
+    measures_layers,
 )
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.step_plan import Scope
@@ -138,7 +138,7 @@ class MaskKVPass(AdaptivePass):
         num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
         self.rank_tokens = torch.zeros(len(self.voting), num_ranks, dtype=torch.int64, device=batch.device)
         """Prompt tokens that the heads of each rank retain of each of ``voting``, in all layers."""
-        self.measuring = [i for i in self.voting if measured_importance(batch.canvases[i].spec)]
+        self.measuring = [i for i in self.voting if measures_layers(batch.canvases[i].spec)]
         self.budgets: dict[int, list[int]] = {}
         """Per layer, of each of ``voting``."""
 
@@ -150,11 +150,14 @@ class MaskKVPass(AdaptivePass):
         return None if self.tables.prompts else super().graph_layout()  # what a prompt retains belongs to its request
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        layers = list(layers)
+        layers, options = list(layers), self.options
         measured = self._measure(layers, hidden, phases)
         for index in self.voting:
-            importance = measured.get(index, [0.0] * len(layers))
-            self.budgets[index] = prompt_budgets(self.batch.canvases[index].spec, importance)
+            average, importance = (
+                average_budget(self.batch.canvases[index].spec),
+                measured.get(index, [0.0] * len(layers)),
+            )
+            self.budgets[index] = layer_budgets(options.layer_budget, average, importance, base_share=options.beta)
         return super().__call__(layers, hidden, phases)
 
     def _measure(
@@ -168,10 +171,9 @@ class MaskKVPass(AdaptivePass):
         if not self.measuring:
             return {}
         batch, device = self.batch, hidden.device
-        name = measured_importance(batch.canvases[self.measuring[0]].spec)
-        assert name is not None
         rows = torch.cat([torch.arange(*batch.bounds[i : i + 2], device=device) for i in self.measuring])
         bounds = RowBounds([batch.sizes[i] for i in self.measuring], device)
+        name = MEASURED_IMPORTANCE[self.options.layer_budget]
         importance = layer_importance(name, layers, hidden[rows], phases[rows], bounds)
         # Sums over ranks may differ in their last bits, and budgets must not.
         by_request = get_tp_group().broadcast(importance.T.contiguous()).tolist()
@@ -237,15 +239,14 @@ class MaskKVPass(AdaptivePass):
         return torch.cat((attend_pages(tokens, q[:n], k[:n], v[:n], computed.paged, attend_fresh=False), out))
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
-        canvas = self.batch.canvases[index]
-        spec, options, heads = canvas.spec, MaskKVOptions.of(canvas.spec), k.shape[1]
+        canvas, heads = self.batch.canvases[index], k.shape[1]
+        spec, options, first_head = canvas.spec, self.options, self.pages.first_kv_head
         scorer = SCORERS[options.scorer]
-        first_head = self.pages.first_kv_head
         scored = ScoredLayer(q, k, lse, canvas, self.batch.plans[index].window, layer, first_head)
         tokens = torch.arange(spec.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
         all_scores = self._of_all_heads(scores)
-        if average_budget(options, spec.prompt_length) >= spec.prompt_length:
+        if average_budget(spec) == spec.prompt_length:
             all_kept = torch.full(all_scores.shape[:1], spec.prompt_length, device=q.device)
         else:
             budget = self.budgets[index][layer]

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Field
 from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, cut, step_plan
 
 Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
@@ -181,9 +181,31 @@ def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, visible, window_alone=False)
 
 
-def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:
-    """Tokens before these blocks."""
-    return spec.span_of(blocks).start
+def plan_behind_prefix(
+    spec: DecodingSpec, progress: Progress, start: int, stop: int, keep: int, *, window_alone: bool = True
+) -> StepPlan:
+    """A step of a method that keeps the beginning of the canvas: it computes ``start`` … ``stop - 1``, reads all before
+    ``start``, and keeps what lies before ``keep``."""
+    adds = [Retention.whole(Span(start, keep))] if keep > start else []
+    state = RefreshState.UPDATE if adds else RefreshState.REUSE if start else RefreshState.FULL
+    scope = Scope.ACTIVE if start else Scope.ALL
+    return step_plan(spec, progress, state, scope, Span(start, stop), window_alone=window_alone, read=start, adds=adds)
+
+
+def plan_on_canvas(
+    spec: DecodingSpec,
+    progress: Progress,
+    state: RefreshState,
+    scope: Scope,
+    span: Span,
+    *,
+    window_alone: bool = False,
+) -> StepPlan:
+    """A step of a method that keeps every position, as the last step left it that computed it."""
+    kept = spec.visible(spec.span_of(progress.running))
+    read = cut(progress, kept).stop
+    plan = step_plan(spec, progress, state, scope, span, window_alone=window_alone, read=read)
+    return replace(plan, retained=kept.stop)
 
 
 def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:

@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.base import CacheMethod, plan_on_canvas
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class DLLMCacheOptions(CacheOptions):
@@ -58,14 +58,14 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
     span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
-    state, scope = {
-        (True, True): (RefreshState.UPDATE, Scope.ALL),
-        (True, False): (RefreshState.UPDATE, Scope.PROMPT),
-        (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
-        (False, False): (RefreshState.REUSE, Scope.ACTIVE),
+    scope = {
+        (True, True): Scope.ALL,
+        (True, False): Scope.PROMPT,
+        (False, True): Scope.RESPONSE,
+        (False, False): Scope.ACTIVE,
     }[prompt_due, response_due]
-    plan = step_plan(spec, progress, state, scope, span, window_alone=False)
-    plan = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
+    state = RefreshState.REUSE if scope is Scope.ACTIVE else RefreshState.UPDATE
+    plan = plan_on_canvas(spec, progress, state, scope, span)
     if response_due or options.update_ratio == 0:
         return plan
     return replace(plan, num_updated=int((plan.span.stop - spec.prompt_length) * options.update_ratio))

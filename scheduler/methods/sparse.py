@@ -4,15 +4,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth
-from dllm_engine.scheduler.methods.window_refresh import (
-    RefreshOptions,
-    hold_retained,
-    refresh_then_reuse,
-    split,
-)
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, hold_tokens
+from dllm_engine.scheduler.methods.fast_dllm import RefreshOptions, refresh_then_reuse, split
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import Retention, StepPlan
 
 
@@ -51,23 +46,24 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return refresh_then_reuse(spec, progress, SparseOptions.of(spec).update_delay, retain)
 
 
-def retain(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Retention]]:
+def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
     """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what lies behind the window is
     retained whole. The part that only whole refreshes renew has its share, rounded down as well."""
-    options = SparseOptions.of(spec)
-    stop = window.start if options.scope == "prefix" else spec.canvas_length
-    parts = split(spec, window)
-    old, new = (tuple(span for span in part if span.start < stop) for part in parts)
-    behind = ([span for span in part if span.start >= stop] for part in parts)
-    candidates = [sum(span.size for span in part) for part in (old, new)]
-    count, old_count = (int(number * options.retention_ratio) for number in (sum(candidates), candidates[0]))
-    old_behind, new_behind = (Retention.whole(*part) for part in behind)
-    return [Retention(old, old_count), old_behind], [Retention(new, count - old_count), new_behind]
+    options, (old, new) = SparseOptions.of(spec), split(spec, window)
+    candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
+    num_candidates = old.size + sum(span.size for span in candidates)
+    old_count, count = (int(number * options.retention_ratio) for number in (old.size, num_candidates))
+    return Retention((old,), old_count), [Retention(candidates, count - old_count), Retention.whole(*behind)]
+
+
+def num_retained(spec: DecodingSpec, running: Blocks) -> int:
+    old, new = retain(spec, spec.span_of(running))
+    return old.count + sum(retention.count for retention in new)
 
 
 SPARSE = CacheMethod(
     plan,
-    hold_retained(retain),
+    hold_tokens(num_retained),
     SparseOptions,
     "passes.sparse:SparsePass",
     trims_suffix=True,
