@@ -27,9 +27,6 @@ class LayerTables(Protocol):
 class LayerPass:
     """Runs all layers in one forward pass."""
 
-    num_finished: Sequence[int] = ()
-    """Rows of each request that go through all layers, if the pass has ``finished`` rows."""
-
     results: Sequence[torch.Tensor] = ()
     """Tensors that the last pass left beside hidden states. A recorded pass gets a copy of what a replay leaves."""
 
@@ -55,9 +52,9 @@ class LayerPass:
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
 
     @property
-    def finished(self) -> torch.Tensor | None:
-        """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
-        rows predict a token."""
+    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
+        """After the pass, the rows that went through all layers, ``[num_rows]`` bool, and the number of each request's;
+        None: all rows. Only finished rows predict a token."""
         return None
 
     def graph_layout(self) -> Hashable | None:

@@ -12,7 +12,7 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
 
 class PagedPass(LayerPass):
@@ -97,6 +97,8 @@ class RetentionPass(PagedPass):
                 alike[plan.span, plan.window, plan.read, plan.adds].append(i)
         self.groups = list(alike.values())
         """Numbers of the UPDATE requests, those together that compute and add the same."""
+        self.named = [_named_rows(batch.plans[members[0]]) for members in self.groups]
+        """Per group, the rows of the positions that ``plan.adds`` names, among a request's own; on the host."""
         self.writes, self.repeats = bool(self.groups), not self.groups
         self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
@@ -107,15 +109,10 @@ class RetentionPass(PagedPass):
             token_places = np.stack((np.array(self.updating)[numbers], places))
             requests, tokens_added = on_device(token_places, self.device).unbind()
             slots = tokens.token_slots(ALL_LAYERS, requests, tokens_added)
-            named = [
-                (batch.rows(i).start - plan.span.start + span.start, span.size)
-                for i, plan in zip(self.updating, plans, strict=True)
-                for retention in plan.adds
-                for span in retention.spans
-            ]
-            rows = ranges([start for start, _ in named], [size for _, size in named])[1]
+            named = zip(self.groups, self.named, strict=True)
+            rows = np.concatenate([batch.bounds[i] + own for members, own in named for i in members])
             self.named_rows = on_device(rows, self.device)
-            """The batch rows of the positions that ``plan.adds`` names."""
+            """``named`` among the rows of the batch, in the order of ``updating``."""
             if self.chooses:
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
@@ -139,6 +136,11 @@ class RetentionPass(PagedPass):
             for held, rows in zip(before, retained, strict=True)
         ]
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
+
+
+def _named_rows(plan: StepPlan) -> np.ndarray:
+    spans = [span for retention in plan.adds for span in retention.spans]
+    return ranges([span.start - plan.span.start for span in spans], [span.size for span in spans])[1]
 
 
 def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:
