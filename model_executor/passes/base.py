@@ -5,23 +5,17 @@ skipping) or compute some parts for all rows and others for a few (adaptive upda
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
+from dllm_engine.model_executor.batch_tables import HeadTables, KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-
-
-class LayerTables(Protocol):
-    """Places of keys and values in pages."""
-
-    def paged_tokens(self, layer: int) -> PagedTokens:
-        """Keys and values that requests attend to in a layer."""
 
 
 class LayerPass:
@@ -140,7 +134,7 @@ def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBou
 
 def attend_split(
     layer: int,
-    tables: LayerTables,
+    tables: KVTables | HeadTables,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

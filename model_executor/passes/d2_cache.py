@@ -67,7 +67,7 @@ class RolloutPass(LayerPass):
         self.batch, self.pages = batch, pages
         num_rows, sizes = batch.bounds[-1], batch.sizes
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
-        self.tables = TokenTables(batch, pages, lengths)
+        self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)
         """Positions of a canvas, at most. It and numbers of rows are rounded up where the pass may be recorded."""
         if num_rows <= HOST_BOUND_ROWS and all(plan.state is RefreshState.REUSE for plan in batch.plans):
@@ -118,10 +118,8 @@ class RolloutPass(LayerPass):
             pages = tokens.k_pages, tokens.page_tables[requests], tokens.head_len[requests]
             group_bounds = bounds[requests.start : requests.stop + 1]
             sums = summed_probabilities(q, lse, group_bounds, *pages, *rollout.rows.shape[1:])
-            if ranks > 1:
-                # Every rank has its own heads; all must choose the same rows.
-                sums = tensor_model_parallel_all_reduce(sums)
-            rollout.add_layer(sums, 1 / (q.shape[1] * ranks))
+            # Every rank has its own heads; all must choose the same rows.
+            rollout.add_layer(tensor_model_parallel_all_reduce(sums), 1 / (q.shape[1] * ranks))
         return out
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
@@ -169,8 +167,7 @@ def choose_rows(
     computed[_most_important(importance, ~computed, options.rollout_p)] = True
     computed[last_of_prompt] = predicts_first
     rows = np.flatnonzero(computed)
-    near = np.flatnonzero(np.diff(rows) <= options.gap_fill)
-    for i in near:
+    for i in np.flatnonzero(np.diff(rows) <= options.gap_fill):
         computed[rows[i] : rows[i + 1]] = True
     return np.flatnonzero(computed)
 
@@ -178,10 +175,18 @@ def choose_rows(
 def _masked_to_predict(
     spec: DecodingSpec, window: Span, known_before: np.ndarray, known: np.ndarray, confidence: np.ndarray
 ) -> np.ndarray:
-    """The masked positions of the response that the next pass is to predict."""
-    options = D2CacheOptions.of(spec)
-    masked = np.flatnonzero(~known)
-    first, unit, preferred = _range(spec, window, known_before, masked[0])
+    """The masked positions of the response that the next pass is to predict. Those in the block that the pass worked on
+    come before all others; of several blocks the leftmost that is not finished, because the next pass has to fill some
+    of it."""
+    options, masked = D2CacheOptions.of(spec), np.flatnonzero(~known)
+    first, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
+    if spec.block_add_threshold is not None:
+        first = masked[0] // spec.block_length * spec.block_length
+        stop = min(first + spec.block_length, spec.gen_length)
+    preferred, unit = np.arange(first, stop), spec.block_length
+    if options.range_unit == "masks":
+        preferred = preferred[~known_before[first:stop]]
+        first, unit = preferred[0], len(preferred)
     scores = confidence * certainty_density(known, options.sigma)
     scores[preferred] += scores.max()
     if spec.delay_eos or spec.slow_fast is not None:
@@ -193,27 +198,11 @@ def _masked_to_predict(
     return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
 
 
-def _range(
-    spec: DecodingSpec, window: Span, known_before: np.ndarray, first_masked: int
-) -> tuple[int, int, np.ndarray]:
-    """Range that masked positions are chosen from, in positions of the response: its first; a number of which its end
-    is a multiple; and the positions that come before all others. These are in the block that the pass worked on; of
-    several at once the leftmost that is not finished, because the next pass has to fill some of it."""
-    start, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
-    if spec.block_add_threshold is not None:
-        start = first_masked // spec.block_length * spec.block_length
-        stop = min(start + spec.block_length, spec.gen_length)
-    if D2CacheOptions.of(spec).range_unit == "block":
-        return start, spec.block_length, np.arange(start, stop)
-    preferred = start + np.flatnonzero(~known_before[start:stop])
-    return int(preferred[0]), len(preferred), preferred
-
-
 def _most_important(importance: np.ndarray, candidates: np.ndarray, share: float) -> np.ndarray:
     """Positions among ``candidates`` ``[canvas_length]`` bool that make up ``share`` of their importance; at least
     one."""
     positions = np.flatnonzero(candidates)
     ordered = positions[np.argsort(-importance[positions], kind="stable")]
     shares = importance[ordered].cumsum()
-    within = shares <= share * shares[-1] if ordered.size else np.zeros(0, dtype=bool)
-    return ordered[: max(int(within.sum()), 1)]
+    within = shares <= share * shares[-1:]
+    return ordered[: max(np.count_nonzero(within), 1)]

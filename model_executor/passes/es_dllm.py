@@ -22,7 +22,7 @@ from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
-from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
@@ -60,14 +60,13 @@ class EarlySkipPass(LayerPass):
                 # One more than there are positions: with shifted logits, the last row predicts none.
                 canvas.cache_state = torch.zeros(canvas.spec.canvas_length + 1, device=device)
 
-        read = [plan.read for plan in plans]
-        self.tables = TokenTables(batch, pages, read)
+        self.tables = TokenTables(batch, pages)
         self.num_layers = pages.geometry.num_layers
         self.reading = [plan.retained_copy is RetainedCopy.READ for plan in plans]
         self.copied = {i: self._copied(i) for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE}
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
-        self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
+        self.attended = TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
         self.copies = BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
@@ -246,10 +245,10 @@ class EarlySkipPass(LayerPass):
             slots = pages.slots(self.copies.slots(layer, requests, numbers, pages.page_size))
             pages.write(pages.keys[places], pages.values[places], slots)
 
-    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | slice:
+    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> Rows:
         """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of the layer, width]`` becomes their
         remembered values."""
-        kept: torch.Tensor | slice = slice(None)
+        kept: Rows = slice(None)
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             own = rows[members]

@@ -53,7 +53,7 @@ class OverwritePass(PagedPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch = batch
         read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages, read)
+        tokens = TokenTables(batch, pages)
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
@@ -88,7 +88,7 @@ class RetentionPass(PagedPass):
         self.batch = batch
         self.device = batch.device
         read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages, read)
+        tokens = TokenTables(batch, pages)
         super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
 
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)

@@ -14,6 +14,7 @@ import torch
 from dllm_engine.kernels.noise import uniform
 from dllm_engine.kernels.voting import voting_scores
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.step_batch import Rows
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import Span
 
@@ -21,7 +22,6 @@ SNAPKV_WINDOW = 32
 """Last prompt tokens whose queries vote (``snapkv``)."""
 QUARTERS = ("first", "second", "third", "last")
 """Names of the quarters of the masked positions (MaskKV, Table 11)."""
-Rows = torch.Tensor | slice
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
 HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
 """Names in ``model_executor/retention/budgets.py``, like ``LayerBudgetName``."""
 ImportanceName = Literal["layer_importance", "attention_importance"]
-"""1 − mean cosine between hidden states before and after a layer, or before and after its attention."""
+"""1 − mean cosine between a token's hidden states before and after a layer (MaskKV, equation 8), or before and after
+its attention, with the residual (SqueezeAttention, arXiv 2404.04793)."""
 MEASURED_IMPORTANCE: dict[LayerBudgetName, ImportanceName] = {
     "boundary": "layer_importance",
     "squeeze": "attention_importance",
