@@ -23,25 +23,18 @@ class LayerPass:
 
     results: Sequence[torch.Tensor] = ()
     """Tensors that the last pass left beside hidden states. A recorded pass gets a copy of what a replay leaves."""
-
     answers: Sequence[np.ndarray] = ()
     """Values of ``asked`` on the host."""
-
     chooses = False
     """True if layers choose rows to compute or to keep. A trace shows them of each step."""
-
     observes = False
     """True if ``observe`` must be called."""
-
     repeats = False
     """True if running the pass once more does the same work on the current tokens."""
-
     writes = True
     """True if the pass changes more than the tokens that its step fills."""
-
     follows = False
     """True if ``follow`` must be called between steps that run ahead."""
-
     graph_rows = 0
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
 

@@ -1,6 +1,7 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
 from collections import defaultdict
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -51,16 +52,13 @@ class OverwritePass(PagedPass):
     as its plan reads."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch = batch
-        read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages)
+        self.batch, tokens = batch, TokenTables(batch, pages)
         # Where all that is read is computed, the pages would give back what was just computed.
-        rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
+        rows = batch.split_rows([plan.read == size for plan, size in zip(batch.plans, batch.sizes, strict=True)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        rules = {plan.rows for plan in batch.plans}
-        reuses = all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        self.follows = reuses and rules == {RowRule.MASKED_BEFORE}
-        self.repeats = self.follows or (reuses and rules == {RowRule.ALL})
+        kinds = {(plan.state, plan.rows) for plan in batch.plans}
+        self.follows = kinds == {(RefreshState.REUSE, RowRule.MASKED_BEFORE)}
+        self.repeats = self.follows or kinds == {(RefreshState.REUSE, RowRule.ALL)}
         if self.follows:
             shift = int(batch.canvases[0].spec.shifts_logits)
             masked = [c.known[batch.host_positions[batch.rows(i)] + shift] < 0 for i, c in enumerate(batch.canvases)]
@@ -85,12 +83,8 @@ class RetentionPass(PagedPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch = batch
-        self.device = batch.device
-        read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages)
-        super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
-
+        self.batch, tokens = batch, TokenTables(batch, pages)
+        super().__init__(tokens, batch.split_rows([not plan.read for plan in batch.plans]))
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
@@ -104,14 +98,14 @@ class RetentionPass(PagedPass):
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         if self.groups:
             plans = [batch.plans[i] for i in self.updating]
-            numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
-            self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
-            token_places = np.stack((np.array(self.updating)[numbers], places))
-            requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = tokens.token_slots(ALL_LAYERS, requests, tokens_added)
+            counts = [plan.retained - plan.read for plan in plans]
+            self.bounds = [0, *accumulate(counts)]
+            """Of what each of ``updating`` adds to pages."""
+            places = np.repeat(self.updating, counts), ranges([plan.read for plan in plans], counts)[1]
+            slots = tokens.token_slots(ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind())
             named = zip(self.groups, self.named, strict=True)
             rows = np.concatenate([batch.bounds[i] + own for members, own in named for i in members])
-            self.named_rows = on_device(rows, self.device)
+            self.named_rows = on_device(rows, batch.device)
             """``named`` among the rows of the batch, in the order of ``updating``."""
             if self.chooses:
                 self.slots = slots

@@ -37,8 +37,8 @@ class SparsePass(RetentionPass):
             plan = batch.plans[members[0]]
             stops = accumulate(retention.num_positions for retention in plan.adds)
             num_scored = max((stop for r, stop in zip(plan.adds, stops, strict=True) if _is_chosen_from(r)), default=0)
-            self.candidates += [on_device(named[:num_scored], self.device)] * len(members)
-            self.windows += [on_device(np.arange(*plan.window) - plan.span.start, self.device)] * len(members)
+            self.candidates += [on_device(named[:num_scored], batch.device)] * len(members)
+            self.windows += [on_device(np.arange(*plan.window) - plan.span.start, batch.device)] * len(members)
 
     def graph_layout(self) -> Hashable | None:
         batch = self.batch
@@ -83,7 +83,7 @@ class SparsePass(RetentionPass):
         What lies behind is no score."""
         options = self.options
         scorer = SCORERS[options.scorer]
-        scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=self.device)
+        scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=q.device)
         choices = zip(scores, self.updating, self.candidates, self.windows, strict=True)
         for request_scores, i, candidates, window in choices:
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]

@@ -72,24 +72,16 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
-
-    The paper counts passes, each of which unmasks a fixed number of tokens; the cache becomes stale with the tokens
-    that change. If a pass may unmask any number of tokens, intervals count tokens instead, unless ``interval_unit``
-    says otherwise. At one token per pass both are the same.
-    """
+    """Return True if an interval, counted over the whole response, begins with this forward pass. It is the tokens that
+    change which make the cache stale, so intervals count them where a pass may unmask any number."""
     if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
 
 def live_start(spec: DecodingSpec) -> int:
-    """First canvas position whose hidden state every step needs, under dLLM-Cache.
-
-    Hidden states of the prompt are read by nothing but their own later layers, so they need neither features nor
-    computing unless the prompt is due (MaskKV's prompt-state exclusion). With shifted logits the last one predicts
-    the response's first token.
-    """
+    """First canvas position whose hidden state every step needs. Those of the prompt are read by nothing but their own
+    later layers, except that with shifted logits the last one predicts the response's first token."""
     if not DLLMCacheOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.prompt_length - spec.shifts_logits, 0)

@@ -2,9 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth, hold_tokens
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, hold_tokens
 from dllm_engine.scheduler.methods.fast_dllm import RefreshOptions, refresh_then_reuse, split
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
@@ -19,7 +19,7 @@ class SparseOptions(RefreshOptions):
     computes the whole canvas once every ``prompt_refresh_interval`` blocks."""
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the window) that a layer retains."""
-    pool_kernel_size: WindowWidth = 3
+    pool_kernel_size: int = Field(default=3, ge=1)
     """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
     update_delay: int = Field(default=1, ge=0)
     """FULL steps of a window before the UPDATE step, which selects what is retained."""
@@ -30,6 +30,13 @@ class SparseOptions(RefreshOptions):
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
     """``bidirectional``: candidates lie on both sides of the window (Algorithm 4). ``prefix``: they lie before the
     window, and everything behind it is retained (Algorithm 5)."""
+
+    @field_validator("pool_kernel_size")
+    @classmethod
+    def _has_a_middle(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd, so that the window has a middle")
+        return value
 
     @model_validator(mode="after")
     def _scores_what_is_refreshed(self) -> Self:
