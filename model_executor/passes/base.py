@@ -121,7 +121,8 @@ class DensePass(LayerPass):
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
-        return attend_pages(None, q, k, v, rows, attend_fresh=True)
+        bounds, limits, longest = rows.cu_seqlens, rows.limits, rows.max_seqlen
+        return paged_attention(q, k, v, bounds, None, attend_fresh=True, limits=limits, max_seqlen=longest)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
@@ -147,13 +148,7 @@ def attend_split(
 
 
 def attend_pages(
-    tokens: PagedTokens | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: RowBounds,
-    *,
-    attend_fresh: bool,
+    tokens: PagedTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds, *, attend_fresh: bool
 ) -> torch.Tensor:
     """Attention of each request's rows over its ``tokens`` in pages, and with ``attend_fresh`` over the rows' own."""
     return paged_attention(

@@ -104,8 +104,6 @@ class MaskKVPass(AdaptivePass):
         """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those of this rank's, ``[num_kv_heads,
         ...]``; floating-point ones, because ranks on CPUs exchange no others. Every rank must call it."""
         world = get_tensor_model_parallel_world_size()
-        if world == 1:
-            return own
         # With more ranks than heads, neighbouring ranks have the same head.
         copies = world * own.shape[0] // self.pages.geometry.total_kv_heads
         return tensor_model_parallel_all_gather(own, dim=0)[::copies]

@@ -44,9 +44,9 @@ class SparsePass(RetentionPass):
         batch = self.batch
         if not self.chooses or batch.limits is not None or self.options.scorer != "mean_query":
             return None
-        adds = [[(r.num_positions, r.count) for r in batch.plans[members[0]].adds] for members in self.groups]
-        groups = [(*members, *sizes) for members, sizes in zip(self.groups, adds, strict=True)]
-        return tuple(batch.sizes), self.rows.num_paged_rows, tuple(groups)
+        adds = [batch.plans[members[0]].adds for members in self.groups]
+        sizes = tuple(tuple((r.num_positions, r.count) for r in group_adds) for group_adds in adds)
+        return tuple(batch.sizes), self.rows.num_paged_rows, tuple(map(tuple, self.groups)), sizes
 
     def graph_inputs(self) -> list[torch.Tensor]:
         own = self.named_rows, self.slots, *self.candidates, *self.windows
@@ -62,20 +62,20 @@ class SparsePass(RetentionPass):
         order. The same on every rank."""
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
-        sizes = [len(members) for members in self.groups]
-        named_rows = self.named_rows.split([size * len(own) for size, own in zip(sizes, self.named, strict=True)])
-        retained = []
-        for members, group_scores, group_rows in zip(self.groups, scores.split(sizes), named_rows, strict=True):
-            group_rows, first = group_rows.view(len(members), -1), 0
+        retained, first, first_row = [], 0, 0
+        for members, named in zip(self.groups, self.named, strict=True):
+            stop, stop_row = first + len(members), first_row + len(members) * len(named)
+            group_rows, column = self.named_rows[first_row:stop_row].view(len(members), len(named)), 0
             parts = [group_rows[:, :0]]  # a plan may add nothing
             for retention in self.batch.plans[members[0]].adds:
-                columns = slice(first, first := first + retention.num_positions)
+                columns = slice(column, column := column + retention.num_positions)
                 rows = group_rows[:, columns]
                 if _is_chosen_from(retention):
-                    scored, width = group_scores[:, columns], self.options.pool_kernel_size
+                    scored, width = scores[first:stop, columns], self.options.pool_kernel_size
                     rows = rows.gather(1, select_retained(scored, retention.count, width))
                 parts.append(rows)
             retained.append(torch.cat(parts, dim=1).flatten())
+            first, first_row = stop, stop_row
         return torch.cat(retained)
 
     def _scores(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -39,11 +39,6 @@ def layer_budgets(kind: str, average: int, importance: Sequence[float], *, base_
     return [int(share) for share in LAYER_BUDGETS[kind](average, importance, base_share)]
 
 
-def layers_alike(average: int, importance: Sequence[float], base_share: float) -> list[float]:
-    """The same for every layer."""
-    return [float(average)] * len(importance)
-
-
 def boundary(average: int, importance: Sequence[float], base_share: float) -> list[float]:
     """MaskKV, Algorithm 2: the first and the last layer are one group, the others another. The groups share what
     exceeds the base by their summed importance, and their layers share it evenly."""
@@ -97,7 +92,7 @@ def _clusters(importance: Sequence[float]) -> list[int]:
 
 
 LAYER_BUDGETS: dict[str, LayerBudget] = {
-    "uniform": layers_alike,
+    "uniform": lambda average, importance, base_share: [float(average)] * len(importance),
     "boundary": boundary,
     "pyramid": pyramid,
     "squeeze": squeeze,
@@ -114,11 +109,6 @@ def head_budgets(kind: str, scores: torch.Tensor, layer_budget: int, *, base_sha
         base_share: share of the layer's budget that every head gets in any case (MaskKV's α).
     """
     return HEAD_BUDGETS[kind](scores, layer_budget, base_share).long().clamp(max=scores.shape[1])
-
-
-def heads_alike(scores: torch.Tensor, layer_budget: int, base_share: float) -> torch.Tensor:
-    """The same for every head."""
-    return torch.full(scores.shape[:1], layer_budget, dtype=torch.float64, device=scores.device)
 
 
 def prompt_preference(scores: torch.Tensor, layer_budget: int, base_share: float) -> torch.Tensor:
@@ -143,7 +133,7 @@ def adaptive(scores: torch.Tensor, layer_budget: int, base_share: float) -> torc
 
 
 HEAD_BUDGETS: dict[str, HeadBudget] = {
-    "uniform": heads_alike,
+    "uniform": lambda scores, budget, base_share: torch.full(scores.shape[:1], budget, device=scores.device),
     "prompt_preference": prompt_preference,
     "adaptive": adaptive,
 }

@@ -176,13 +176,7 @@ def plan_behind_prefix(
 
 
 def plan_on_canvas(
-    spec: DecodingSpec,
-    progress: Progress,
-    state: RefreshState,
-    scope: Scope,
-    span: Span,
-    *,
-    window_alone: bool = False,
+    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, window_alone: bool = False
 ) -> StepPlan:
     """A step of a method that keeps every position, as the last step left it that computed it."""
     kept = spec.visible(spec.span_of(progress.running))
