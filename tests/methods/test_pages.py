@@ -113,17 +113,12 @@ def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, bud
     assert len({sum(layer) for layer in kept}) > 1, "layers are alike"
 
 
-def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada):
+def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada, monkeypatch):
     # The pool fits one request of max_model_len at the ratio, so a shorter canvas never hits this; shrink it by hand.
     llm = engines(tiny_llada, page_size=8, cache_method="dual", max_num_seqs=7)
-    cache_config = llm.llm_engine.vllm_config.cache_config
-    whole = cache_config.num_gpu_blocks
-    cache_config.num_gpu_blocks = 5
-    try:
-        with pytest.raises(ValueError, match=r"needs \d+ pages .* has 4; shorten prompt or response, or raise kv"):
-            generate(llm, [[1] * 100], params_of(40, 8))
-    finally:
-        cache_config.num_gpu_blocks = whole
+    monkeypatch.setattr(llm.llm_engine.vllm_config.cache_config, "num_gpu_blocks", 5)
+    with pytest.raises(ValueError, match=r"needs \d+ pages .* has 4; shorten prompt or response, or raise kv"):
+        generate(llm, [[1] * 100], params_of(40, 8))
 
 
 # Rows that a method does not compute in every layer are counted by layer

@@ -67,18 +67,12 @@ def test_tokens_are_the_same_with_and_without(engine, settings):
 
 
 def test_another_block_length_or_salt_shares_nothing(engine):
-    llm = engine()
-    prompt, length = list(range(64)), engine.block_length
-    asked = {"gen_length": 4, "ignore_eos": True}
-    first = generate(llm, [prompt], DiffusionParams(block_length=length, **asked))
-    assert first[0].num_cached_tokens == 0
-    (other,) = generate(llm, [prompt], DiffusionParams(block_length=2 * length, **asked))
-    assert other.num_cached_tokens == 0
-    salted = {"prompt_token_ids": prompt, "cache_salt": "mine"}
-    (output,) = llm.generate(salted, DiffusionParams(block_length=length, **asked), use_tqdm=False)
-    assert output.num_cached_tokens == 0
-    (same,) = generate(llm, [prompt], DiffusionParams(block_length=length, **asked))
-    assert same.num_cached_tokens == 64
+    llm, length = engine(), engine.block_length
+    salted = {"cache_salt": "mine"}
+    for block_length, more, shared in [(length, {}, 0), (2 * length, {}, 0), (length, salted, 0), (length, {}, 64)]:
+        params = DiffusionParams(gen_length=4, block_length=block_length, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": list(range(64))} | more, params, use_tqdm=False)
+        assert output.num_cached_tokens == shared
 
 
 # In memory for few requests: those that are preempted go on with the same tokens
