@@ -160,15 +160,9 @@ pass."""
 def layer_importance(
     name: ImportanceName, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases, rows: RowBounds
 ) -> torch.Tensor:
-    """Importance of each layer to each of some canvases, in a forward pass over them that keeps nothing.
-
-    Args:
-        hidden: embeddings of the canvases, which lie end to end, ``[num_rows, hidden_size]``; left as they are.
-        rows: of each canvas.
-
-    Returns:
-        float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where hidden states are no numbers.
-    """
+    """Importance of each layer to each of some canvases, in a forward pass over them that keeps nothing: float32
+    ``[num_layers, num_canvases]``, 0 to 2, or NaN where hidden states are no numbers. ``hidden``
+    ``[num_rows, hidden_size]``: embeddings of the canvases end to end, whose ``rows`` these are; left as they are."""
 
     def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
         parts = zip(before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True)

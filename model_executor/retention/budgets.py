@@ -25,14 +25,9 @@ HeadBudget = Callable[[torch.Tensor, int, float], torch.Tensor]
 
 
 def layer_budgets(kind: str, average: int, importance: Sequence[float], *, base_share: float) -> list[int]:
-    """Tokens per KV head that each layer retains, a mean over its heads.
-
-    Args:
-        kind: a name in ``LAYER_BUDGETS``.
-        average: the mean over the layers (B̄).
-        importance: one score per layer, 0 where the budget needs none.
-        base_share: share of the average that every layer gets (MaskKV's β).
-    """
+    """Tokens per KV head that each layer retains, a mean over its heads. ``kind``: a name in ``LAYER_BUDGETS``;
+    ``average``: the mean over the layers (B̄), of which every layer gets ``base_share`` (MaskKV's β); ``importance``: of
+    each layer, 0 where the budget needs none."""
     # The sum is no number for a request that is about to end with an error.
     if kind in MEASURED_IMPORTANCE and not sum(importance) > 0:
         kind = "uniform"
@@ -100,14 +95,10 @@ LAYER_BUDGETS: dict[str, LayerBudget] = {
 
 
 def head_budgets(kind: str, scores: torch.Tensor, layer_budget: int, *, base_share: float) -> torch.Tensor:
-    """Tokens that each KV head retains, none more than there are; int64 ``[num_kv_heads]``.
-
-    Args:
-        kind: a name in ``HEAD_BUDGETS``.
-        scores: of all KV heads of the model, ``[num_kv_heads, num_tokens]``, none negative.
-        layer_budget: the mean over the heads (B_l); it may exceed the number of tokens.
-        base_share: share of the layer's budget that every head gets in any case (MaskKV's α).
-    """
+    """Tokens that each KV head retains, none more than there are; int64 ``[num_kv_heads]``. ``kind``: a name in
+    ``HEAD_BUDGETS``; ``scores`` ``[num_kv_heads, num_tokens]``: of all heads of the model, none negative;
+    ``layer_budget``: the mean over the heads (B_l), of which every head gets ``base_share`` (MaskKV's α). It may exceed
+    the number of tokens."""
     return HEAD_BUDGETS[kind](scores, layer_budget, base_share).long().clamp(max=scores.shape[1])
 
 

@@ -32,10 +32,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         kept = end if keeps < number else kept
         keeping = end if keeps <= number else keeping
         waits = waits or arrives <= number < keeps
-
-    renews = keeping <= kept and (waits or number % options.refresh_interval == 0)
+    renews = keeping == kept and (waits or number % options.refresh_interval == 0)
     stop = spec.visible(spec.span_of(progress.running)).stop
-    return plan_behind_prefix(spec, progress, 0 if renews else kept, stop, keep=max(kept, keeping), window_alone=False)
+    return plan_behind_prefix(spec, progress, 0 if renews else kept, stop, keep=keeping, window_alone=False)
 
 
 def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:
