@@ -179,10 +179,8 @@ class HeadTables(BatchTables):
         """Tokens at the end of each response that no row attends to."""
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
-        self.prompts = [
-            (i, batch.bounds[i]) for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)
-        ]
-        """Requests whose prompt is recomputed, and the row it begins at."""
+        self.prompts = [i for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)]
+        """Requests whose prompt is recomputed."""
 
     def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor) -> None:
         """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads, prompt_length]`` bool, ``kept`` its row
@@ -211,8 +209,8 @@ class HeadTables(BatchTables):
         start = self.starts[layer]
         slots = (start + self.kept[layer])[..., self.requests, :] + self.response_index[:, None]
         slots.masked_fill_((self.response_index < 0)[:, None], -1)
-        for i, first_row in self.prompts:
-            layer_numbers = self.batch.canvases[i].cache_state.numbers
+        for i in self.prompts:
+            first_row, layer_numbers = self.batch.bounds[i], self.batch.canvases[i].cache_state.numbers
             # A request that votes in this pass has not yet, where other requests' rows are verified.
             if isinstance(layer, int) and layer < len(layer_numbers):
                 numbers = layer_numbers[layer]

@@ -5,11 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    get_tp_group,
-    tensor_model_parallel_all_gather,
-)
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_gather
 
 from dllm_engine.kernels.attention import bidirectional_attention
 from dllm_engine.kernels.eviction import max_pooled

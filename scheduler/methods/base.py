@@ -182,7 +182,8 @@ def plan_on_canvas(
     kept = spec.visible(spec.span_of(progress.running))
     read = cut(progress, kept).stop
     plan = step_plan(spec, progress, state, scope, span, window_alone=window_alone, read=read)
-    return replace(plan, retained=kept.stop)
+    plan.retained = kept.stop
+    return plan
 
 
 def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:

@@ -1,7 +1,5 @@
 """dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
 
-from dataclasses import replace
-
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
@@ -29,12 +27,12 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
     if whole:
         return plan
-    # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
-    # second step.
-    rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
     # At most the window and all behind it was masked when the window began.
-    num_masked = plan.span.stop - plan.window.start
-    return replace(plan, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
+    plan.rows, plan.max_rows = RowRule.MASKED_BEFORE, plan.span.stop - plan.window.start
+    if spec.shifts_logits and progress.step == 1:
+        # The last row predicts no token, so nothing says when it is final; it is taken to be after the second step.
+        plan.rows, plan.max_rows = RowRule.MASKED_BEFORE_AND_LAST, plan.max_rows + 1
+    return plan
 
 
 DKV = CacheMethod(
