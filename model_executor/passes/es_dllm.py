@@ -232,10 +232,9 @@ class EarlySkipPass(LayerPass):
         pages = self.pages
         for i, (outside, window) in self.copied.items():
             slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
-            # Every rank scores with its own heads; all must retain the same tokens.
             scores = mean_query_scores(q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)])
+            # Every rank scores with its own heads; all must retain the same tokens. Only the order counts.
             scores = tensor_model_parallel_all_reduce(scores)
-            scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
             chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, window))

@@ -34,12 +34,9 @@ def engine(engines, reference_checkpoints):
 
 def held(llm, prompt_length: int, *lengths: int) -> list[tuple[tuple[int, int], int]]:
     """Pages (allocated, reserved) of one request after each step, and for how many steps it was so."""
-    pages, after = scheduler_of(llm).pages, []
+    pages, after, prompt = scheduler_of(llm).pages, [], [7 * i % 100 for i in range(prompt_length)]
     run_in_steps(
-        llm,
-        [[7 * i % 100 for i in range(prompt_length)]],
-        [params_of(*lengths)],
-        after_step=lambda: after.append((pages.num_allocated, pages.num_reserved)),
+        llm, [prompt], [params_of(*lengths)], after_step=lambda: after.append((pages.num_allocated, pages.num_reserved))
     )
     return [(pages, len(list(steps))) for pages, steps in groupby(after)]
 
