@@ -59,16 +59,11 @@ class AdaptivePass(LayerPass):
         """Per layer so far that chose, the rows that it recomputes."""
         refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
-            first, stop = batch.bounds[i], batch.bounds[i + 1]
-            response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
-            scopes = {
-                Scope.ALL: Span(first, stop),
-                Scope.PROMPT: Span(first, response),
-                Scope.RESPONSE: Span(response, stop),
-                Scope.ACTIVE: Span(first, first),
-            }
-            refreshed.append(scopes[plan.scope])
-            responses.append(Span(response, stop))
+            first, stop = batch.bounds[i : i + 2]
+            response = Span(stop - (plan.span.stop - batch.canvases[i].spec.prompt_length), stop)
+            scopes = {Scope.ALL: Span(first, stop), Scope.PROMPT: Span(first, response.start), Scope.RESPONSE: response}
+            refreshed.append(scopes.get(plan.scope, Span(first, first)))
+            responses.append(response)
         self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
         """Recomputed rows: those refreshed, and of the response those that have changed most."""
         verified = self.choice.chosen_from

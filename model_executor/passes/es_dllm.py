@@ -27,7 +27,7 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import FIRST_BLOCK, Span
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RetainedCopy, RowRule, Scope
 
 POOL_KERNEL_SIZE = 3
@@ -55,6 +55,7 @@ class EarlySkipPass(LayerPass):
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes
+        self.shift = int(batch.canvases[0].spec.shifts_logits)
         for canvas in batch.canvases:
             if canvas.cache_state is None:
                 # One more than there are positions: with shifted logits, the last row predicts none.
@@ -90,7 +91,7 @@ class EarlySkipPass(LayerPass):
         """After each cut so far, the rows of the batch that went on."""
         self.follows = any(self.skips)
         if self.follows:
-            predicted = batch.host_positions + int(batch.canvases[0].spec.shifts_logits)
+            predicted = batch.host_positions + self.shift
             firsts = predicted[batch.bounds[:-1]]
             self.scores = [c.cache_state[a : a + n] for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)]
             """Views of the confidences that requests keep, of the positions that their rows predict: neighbours."""
@@ -102,9 +103,7 @@ class EarlySkipPass(LayerPass):
         if options.keeps_features and self.cuts:
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            specs = [canvas.spec for canvas in batch.canvases]
-            starts = [spec.predicting_span(FIRST_BLOCK).start for spec in specs]
-            predicting = [Span(start, start + spec.gen_length) for start, spec in zip(starts, specs, strict=True)]
+            predicting = [Span(*(end - self.shift for end in c.spec.response_span)) for c in batch.canvases]
             self.features = FeatureTables(batch, pages, predicting, pages.geometry.hidden_size // ranks)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
@@ -122,18 +121,17 @@ class EarlySkipPass(LayerPass):
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
-        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.device
-        start = plan.window.start - spec.shifts_logits
-        canvas = np.arange(spec.canvas_length)
-        outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
-        return on_device(outside, device), on_device(window, device)
+        first, stop = (end - self.shift for end in self.batch.plans[index].window)
+        canvas = np.arange(self.batch.canvases[index].spec.canvas_length)
+        outside, window = np.delete(canvas, slice(first, stop)), canvas[first:stop]
+        return on_device(outside, self.batch.device), on_device(window, self.batch.device)
 
     def _copy_tokens(self) -> torch.Tensor | None:
         """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
         if not any(self.reading):
             return None
-        batch, shift = self.batch, int(self.batch.canvases[0].spec.shifts_logits)
-        starts, num_copied = np.array([(plan.window.start - shift, plan.num_copied) for plan in batch.plans]).T
+        batch = self.batch
+        starts, num_copied = np.array([(plan.window.start - self.shift, plan.num_copied) for plan in batch.plans]).T
         places = batch.host_positions - starts.repeat(batch.sizes)
         has_place = (places >= 0) & np.repeat(self.reading, batch.sizes)
         return on_device(np.where(has_place, places + num_copied.repeat(batch.sizes), -1), batch.device)
