@@ -1,6 +1,7 @@
 """Page tables of a batch's requests side by side."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
+from dllm_engine.scheduler.step_plan import Scope
 
 ALL_LAYERS = slice(None)
 WIDTH_UNIT = 8
@@ -101,11 +103,12 @@ class TokenTables(BatchTables, KVTables):
         self,
         batch: StepBatch,
         pages: PageView,
-        head_len: list[int],
         kind: PageKind | Sequence[PageKind] = PageKind.KV,
+        head_len: list[int] | None = None,
     ) -> None:
-        """``head_len``: tokens in pages that each request attends to."""
+        """``head_len``: tokens in pages that each request attends to; None: as many as its plan reads."""
         BatchTables.__init__(self, batch, kind)
+        head_len = [plan.read for plan in batch.plans] if head_len is None else head_len
         device = batch.device
         KVTables.__init__(self, pages, self.tables, on_device(head_len, device, torch.int32), max(head_len))
         self.requests, self.positions = batch.requests, batch.positions
@@ -120,3 +123,91 @@ class TokenTables(BatchTables, KVTables):
     def token_slots(self, layer: int | slice, requests: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Physical slots of tokens, as of ``slots``: ``[n, num_kv_heads]``, or of a slice of the layers."""
         return self.pages.slots(self.slots(layer, requests, tokens, self.pages.page_size))
+
+
+@dataclass
+class RetainedPrompt:
+    """Prompt tokens that each layer of a request retained, on this rank."""
+
+    kept: torch.Tensor
+    """Tokens per KV head, int64 ``[num_layers, num_kv_heads]``."""
+    numbers: list[torch.Tensor] = field(default_factory=list)
+    """Per layer, the number of each token among those that a head retained, −1 where it did not; int32
+    ``[prompt_length, num_kv_heads]``."""
+
+
+class HeadTables(BatchTables):
+    """Keys and values in packed ranges of one table that all layers share: layer by layer and head by head, the head's
+    retained prompt tokens, then the response. A layer's ranges begin where those before it end, so layers vote in
+    order."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        super().__init__(batch, PageKind.KV)
+        self.batch, self.pages = batch, pages
+        device = batch.device
+        num_layers, heads = pages.geometry.num_layers, pages.num_kv_heads
+        for canvas in batch.canvases:
+            if canvas.cache_state is None:
+                canvas.cache_state = RetainedPrompt(torch.zeros(num_layers, heads, dtype=torch.int64, device=device))
+        self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
+        """``[num_layers, num_requests, num_kv_heads]``"""
+        gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
+        self.lengths = (self.kept + gen_lengths[:, None]).int()
+        """Of each head's range, like ``kept``."""
+        in_order = self.lengths.transpose(0, 1)
+        ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
+        self.starts = (ends - in_order).transpose(0, 1).contiguous()
+        """First slot of each head's range. In a first pass, of the layers that have voted."""
+        self.requests = batch.requests
+        starts = np.repeat([canvas.spec.prompt_length for canvas in batch.canvases], batch.sizes)
+        self.response_index = on_device(batch.host_positions - starts, device)
+        """Position of each row in its response; negative in the prompt."""
+        unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
+        self.unread = on_device(unread, device, torch.int32)
+        """Tokens at the end of each response that no row attends to."""
+        self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
+        self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
+        self.prompts = [i for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)]
+        """Requests whose prompt is recomputed."""
+
+    def retain(self, layer: int, index: int, chosen: torch.Tensor, kept: torch.Tensor) -> None:
+        """Set what a layer of a request retains: ``chosen`` ``[num_kv_heads, prompt_length]`` bool, ``kept`` its row
+        sums."""
+        numbers = (chosen.cumsum(dim=1) - 1).masked_fill(~chosen, -1)
+        state: RetainedPrompt = self.batch.canvases[index].cache_state
+        state.kept[layer] = kept
+        state.numbers.append(numbers.T.int())
+        gen_length = self.batch.canvases[index].spec.gen_length
+        self.kept[layer, index] = kept
+        self.lengths[layer, index] = kept + gen_length
+        first = self.starts[layer - 1, index, -1] + self.lengths[layer - 1, index, -1] if layer else 0
+        self.starts[layer, index] = first + self.lengths[layer, index].cumsum(dim=0) - self.lengths[layer, index]
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [self.tables, self.kept, self.lengths, self.starts, self.requests, self.response_index, self.unread]
+
+    def row_slots(self) -> "torch.Tensor | HeadTables":
+        """``self[layer]`` of each layer."""
+        # While a request votes, where a layer's ranges begin follows from the votes of the layers before it.
+        return self if self.prompts else self[ALL_LAYERS]
+
+    def __getitem__(self, layer: int | slice) -> torch.Tensor:
+        """The slots of rows in a layer, ``[num_rows, num_kv_heads]``; for a slice of the layers, with a dimension of
+        them in front. A slice needs that no prompt is recomputed."""
+        start = self.starts[layer]
+        slots = (start + self.kept[layer])[..., self.requests, :] + self.response_index[:, None]
+        slots.masked_fill_((self.response_index < 0)[:, None], -1)
+        for i in self.prompts:
+            first_row, layer_numbers = self.batch.bounds[i], self.batch.canvases[i].cache_state.numbers
+            # A request that votes in this pass has not yet, where other requests' rows are verified.
+            if isinstance(layer, int) and layer < len(layer_numbers):
+                numbers = layer_numbers[layer]
+                slots[first_row : first_row + len(numbers)] = torch.where(numbers >= 0, start[i] + numbers, -1)
+        per_page = self.pages.keys.shape[1]
+        physical = self.tables[0][self.requests[:, None], slots.clamp(min=0) // per_page].long() * per_page
+        return torch.where(slots >= 0, physical + slots % per_page, -1)
+
+    def paged_tokens(self, layer: int) -> PagedTokens:
+        start, lengths = self.starts[layer], self.lengths[layer] - self.unread[:, None]
+        k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
+        return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)

@@ -13,6 +13,9 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
 
+Rows = torch.Tensor | slice
+"""Some rows of a batch: their indices, or a slice."""
+
 
 class RowBounds:
     """Bounds of each request's rows in a batch whose rows lie end to end."""

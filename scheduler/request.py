@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -301,11 +301,6 @@ class DecodingSpec:
         if self.block_steps is None or not self.fills_blocks:
             return self.masks_per_block
         return (self.block_length,) * self.num_blocks
-
-    @cached_property
-    def by_window(self) -> dict[Span, Any]:
-        """Cache of a cache method's results by window; every step makes a plan."""
-        return {}
 
     def most_steps(self, blocks: Blocks) -> int:
         """Upper bound on the forward passes until running blocks are finished, or joined by another block.

@@ -190,7 +190,7 @@ def request_demand(
     for step_plan, progress in method.steps(spec):
         num_steps, rows = num_steps + 1, rows + step_plan.max_rows * method.runs(spec, step_plan)
         if step_plan.retained > retained:
-            held = sum(method.pages(spec, progress.running, geometry)[PageKind.KV]) * geometry.page_size
+            held = sum(method.held(spec, progress.running, geometry)[PageKind.KV]) * geometry.page_size
             retained = max(retained, min(step_plan.retained, held // geometry.num_layers))
     mean_rows, cache_options = rows / num_steps, options.cache.model_dump()
     return RequestDemand(

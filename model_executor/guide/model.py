@@ -148,7 +148,7 @@ class Guide:
         fed = [token for draft, span in zip(drafts, spans, strict=True) for token in draft.reading.tokens[slice(*span)]]
         batch = StepBatch([draft.canvas for draft in drafts], [np.arange(*span) for span in spans])
         batch.limits = (batch.positions + 1).int()  # causal: token t of a table is the guide's token t
-        tables = TokenTables(batch, self.pages, [span.stop for span in spans], PageKind.GUIDE)
+        tables = TokenTables(batch, self.pages, PageKind.GUIDE, [span.stop for span in spans])
         rows_in_pages = batch.split_rows([False] * len(spans))
         layer_pass = PagedPass(tables, rows_in_pages, tables.row_slots(), attend_fresh=False)
         hidden = self.model(on_device(fed, device), batch.positions, layer_pass)

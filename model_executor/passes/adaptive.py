@@ -1,17 +1,14 @@
-"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between them the
-response rows whose values have changed most. MaskKV (arXiv 2510.09309) does the same on what it retains.
+"""dLLM-Cache (arXiv 2506.06295), also of what MaskKV (arXiv 2510.09309) retains: each layer recomputes the prompt, the
+response, or those response rows whose values have changed most.
 
 Between refreshes the residual stream of the response stays live: a row that a layer does not recompute gets that
 layer's kept *features* instead, the sum of its attention output and its feed-forward output when it was last
 recomputed. (The papers keep the two apart; they are only ever added one after the other, so their sum is all there is
 to keep.)
-
-As in the authors' code the first layer recomputes every row of the response in every step (``refresh_first_layer``): it
-costs one layer and lets changed tokens enter all others.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,31 +17,15 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.kernels.pages import add_features, write_features
 from dllm_engine.kernels.similarity import least_similar, replace_and_compare
-from dllm_engine.model_executor.batch_tables import FeatureTables, TokenTables
+from dllm_engine.model_executor.batch_tables import FeatureTables, HeadTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
-from dllm_engine.model_executor.passes.base import LayerPass, LayerTables, attend_split
-from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RefreshState, Scope
-
-
-class LayerSlots(Protocol):
-    """Physical slots ``[num_rows, num_kv_heads]`` by layer; −1 where nothing is kept of a row."""
-
-    def __getitem__(self, layer: int, /) -> torch.Tensor: ...
-
-
-class CanvasTables(LayerTables, Protocol):
-    """Places of canvas positions' keys and values in pages."""
-
-    def row_slots(self) -> LayerSlots:
-        """Slots of all rows of the batch."""
-
-    def graph_inputs(self) -> list[torch.Tensor]:
-        """As ``LayerPass.graph_inputs``, between refreshes."""
 
 
 class AdaptivePass(LayerPass):
@@ -55,15 +36,14 @@ class AdaptivePass(LayerPass):
     """
 
     chooses = True
-    row_slots: LayerSlots
-    """``CanvasTables.row_slots``, while the layers run."""
+    make_tables: ClassVar[type[TokenTables | HeadTables]] = TokenTables
+    """K/V of the whole canvas, by position, or of what the heads of a layer retain."""
+    row_slots: torch.Tensor | HeadTables
+    """``tables.row_slots``, while the layers run."""
     feature_slots: torch.Tensor
     """``FeatureTables.row_slots``, likewise."""
     kept_slots: torch.Tensor
     """As ``feature_slots``, but −1 for rows that are computed whatever the choice."""
-    whole_attends_alone: ClassVar[bool] = True
-    """True if a canvas recomputed as a whole attends to what was just computed rather than to what pages keep of it;
-    otherwise only in a request's first pass."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.options = DLLMCacheOptions.of(batch.canvases[0].spec)
@@ -79,16 +59,11 @@ class AdaptivePass(LayerPass):
         """Per layer so far that chose, the rows that it recomputes."""
         refreshed, responses = [], []
         for i, plan in enumerate(batch.plans):
-            first, stop = batch.bounds[i], batch.bounds[i + 1]
-            response = stop - (plan.span.stop - batch.canvases[i].spec.prompt_length)
-            scopes = {
-                Scope.ALL: Span(first, stop),
-                Scope.PROMPT: Span(first, response),
-                Scope.RESPONSE: Span(response, stop),
-                Scope.ACTIVE: Span(first, first),
-            }
-            refreshed.append(scopes[plan.scope])
-            responses.append(Span(response, stop))
+            first, stop = batch.bounds[i : i + 2]
+            response = Span(stop - (plan.span.stop - batch.canvases[i].spec.prompt_length), stop)
+            scopes = {Scope.ALL: Span(first, stop), Scope.PROMPT: Span(first, response.start), Scope.RESPONSE: response}
+            refreshed.append(scopes.get(plan.scope, Span(first, first)))
+            responses.append(response)
         self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
         """Recomputed rows: those refreshed, and of the response those that have changed most."""
         verified = self.choice.chosen_from
@@ -115,16 +90,14 @@ class AdaptivePass(LayerPass):
         self.kept.index_fill_(0, self.choice.fixed, False)
 
     def _split(self, sizes: Sequence[int]) -> SplitRows:
-        """Rows that a layer recomputes, so many of each request."""
+        """Rows that a layer recomputes, so many of each request. A canvas that is recomputed as a whole attends to what
+        was just computed, unless its pages hold less."""
+        keeps_all = isinstance(self.tables, TokenTables)
         alone = [
-            size == canvas.spec.canvas_length and (self.whole_attends_alone or plan.forward == 0)
+            size == canvas.spec.canvas_length and (keeps_all or plan.forward == 0)
             for size, canvas, plan in zip(sizes, self.batch.canvases, self.batch.plans, strict=True)
         ]
         return SplitRows(sizes, alone, self.batch.device)
-
-    def make_tables(self, batch: StepBatch, pages: PageMemory) -> CanvasTables:
-        """K/V of the whole canvas, by position."""
-        return TokenTables(batch, pages, [plan.read for plan in batch.plans])
 
     def graph_layout(self) -> Hashable | None:
         return tuple((rows.num_paged_rows, *rows.sizes) for rows in (self.all_rows, self.some_rows))
@@ -162,7 +135,7 @@ class AdaptivePass(LayerPass):
 
     def _recompute_all(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
         q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
-        attended = layer.o_proj(self._attend(index, self.all_rows, None, q, k, v))
+        attended = layer.o_proj(self._attend(index, self.all_rows, slice(None), q, k, v))
         hidden += layer.mlp(layer.mlp_norm(hidden, attended))
 
     def _recompute_some(self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases) -> None:
@@ -219,18 +192,8 @@ class AdaptivePass(LayerPass):
         return [*layer.qkv(normed, phases, "qk"), values]
 
     def _attend(
-        self,
-        layer: int,
-        computed: SplitRows,
-        rows: torch.Tensor | None,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        self, layer: int, computed: SplitRows, rows: Rows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Attention of recomputed rows (``rows`` of the batch, None: all), after their K/V have gone to pages."""
-        self._write(layer, rows, k, v)
+        """Attention of recomputed rows, ``rows`` of the batch, after their K/V have gone to pages."""
+        self.pages.write(k, v, self.row_slots[layer][rows])
         return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False)
-
-    def _write(self, layer: int, rows: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor) -> None:
-        slots = self.row_slots[layer]
-        self.pages.write(k, v, slots if rows is None else slots[rows])

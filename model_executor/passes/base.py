@@ -5,59 +5,43 @@ skipping) or compute some parts for all rows and others for a few (adaptive upda
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
+from dllm_engine.model_executor.batch_tables import HeadTables, KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 
 
-class LayerTables(Protocol):
-    """Places of keys and values in pages."""
-
-    def paged_tokens(self, layer: int) -> PagedTokens:
-        """Keys and values that requests attend to in a layer."""
-
-
 class LayerPass:
     """Runs all layers in one forward pass."""
 
-    num_finished: Sequence[int] = ()
-    """Rows of each request that go through all layers, if the pass has ``finished`` rows."""
-
     results: Sequence[torch.Tensor] = ()
     """Tensors that the last pass left beside hidden states. A recorded pass gets a copy of what a replay leaves."""
-
     answers: Sequence[np.ndarray] = ()
     """Values of ``asked`` on the host."""
-
     chooses = False
     """True if layers choose rows to compute or to keep. A trace shows them of each step."""
-
     observes = False
     """True if ``observe`` must be called."""
-
     repeats = False
     """True if running the pass once more does the same work on the current tokens."""
-
     writes = True
     """True if the pass changes more than the tokens that its step fills."""
-
     follows = False
     """True if ``follow`` must be called between steps that run ahead."""
-
     graph_rows = 0
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
 
     @property
-    def finished(self) -> torch.Tensor | None:
-        """After the pass, ``[num_rows]`` bool: the rows that went through all layers; None: all of them. Only finished
-        rows predict a token."""
+    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
+        """After the pass, the rows that went through all layers, ``[num_rows]`` bool, and the number of each request's;
+        None: all rows. Only finished rows predict a token."""
         return None
 
     def graph_layout(self) -> Hashable | None:
@@ -137,13 +121,14 @@ class DensePass(LayerPass):
 def attend_alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds) -> torch.Tensor:
     """Attention of each request's rows over themselves."""
     if rows.limits is not None or (rows.is_padded and not reads_bounds_on_device()):
-        return attend_pages(None, q, k, v, rows, attend_fresh=True)
+        bounds, limits, longest = rows.cu_seqlens, rows.limits, rows.max_seqlen
+        return paged_attention(q, k, v, bounds, None, attend_fresh=True, limits=limits, max_seqlen=longest)
     return bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
 
 
 def attend_split(
     layer: int,
-    tables: LayerTables,
+    tables: KVTables | HeadTables,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -163,13 +148,7 @@ def attend_split(
 
 
 def attend_pages(
-    tokens: PagedTokens | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: RowBounds,
-    *,
-    attend_fresh: bool,
+    tokens: PagedTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds, *, attend_fresh: bool
 ) -> torch.Tensor:
     """Attention of each request's rows over its ``tokens`` in pages, and with ``attend_fresh`` over the rows' own."""
     return paged_attention(

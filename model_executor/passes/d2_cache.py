@@ -16,7 +16,6 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.eviction import summed_probabilities
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
-from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -25,7 +24,6 @@ from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
-from dllm_engine.scheduler.request import DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import RefreshState
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, WEIGHTED_MEASURES
 
@@ -67,7 +65,7 @@ class RolloutPass(LayerPass):
         self.batch, self.pages = batch, pages
         num_rows, sizes = batch.bounds[-1], batch.sizes
         lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
-        self.tables = TokenTables(batch, pages, lengths)
+        self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)
         """Positions of a canvas, at most. It and numbers of rows are rounded up where the pass may be recorded."""
         if num_rows <= HOST_BOUND_ROWS and all(plan.state is RefreshState.REUSE for plan in batch.plans):
@@ -118,10 +116,8 @@ class RolloutPass(LayerPass):
             pages = tokens.k_pages, tokens.page_tables[requests], tokens.head_len[requests]
             group_bounds = bounds[requests.start : requests.stop + 1]
             sums = summed_probabilities(q, lse, group_bounds, *pages, *rollout.rows.shape[1:])
-            if ranks > 1:
-                # Every rank has its own heads; all must choose the same rows.
-                sums = tensor_model_parallel_all_reduce(sums)
-            rollout.add_layer(sums, 1 / (q.shape[1] * ranks))
+            # Every rank has its own heads; all must choose the same rows.
+            rollout.add_layer(tensor_model_parallel_all_reduce(sums), 1 / (q.shape[1] * ranks))
         return out
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
@@ -139,74 +135,52 @@ class RolloutPass(LayerPass):
 
     def next_rows(self, index: int) -> np.ndarray | None:
         canvas = self.batch.canvases[index]
-        if (canvas.known >= 0).all():
+        spec, options = canvas.spec, D2CacheOptions.of(canvas.spec)
+        start, shift, known = spec.prompt_length, int(spec.shifts_logits), canvas.known >= 0
+        if known.all():
             return None
         importance, confidence = self.answers[index].astype(np.float64)
-        window = self.batch.plans[index].window
-        return choose_rows(canvas, window, self.known_before[index], confidence, importance)
+        chosen = start + self._masked_to_predict(index, known[start:], confidence[start:])
+        computed = np.zeros(spec.canvas_length, dtype=bool)
+        computed[np.maximum(chosen - shift, 0)] = True
+        # The prompt's last row, which predicts the first token, has no say in what rollout chooses.
+        last_of_prompt = slice(max(start - shift, 0), start)
+        predicts_first = computed[last_of_prompt].copy()
+        computed[last_of_prompt] = False
+        computed[canvas.last_unmasked] = True
+        computed[_most_important(importance, ~computed, options.rollout_p)] = True
+        computed[last_of_prompt] = predicts_first
+        rows = np.flatnonzero(computed)
+        for i in np.flatnonzero(np.diff(rows) <= options.gap_fill):
+            computed[rows[i] : rows[i + 1]] = True
+        return np.flatnonzero(computed)
 
+    def _masked_to_predict(self, index: int, known: np.ndarray, confidence: np.ndarray) -> np.ndarray:
+        """The masked positions of the response that a request's next pass is to predict. Those in the block that this
+        pass worked on come before all others; of several blocks the leftmost that is not finished, because the next
+        pass has to fill some of it.
 
-def choose_rows(
-    canvas: Canvas, window: Span, known_before: np.ndarray, confidence: np.ndarray, importance: np.ndarray
-) -> np.ndarray:
-    """The rows of a request's next pass, ascending.
-
-    Args:
-        window: of the pass that ends.
-        known_before: bool ``[gen_length]``; which tokens of the response were known when it began.
-        confidence, importance: float64 ``[canvas_length]``, by position.
-    """
-    spec = canvas.spec
-    options, start, shift = D2CacheOptions.of(spec), spec.prompt_length, int(spec.shifts_logits)
-    chosen = start + _masked_to_predict(spec, window, known_before, canvas.known[start:] >= 0, confidence[start:])
-    computed = np.zeros(spec.canvas_length, dtype=bool)
-    computed[np.maximum(chosen - shift, 0)] = True
-    # The prompt's last row, which predicts the first token, has no say in what rollout chooses.
-    last_of_prompt = slice(max(start - shift, 0), start)
-    predicts_first = computed[last_of_prompt].copy()
-    computed[last_of_prompt] = False
-    computed[canvas.last_unmasked] = True
-    computed[_most_important(importance, ~computed, options.rollout_p)] = True
-    computed[last_of_prompt] = predicts_first
-    rows = np.flatnonzero(computed)
-    near = np.flatnonzero(np.diff(rows) <= options.gap_fill)
-    for i in near:
-        computed[rows[i] : rows[i + 1]] = True
-    return np.flatnonzero(computed)
-
-
-def _masked_to_predict(
-    spec: DecodingSpec, window: Span, known_before: np.ndarray, known: np.ndarray, confidence: np.ndarray
-) -> np.ndarray:
-    """The masked positions of the response that the next pass is to predict."""
-    options = D2CacheOptions.of(spec)
-    masked = np.flatnonzero(~known)
-    first, unit, preferred = _range(spec, window, known_before, masked[0])
-    scores = confidence * certainty_density(known, options.sigma)
-    scores[preferred] += scores.max()
-    if spec.delay_eos or spec.slow_fast is not None:
-        # Elsewhere an end token may be held back, or lie behind the span; the pass must unmask something.
-        scores[masked[0]] = np.inf
-    enough = masked[min(options.masked_rows, masked.size) - 1]
-    stop = len(known) if masked.size < options.masked_rows else (enough // unit + 1) * unit
-    within = masked[(masked >= first) & (masked < stop)]
-    return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
-
-
-def _range(
-    spec: DecodingSpec, window: Span, known_before: np.ndarray, first_masked: int
-) -> tuple[int, int, np.ndarray]:
-    """Range that masked positions are chosen from, in positions of the response: its first; a number of which its end
-    is a multiple; and the positions that come before all others. These are in the block that the pass worked on; of
-    several at once the leftmost that is not finished, because the next pass has to fill some of it."""
-    start, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
-    if spec.block_add_threshold is not None:
-        start = first_masked // spec.block_length * spec.block_length
-        stop = min(start + spec.block_length, spec.gen_length)
-    if D2CacheOptions.of(spec).range_unit == "block":
-        return start, spec.block_length, np.arange(start, stop)
-    preferred = start + np.flatnonzero(~known_before[start:stop])
-    return int(preferred[0]), len(preferred), preferred
+        ``known`` bool, ``confidence`` float64, of the response: ``[gen_length]``.
+        """
+        spec, window = self.batch.canvases[index].spec, self.batch.plans[index].window
+        options, masked = D2CacheOptions.of(spec), np.flatnonzero(~known)
+        first, stop = window.start - spec.prompt_length, window.stop - spec.prompt_length
+        if spec.block_add_threshold is not None:
+            first = masked[0] // spec.block_length * spec.block_length
+            stop = min(first + spec.block_length, spec.gen_length)
+        preferred, unit = np.arange(first, stop), spec.block_length
+        if options.range_unit == "masks":
+            preferred = preferred[~self.known_before[index][first:stop]]
+            first, unit = preferred[0], len(preferred)
+        scores = confidence * certainty_density(known, options.sigma)
+        scores[preferred] += scores.max()
+        if spec.delay_eos or spec.slow_fast is not None:
+            # Elsewhere an end token may be held back, or lie behind the span; the pass must unmask something.
+            scores[masked[0]] = np.inf
+        enough = masked[min(options.masked_rows, masked.size) - 1]
+        stop = len(known) if masked.size < options.masked_rows else (enough // unit + 1) * unit
+        within = masked[(masked >= first) & (masked < stop)]
+        return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
 
 
 def _most_important(importance: np.ndarray, candidates: np.ndarray, share: float) -> np.ndarray:
@@ -215,5 +189,5 @@ def _most_important(importance: np.ndarray, candidates: np.ndarray, share: float
     positions = np.flatnonzero(candidates)
     ordered = positions[np.argsort(-importance[positions], kind="stable")]
     shares = importance[ordered].cumsum()
-    within = shares <= share * shares[-1] if ordered.size else np.zeros(0, dtype=bool)
-    return ordered[: max(int(within.sum()), 1)]
+    within = shares <= share * shares[-1:]
+    return ordered[: max(np.count_nonzero(within), 1)]

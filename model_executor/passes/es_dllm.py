@@ -6,7 +6,7 @@ last went through all layers, and if what it is remembered by (its hidden state,
 changed since. Combined with Sparse-dLLM's eviction, a layer attends to a copy of what it retained, and to the window.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,12 +22,12 @@ from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
-from dllm_engine.model_executor.step_batch import RowChoice, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
 from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import FIRST_BLOCK, Span
+from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import RetainedCopy, RowRule, Scope
 
 POOL_KERNEL_SIZE = 3
@@ -48,26 +48,26 @@ class EarlySkipPass(LayerPass):
     row_slots: torch.Tensor
     """``TokenTables.row_slots``, while the layers run."""
     feature_slots: torch.Tensor
-    """``FeatureTables.row_slots``, likewise, if the pass ``remembers``."""
+    """``FeatureTables.row_slots``, likewise, if there are ``features``."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         """Requests in steps that skip and in steps that do not share the pass."""
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes
+        self.shift = int(batch.canvases[0].spec.shifts_logits)
         for canvas in batch.canvases:
             if canvas.cache_state is None:
                 # One more than there are positions: with shifted logits, the last row predicts none.
                 canvas.cache_state = torch.zeros(canvas.spec.canvas_length + 1, device=device)
 
-        read = [plan.read for plan in plans]
-        self.tables = TokenTables(batch, pages, read)
-        self.num_layers = self.tables.tables.shape[0]
+        self.tables = TokenTables(batch, pages)
+        self.num_layers = pages.geometry.num_layers
         self.reading = [plan.retained_copy is RetainedCopy.READ for plan in plans]
         self.copied = {i: self._copied(i) for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE}
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
-        self.attended = TokenTables(batch, pages, read, kinds) if any(self.reading) else self.tables
+        self.attended = TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
         self.copies = BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
@@ -87,25 +87,23 @@ class EarlySkipPass(LayerPass):
             kept = [self._num_kept(i, fraction, span.size) if self.skips[i] else None for i, span in enumerate(rows)]
             self.cuts[layer] = RowChoice(whole, rows, kept, device)
             self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
-        self.num_finished = self.stages[-1].sizes
         self.kept_rows: list[torch.Tensor] = []
         """After each cut so far, the rows of the batch that went on."""
-        stops = [plan.span.stop + canvas.spec.shifts_logits for plan, canvas in zip(plans, batch.canvases, strict=True)]
-        self.spans = [Span(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-        """Positions that the rows of each request predict. They are neighbours."""
         self.follows = any(self.skips)
         if self.follows:
-            self.predicted, masked, filled = self._rows_that_skip()
+            predicted = batch.host_positions + self.shift
+            firsts = predicted[batch.bounds[:-1]]
+            self.scores = [c.cache_state[a : a + n] for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)]
+            """Views of the confidences that requests keep, of the positions that their rows predict: neighbours."""
+            self.predicted, masked, filled = self._rows_that_skip(predicted)
             self._set_importance(masked, filled)
         self.repeats = not self.copied and all(self._repeats(i) for i in range(len(plans)))
-        self.remembers = options.keeps_features and bool(self.cuts)
-        """True if rows are remembered by features."""
-        if self.remembers:
+        self.features: FeatureTables | None = None
+        """What rows are remembered by, if that is no key or value."""
+        if options.keeps_features and self.cuts:
             # A query is of this rank's heads alone: a narrower row, of which pages have room for more.
             ranks = get_tensor_model_parallel_world_size() if options.indicator == "query" else 1
-            specs = [canvas.spec for canvas in batch.canvases]
-            starts = [spec.predicting_span(FIRST_BLOCK).start for spec in specs]
-            predicting = [Span(start, start + spec.gen_length) for start, spec in zip(starts, specs, strict=True)]
+            predicting = [Span(*(end - self.shift for end in c.spec.response_span)) for c in batch.canvases]
             self.features = FeatureTables(batch, pages, predicting, pages.geometry.hidden_size // ranks)
 
     def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
@@ -123,31 +121,28 @@ class EarlySkipPass(LayerPass):
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
-        plan, spec, device = self.batch.plans[index], self.batch.canvases[index].spec, self.batch.device
-        start = plan.window.start - spec.shifts_logits
-        canvas = np.arange(spec.canvas_length)
-        outside, window = np.delete(canvas, slice(start, start + plan.window.size)), canvas[start:][: plan.window.size]
-        return on_device(outside, device), on_device(window, device)
+        first, stop = (end - self.shift for end in self.batch.plans[index].window)
+        canvas = np.arange(self.batch.canvases[index].spec.canvas_length)
+        outside, window = np.delete(canvas, slice(first, stop)), canvas[first:stop]
+        return on_device(outside, self.batch.device), on_device(window, self.batch.device)
 
     def _copy_tokens(self) -> torch.Tensor | None:
         """The place of each row in its request's retained copy, after what was copied; −1 where it has none."""
         if not any(self.reading):
             return None
-        tokens = torch.full_like(self.batch.positions, -1)
-        for i, reads in enumerate(self.reading):
-            if reads:
-                plan, canvas, rows = self.batch.plans[i], self.batch.canvases[i], self.batch.rows(i)
-                places = self.batch.positions[rows] - (plan.window.start - canvas.spec.shifts_logits)
-                tokens[rows] = torch.where(places >= 0, places + plan.num_copied, -1)
-        return tokens
+        batch = self.batch
+        starts, num_copied = np.array([(plan.window.start - self.shift, plan.num_copied) for plan in batch.plans]).T
+        places = batch.host_positions - starts.repeat(batch.sizes)
+        has_place = (places >= 0) & np.repeat(self.reading, batch.sizes)
+        return on_device(np.where(has_place, places + num_copied.repeat(batch.sizes), -1), batch.device)
 
-    def _rows_that_skip(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rows_that_skip(self, predicted: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Per row: the ``CanvasStore`` index of the position that it predicts, whether that is masked, and whether the
         last step filled it. Rows of requests that skip none get the spare place, which is neither."""
         table = np.full((3, self.batch.bounds[-1]), [[SPARE], [False], [False]])
         for i, canvas in enumerate(self.batch.canvases):
             if self.skips[i]:
-                positions = np.arange(*self.spans[i])
+                positions = predicted[self.batch.rows(i)]
                 states = canvas.known[positions] < 0, np.isin(positions, canvas.last_unmasked)
                 table[:, self.batch.rows(i)] = canvas.start + positions, *states
         places, masked, filled = on_device(table, self.batch.device).unbind()
@@ -155,10 +150,7 @@ class EarlySkipPass(LayerPass):
 
     def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
         """Set the last confidence of each row, 0 where its token is not masked, and its bonus; ``[num_rows]`` each."""
-        scores = [
-            canvas.cache_state[slice(*span)] for canvas, span in zip(self.batch.canvases, self.spans, strict=True)
-        ]
-        self.masked, self.confidences = masked, torch.cat(scores) * masked
+        self.masked, self.confidences = masked, torch.cat(self.scores) * masked
         counts = masked.cumsum(dim=0)
         before = F.pad(counts, (1, 0))[self.batch.cu_seqlens][self.batch.requests]
         self.bonuses = LEFTMOST_BONUS * (masked & (counts - before == 1))
@@ -179,46 +171,43 @@ class EarlySkipPass(LayerPass):
         inputs = self.tables.graph_inputs()
         for stage in self.stages:
             inputs += stage.graph_inputs()
-        if self.copy_tokens is not None:
-            inputs += [self.copy_tokens, *self.attended.graph_inputs()]
-        if any(self.skips):
-            inputs += [self.confidences, self.bonuses]
-        if self.remembers:
-            inputs += self.features.graph_inputs()
         for cut in self.cuts.values():
             inputs += cut.graph_inputs()
+        if self.copy_tokens is not None:
+            inputs += [self.copy_tokens, *self.attended.graph_inputs()]
+        if self.follows:
+            inputs += [self.confidences, self.bonuses]
+        if self.features is not None:
+            inputs += self.features.graph_inputs()
         return inputs
 
     @property
-    def finished(self) -> torch.Tensor | None:
-        return self.results[0] if self.results else None
+    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
+        return (self.results[0], self.stages[-1].sizes) if self.results else None
 
     def __call__(self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases) -> torch.Tensor:
-        inside = self.options.indicator != "hidden_state"
+        indicator = self.options.indicator
         self.stage, self.kept_rows = self.stages[0], []
         self.row_slots = self.tables.row_slots()
-        if self.remembers:
+        if self.features is not None:
             self.feature_slots = self.features.row_slots()
         x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
         for index, layer in enumerate(layers):
             q, k, v = layer.qkv(layer.attn_norm(x), phases)
             cut = self.cuts.get(index)
-            if cut is not None and inside:
-                remembered = {"query": q, "key": k, "value": v}[self.options.indicator]
+            if cut is not None and indicator != "hidden_state":
+                remembered = {"query": q, "key": k, "value": v}[indicator]
                 kept = self._cut(index, cut, rows, remembered.flatten(1))
-                if kept is not None:
-                    x, rows, phases = x[kept], rows[kept], phases[kept]
-                    q, k, v = q[kept], k[kept], v[kept]
+                x, rows, phases, q, k, v = x[kept], rows[kept], phases[kept], q[kept], k[kept], v[kept]
             attended = layer.o_proj(self._attend(index, rows, q, k, v))
             x += layer.mlp(layer.mlp_norm(x, attended))
-            if cut is not None and not inside:
+            if cut is not None and indicator == "hidden_state":
                 kept = self._cut(index, cut, rows, x)
-                if kept is not None:
-                    x, rows, phases = x[kept], rows[kept], phases[kept]
+                x, rows, phases = x[kept], rows[kept], phases[kept]
         del self.row_slots  # its memory, and that of the other, is for the next graph
-        if self.remembers:
+        if self.features is not None:
             del self.feature_slots
-        if x is not hidden:
+        if self.kept_rows:
             hidden[rows] = x
             finished = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
             self.results = [finished.index_fill_(0, rows, True), *self.kept_rows]
@@ -241,10 +230,9 @@ class EarlySkipPass(LayerPass):
         pages = self.pages
         for i, (outside, window) in self.copied.items():
             slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
-            # Every rank scores with its own heads; all must retain the same tokens.
             scores = mean_query_scores(q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)])
+            # Every rank scores with its own heads; all must retain the same tokens. Only the order counts.
             scores = tensor_model_parallel_all_reduce(scores)
-            scores = scores / (q.shape[1] * get_tensor_model_parallel_world_size())
             chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, window))
@@ -254,10 +242,10 @@ class EarlySkipPass(LayerPass):
             slots = pages.slots(self.copies.slots(layer, requests, numbers, pages.page_size))
             pages.write(pages.keys[places], pages.values[places], slots)
 
-    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor | None:
-        """Remaining rows as indices into the rows of the layer; None if all stay. ``fresh`` ``[rows of the layer,
-        width]`` becomes their remembered values."""
-        kept = None
+    def _cut(self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor) -> Rows:
+        """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of the layer, width]`` becomes their
+        remembered values."""
+        kept: Rows = slice(None)
         if cut.groups:
             members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
             own = rows[members]
@@ -265,9 +253,8 @@ class EarlySkipPass(LayerPass):
             kept = cut.rows(torch.stack((changes, self.confidences[own], self.bonuses[own])), self._most_important)
             self.kept_rows.append(rows[kept])
             self.stage = self.stages[len(self.kept_rows)]
-        if self.options.keeps_features:
-            remembered, remembered_rows = (fresh, rows) if kept is None else (fresh[kept], rows[kept])
-            write_features(remembered, self.features.rows, self.feature_slots[layer][remembered_rows])
+        if self.features is not None:
+            write_features(fresh[kept], self.features.rows, self.feature_slots[layer][rows[kept]])
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -275,7 +262,7 @@ class EarlySkipPass(LayerPass):
         indicator = self.options.indicator
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
-        if self.options.keeps_features:
+        if self.features is not None:
             old = read_features(self.features.rows, self.feature_slots[layer][rows])
         else:
             slots = self.row_slots[layer][rows]

@@ -1,6 +1,7 @@
 """Passes that compute every row in every layer, and attend to what pages retain as well."""
 
 from collections import defaultdict
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
 
 
 class PagedPass(LayerPass):
@@ -51,16 +52,13 @@ class OverwritePass(PagedPass):
     as its plan reads."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch = batch
-        read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages, read)
+        self.batch, tokens = batch, TokenTables(batch, pages)
         # Where all that is read is computed, the pages would give back what was just computed.
-        rows = batch.split_rows([batch.sizes[i] == tokens_read for i, tokens_read in enumerate(read)])
+        rows = batch.split_rows([plan.read == size for plan, size in zip(batch.plans, batch.sizes, strict=True)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        rules = {plan.rows for plan in batch.plans}
-        reuses = all(plan.state is RefreshState.REUSE for plan in batch.plans)
-        self.follows = reuses and rules == {RowRule.MASKED_BEFORE}
-        self.repeats = self.follows or (reuses and rules == {RowRule.ALL})
+        kinds = {(plan.state, plan.rows) for plan in batch.plans}
+        self.follows = kinds == {(RefreshState.REUSE, RowRule.MASKED_BEFORE)}
+        self.repeats = self.follows or kinds == {(RefreshState.REUSE, RowRule.ALL)}
         if self.follows:
             shift = int(batch.canvases[0].spec.shifts_logits)
             masked = [c.known[batch.host_positions[batch.rows(i)] + shift] < 0 for i, c in enumerate(batch.canvases)]
@@ -85,37 +83,30 @@ class RetentionPass(PagedPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        self.batch = batch
-        self.device = batch.device
-        read = [plan.read for plan in batch.plans]
-        tokens = TokenTables(batch, pages, read)
-        super().__init__(tokens, batch.split_rows([not tokens_read for tokens_read in read]))
-
+        self.batch, tokens = batch, TokenTables(batch, pages)
+        super().__init__(tokens, batch.split_rows([not plan.read for plan in batch.plans]))
         alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, plan in enumerate(batch.plans):
             if plan.state is RefreshState.UPDATE:
                 alike[plan.span, plan.window, plan.read, plan.adds].append(i)
         self.groups = list(alike.values())
         """Numbers of the UPDATE requests, those together that compute and add the same."""
+        self.named = [_named_rows(batch.plans[members[0]]) for members in self.groups]
+        """Per group, the rows of the positions that ``plan.adds`` names, among a request's own; on the host."""
         self.writes, self.repeats = bool(self.groups), not self.groups
         self.updating = [i for members in self.groups for i in members]
         """Numbers of the UPDATE requests, in the order in which their rows are retained."""
         if self.groups:
             plans = [batch.plans[i] for i in self.updating]
-            numbers, places = ranges([plan.read for plan in plans], [plan.retained - plan.read for plan in plans])
-            self.bounds = np.searchsorted(numbers, range(len(plans) + 1)).tolist()
-            token_places = np.stack((np.array(self.updating)[numbers], places))
-            requests, tokens_added = on_device(token_places, self.device).unbind()
-            slots = tokens.token_slots(ALL_LAYERS, requests, tokens_added)
-            named = [
-                (batch.rows(i).start - plan.span.start + span.start, span.size)
-                for i, plan in zip(self.updating, plans, strict=True)
-                for retention in plan.adds
-                for span in retention.spans
-            ]
-            rows = ranges([start for start, _ in named], [size for _, size in named])[1]
-            self.named_rows = on_device(rows, self.device)
-            """The batch rows of the positions that ``plan.adds`` names."""
+            counts = [plan.retained - plan.read for plan in plans]
+            self.bounds = [0, *accumulate(counts)]
+            """Of what each of ``updating`` adds to pages."""
+            places = np.repeat(self.updating, counts), ranges([plan.read for plan in plans], counts)[1]
+            slots = tokens.token_slots(ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind())
+            named = zip(self.groups, self.named, strict=True)
+            rows = np.concatenate([batch.bounds[i] + own for members, own in named for i in members])
+            self.named_rows = on_device(rows, batch.device)
+            """``named`` among the rows of the batch, in the order of ``updating``."""
             if self.chooses:
                 self.slots = slots
                 """Per layer, the slots of each token that is retained."""
@@ -139,6 +130,11 @@ class RetentionPass(PagedPass):
             for held, rows in zip(before, retained, strict=True)
         ]
         return {"retained_positions": [sorted(held) for held in canvas.cache_state]}
+
+
+def _named_rows(plan: StepPlan) -> np.ndarray:
+    spans = [span for retention in plan.adds for span in retention.spans]
+    return ranges([span.start - plan.span.start for span in spans], [span.size for span in spans])[1]
 
 
 def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:

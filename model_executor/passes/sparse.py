@@ -1,6 +1,7 @@
 """Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries find important."""
 
 from collections.abc import Hashable
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.sparse import SparseOptions
-from dllm_engine.scheduler.step_plan import Retention, StepPlan
+from dllm_engine.scheduler.step_plan import Retention
 
 
 class SparsePass(RetentionPass):
@@ -25,36 +26,27 @@ class SparsePass(RetentionPass):
     """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        options = SparseOptions.of(batch.canvases[0].spec)
-        self.options, self.pages = options, pages
-        self.chooses = any(retention.count < retention.num_positions for plan in batch.plans for retention in plan.adds)
+        self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
+        self.chooses = any(_is_chosen_from(retention) for plan in batch.plans for retention in plan.adds)
         super().__init__(batch, pages)
-        self.columns: list[list[slice | None]] = []
-        """For each group and each of its ``plan.adds``, the columns of the scores that its positions have; None where
-        all of them are retained."""
         self.candidates: list[torch.Tensor] = []
-        """Of each request of ``updating``, the rows of its candidates among its own rows, as far as they are scored."""
+        """Of each request of ``updating``, those of its ``named`` rows that are scored: the first ones."""
         self.windows: list[torch.Tensor] = []
         """Rows of the window among a request's own rows, for each request of ``updating``."""
-        for members in self.groups:
+        for members, named in zip(self.groups, self.named, strict=True):
             plan = batch.plans[members[0]]
-            columns = [_scored(plan, retention) for retention in plan.adds]
-            num_scored = max((scored.stop for scored in columns if scored is not None), default=0)
-            candidates = on_device(_outside_window(plan)[:num_scored] - plan.span.start, self.device)
-            self.columns.append(columns)
-            self.candidates += [candidates] * len(members)
-            self.windows += [on_device(np.arange(*plan.window) - plan.span.start, self.device)] * len(members)
+            stops = accumulate(retention.num_positions for retention in plan.adds)
+            num_scored = max((stop for r, stop in zip(plan.adds, stops, strict=True) if _is_chosen_from(r)), default=0)
+            self.candidates += [on_device(named[:num_scored], batch.device)] * len(members)
+            self.windows += [on_device(np.arange(*plan.window) - plan.span.start, batch.device)] * len(members)
 
     def graph_layout(self) -> Hashable | None:
         batch = self.batch
         if not self.chooses or batch.limits is not None or self.options.scorer != "mean_query":
             return None
-        # Slices cannot be keys before Python 3.12, their names can.
-        groups = [
-            (*members, *((part.num_positions, part.count) for part in batch.plans[members[0]].adds), repr(columns))
-            for members, columns in zip(self.groups, self.columns, strict=True)
-        ]
-        return tuple(batch.sizes), self.rows.num_paged_rows, tuple(groups)
+        adds = [batch.plans[members[0]].adds for members in self.groups]
+        sizes = tuple(tuple((r.num_positions, r.count) for r in group_adds) for group_adds in adds)
+        return tuple(batch.sizes), self.rows.num_paged_rows, tuple(map(tuple, self.groups)), sizes
 
     def graph_inputs(self) -> list[torch.Tensor]:
         own = self.named_rows, self.slots, *self.candidates, *self.windows
@@ -71,16 +63,16 @@ class SparsePass(RetentionPass):
         # Every rank scores with its own heads; all must retain the same tokens. Only the order counts, not the scale.
         scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
         retained, first, first_row = [], 0, 0
-        for members, group_columns in zip(self.groups, self.columns, strict=True):
-            adds, stop = self.batch.plans[members[0]].adds, first + len(members)
-            sizes = [retention.num_positions for retention in adds]
-            stop_row = first_row + len(members) * sum(sizes)
-            group_rows = self.named_rows[first_row:stop_row].view(len(members), sum(sizes))
+        for members, named in zip(self.groups, self.named, strict=True):
+            stop, stop_row = first + len(members), first_row + len(members) * len(named)
+            group_rows, column = self.named_rows[first_row:stop_row].view(len(members), len(named)), 0
             parts = [group_rows[:, :0]]  # a plan may add nothing
-            for rows, retention, columns in zip(group_rows.split(sizes, dim=1), adds, group_columns, strict=True):
-                if columns is not None:
-                    scored = scores[first:stop, columns]
-                    rows = rows.gather(1, select_retained(scored, retention.count, self.options.pool_kernel_size))
+            for retention in self.batch.plans[members[0]].adds:
+                columns = slice(column, column := column + retention.num_positions)
+                rows = group_rows[:, columns]
+                if _is_chosen_from(retention):
+                    scored, width = scores[first:stop, columns], self.options.pool_kernel_size
+                    rows = rows.gather(1, select_retained(scored, retention.count, width))
                 parts.append(rows)
             retained.append(torch.cat(parts, dim=1).flatten())
             first, first_row = stop, stop_row
@@ -91,7 +83,7 @@ class SparsePass(RetentionPass):
         What lies behind is no score."""
         options = self.options
         scorer = SCORERS[options.scorer]
-        scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=self.device)
+        scores = torch.zeros(len(self.updating), max(map(len, self.candidates)), device=q.device)
         choices = zip(scores, self.updating, self.candidates, self.windows, strict=True)
         for request_scores, i, candidates, window in choices:
             rows, canvas, plan = self.batch.rows(i), self.batch.canvases[i], self.batch.plans[i]
@@ -107,15 +99,5 @@ class SparsePass(RetentionPass):
         return scores
 
 
-def _outside_window(plan: StepPlan) -> np.ndarray:
-    """The positions that a step computes, without its window."""
-    return np.setdiff1d(np.arange(*plan.span), np.arange(*plan.window))
-
-
-def _scored(plan: StepPlan, retention: Retention) -> slice | None:
-    """Columns of the scores that belong to ``retention``: its positions among those that a step computes outside its
-    window. None if all of them are retained."""
-    if retention.count == retention.num_positions:
-        return None
-    first = int(np.searchsorted(_outside_window(plan), retention.spans[0].start))
-    return slice(first, first + retention.num_positions)
+def _is_chosen_from(retention: Retention) -> bool:
+    return retention.count < retention.num_positions

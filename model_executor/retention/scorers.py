@@ -14,6 +14,7 @@ import torch
 from dllm_engine.kernels.eviction import voting_scores
 from dllm_engine.kernels.noise import uniform
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.step_batch import Rows
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import Span
 
@@ -43,15 +44,6 @@ class ScoredLayer:
     observation_window: int = SNAPKV_WINDOW
     """Last prompt tokens whose queries vote (``snapkv``)."""
 
-    @property
-    def prompt_length(self) -> int:
-        return self.canvas.spec.prompt_length
-
-    @property
-    def masked(self) -> np.ndarray:
-        """The masked positions that the layer computes, ascending; int64, on the host."""
-        return np.flatnonzero(self.canvas.known[: self.q.shape[0]] < 0)
-
 
 class Scorer(NamedTuple):
     """A score of tokens, and its needs."""
@@ -73,32 +65,31 @@ def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     return (raw / layer.q.shape[-1] ** 0.5).softmax(dim=-1)
 
 
-def mask_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """MaskKV: the attention that all masked positions pay to each token."""
-    return _votes(layer, on_device(layer.masked, tokens.device), tokens)
+def votes(voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+    """The attention that some of the computed positions pay to each token."""
+    assert layer.lse is not None
+    rows = voters(layer)
+    return voting_scores(layer.q[rows], layer.k[tokens], layer.lse[rows])
 
 
-def quarter_voting(quarter: int, layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """The attention that a quarter of the masked positions, one at least, pays to each token (MaskKV, Table 11)."""
-    first, stop = ((quarter + end) * len(layer.masked) // 4 for end in (0, 1))
-    return _votes(layer, on_device(layer.masked[first : max(stop, first + 1)], tokens.device), tokens)
+def masked(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
+    """Some quarters of the masked positions that the layer computes, in order; one position at least (MaskKV: all of
+    them; Table 11: one quarter)."""
+    positions = np.flatnonzero(layer.canvas.known[: layer.q.shape[0]] < 0)
+    first, stop = (quarter * len(positions) // 4 for quarter in (first_quarter, stop_quarter))
+    return on_device(positions[first : max(stop, first + 1)], layer.q.device)
 
 
-def all_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """The attention that all computed positions pay to each token (MaskKV, Table 13)."""
-    return _votes(layer, torch.arange(layer.q.shape[0], device=tokens.device), tokens)
+def last_of_prompt(layer: ScoredLayer) -> Rows:
+    """The last prompt tokens (SnapKV, arXiv 2404.14469)."""
+    length = layer.canvas.spec.prompt_length
+    return slice(max(length - layer.observation_window, 0), length)
 
 
-def prompt_voting(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """The attention that the prompt pays to each token (MaskKV, Table 13). By it H2O (arXiv 2306.14048) chooses its
-    heavy hitters, here of a model whose attention is not causal."""
-    return _votes(layer, torch.arange(layer.prompt_length, device=tokens.device), tokens)
-
-
-def snapkv(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """SnapKV (arXiv 2404.14469): the attention that the last prompt tokens pay to each token."""
-    first = max(layer.prompt_length - layer.observation_window, 0)
-    return _votes(layer, torch.arange(first, layer.prompt_length, device=tokens.device), tokens)
+def prompt(layer: ScoredLayer) -> Rows:
+    """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its heavy hitters, here of a model
+    whose attention is not causal."""
+    return slice(layer.canvas.spec.prompt_length)
 
 
 def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,18 +99,15 @@ def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
     return uniform(seed[None], number[None], tokens[None], heads).float()
 
 
-def _votes(layer: ScoredLayer, voters: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    assert layer.lse is not None
-    return voting_scores(layer.q[voters], layer.k[tokens], layer.lse[voters])
-
-
 SCORERS: dict[str, Scorer] = {
     "mean_query": Scorer(mean_query, needs_lse=False),
-    "mask_voting": Scorer(mask_voting),
-    "all_voting": Scorer(all_voting),
-    "prompt_voting": Scorer(prompt_voting),
+    "mask_voting": Scorer(partial(votes, partial(masked, 0, 4))),
+    "all_voting": Scorer(partial(votes, lambda layer: slice(None))),
+    "prompt_voting": Scorer(partial(votes, prompt)),
     # The width that its paper has for LongBench.
-    "snapkv": Scorer(snapkv, num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7),
-    "h2o": Scorer(prompt_voting, num_recent=lambda kept: kept // 2),
+    "snapkv": Scorer(
+        partial(votes, last_of_prompt), num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7
+    ),
+    "h2o": Scorer(partial(votes, prompt), num_recent=lambda kept: kept // 2),
     "random": Scorer(random, needs_lse=False),
-} | {f"mask_voting_{name}": Scorer(partial(quarter_voting, i)) for i, name in enumerate(QUARTERS)}
+} | {f"mask_voting_{name}": Scorer(partial(votes, partial(masked, i, i + 1))) for i, name in enumerate(QUARTERS)}

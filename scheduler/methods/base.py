@@ -3,34 +3,17 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, Field
+from typing import Any, Literal
 
 from dllm_engine.families import Attention, ModelFamily
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Span
+from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, cut, step_plan
 
-Plan = Callable[[DecodingSpec, Progress], StepPlan]
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
 ScorerName = Literal["mask_voting", "all_voting", "prompt_voting", "mean_query", "snapkv", "random"]
 """Names in ``model_executor/retention/scorers.py``."""
-
-
-def _odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError("must be odd, so that the window has a middle")
-    return value
-
-
-WindowWidth = Annotated[int, Field(ge=1), AfterValidator(_odd)]
-
-
-def hold_nothing(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    """No pages."""
-    return {}
 
 
 @dataclass(frozen=True)
@@ -40,11 +23,11 @@ class CacheMethod:
     The pass is named, not imported, so that neither the scheduler nor a command imports a model's layers.
     """
 
-    plan: Plan
+    plan: Callable[[DecodingSpec, Progress], StepPlan]
     """The next step of a request."""
-    pages: HeldPages = hold_nothing
+    pages: HeldPages | None = None
     """Pages that a request holds once a step of the given running blocks has written them. Known before anything runs,
-    so that they can be reserved."""
+    so that they can be reserved. None: no pages."""
     options: type[CacheOptions] = CacheOptions
     """The model that validates ``cache_options``."""
     layer_pass: str = "passes.paged:RetentionPass"
@@ -113,11 +96,11 @@ class CacheMethod:
 
     @property
     def uses_pages(self) -> bool:
-        return self.pages is not hold_nothing
+        return self.pages is not None
 
     def held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
         """Pages that a request holds while ``running`` run, including those of the guide."""
-        own = self.pages(spec, running, geometry) if self.keeps(spec) else {}
+        own = self.pages(spec, running, geometry) if self.pages is not None and self.keeps(spec) else {}
         return own | guide_pages(spec, geometry)
 
     def num_held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
@@ -181,9 +164,26 @@ def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return step_plan(spec, progress, RefreshState.FULL, Scope.ALL, visible, window_alone=False)
 
 
-def tokens_before(spec: DecodingSpec, blocks: Blocks) -> int:
-    """Tokens before these blocks."""
-    return spec.span_of(blocks).start
+def plan_behind_prefix(
+    spec: DecodingSpec, progress: Progress, start: int, stop: int, keep: int, *, window_alone: bool = True
+) -> StepPlan:
+    """A step of a method that keeps the beginning of the canvas: it computes ``start`` … ``stop - 1``, reads all before
+    ``start``, and keeps what lies before ``keep``."""
+    adds = [Retention.whole(Span(start, keep))] if keep > start else []
+    state = RefreshState.UPDATE if adds else RefreshState.REUSE if start else RefreshState.FULL
+    scope = Scope.ACTIVE if start else Scope.ALL
+    return step_plan(spec, progress, state, scope, Span(start, stop), window_alone=window_alone, read=start, adds=adds)
+
+
+def plan_on_canvas(
+    spec: DecodingSpec, progress: Progress, state: RefreshState, scope: Scope, span: Span, *, window_alone: bool = False
+) -> StepPlan:
+    """A step of a method that keeps every position, as the last step left it that computed it."""
+    kept = spec.visible(spec.span_of(progress.running))
+    read = cut(progress, kept).stop
+    plan = step_plan(spec, progress, state, scope, span, window_alone=window_alone, read=read)
+    plan.retained = kept.stop
+    return plan
 
 
 def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:

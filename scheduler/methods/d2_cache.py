@@ -1,14 +1,13 @@
 """d2Cache (arXiv 2509.23094): each step computes rows that the step before chose, by confidence and attention."""
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan
 
 
 class D2CacheOptions(CacheOptions):
@@ -36,18 +35,17 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     options = D2CacheOptions.of(spec)
     whole = progress.num_forwards == 0
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
-    plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
-    quota = plan.quota
+    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
+    # Also in passes that fill a span alone, rows are chosen from the whole canvas.
+    plan.span, plan.max_rows, plan.read = spec.canvas_span, spec.canvas_length, spec.canvas_length
     if spec.slow_fast is None:
         # Where the schedule asks for a position by name, its row may not be among those computed.
-        quota = replace(quota, candidates=plan.window)
-    span, length = spec.canvas_span, spec.canvas_length
-    plan = replace(plan, span=span, max_rows=length, quota=quota, read=length, retained=length)
+        plan.quota.candidates = plan.window
     if whole or options.confidence == "latest":
-        plan = replace(plan, predicts=Span(quota.candidates.start, spec.canvas_length))
-    if whole:
-        return plan
-    return replace(plan, rows=RowRule.CHOSEN, max_rows=_most_rows(options, spec, progress))
+        plan.predicts = Span(plan.quota.candidates.start, spec.canvas_length)
+    if not whole:
+        plan.rows, plan.max_rows = RowRule.CHOSEN, _most_rows(options, spec, progress)
+    return plan
 
 
 def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:

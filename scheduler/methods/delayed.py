@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, plan_behind_prefix
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class DelayedOptions(CacheOptions):
@@ -32,20 +32,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         kept = end if keeps < number else kept
         keeping = end if keeps <= number else keeping
         waits = waits or arrives <= number < keeps
-
-    def planned(state: RefreshState, start: int, stop_keeping: int) -> StepPlan:
-        span = Span(start, spec.visible(spec.span_of(progress.running)).stop)
-        adds = [Retention.whole(Span(start, stop_keeping))] if stop_keeping > start else []
-        scope = Scope.ACTIVE if start else Scope.ALL
-        return step_plan(spec, progress, state, scope, span, window_alone=False, read=start, adds=adds)
-
-    if keeping > kept:
-        return planned(RefreshState.UPDATE, kept, keeping)
-    if not kept:
-        return planned(RefreshState.FULL, 0, 0)
-    if waits or number % options.refresh_interval == 0:
-        return planned(RefreshState.UPDATE, 0, kept)
-    return planned(RefreshState.REUSE, kept, kept)
+    renews = keeping == kept and (waits or number % options.refresh_interval == 0)
+    stop = spec.visible(spec.span_of(progress.running)).stop
+    return plan_behind_prefix(spec, progress, 0 if renews else kept, stop, keep=keeping, window_alone=False)
 
 
 def _schedule(spec: DecodingSpec, progress: Progress, delay: int) -> list[tuple[int, int, int]]:

@@ -1,13 +1,11 @@
 """dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
 
-from dataclasses import replace
-
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan
 
 
 class DKVOptions(CacheOptions):
@@ -26,16 +24,15 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     options = DKVOptions.of(spec)
     whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
     state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
-    plan = step_plan(spec, progress, state, scope, spec.canvas_span, window_alone=False)
-    kept = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
+    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
     if whole:
-        return kept
-    # With shifted logits the last row predicts no token, so nothing says when it is final; it is taken to be after the
-    # second step.
-    rows = RowRule.MASKED_BEFORE_AND_LAST if spec.shifts_logits and progress.step == 1 else RowRule.MASKED_BEFORE
+        return plan
     # At most the window and all behind it was masked when the window began.
-    num_masked = plan.span.stop - plan.window.start
-    return replace(kept, rows=rows, max_rows=num_masked + (rows is RowRule.MASKED_BEFORE_AND_LAST))
+    plan.rows, plan.max_rows = RowRule.MASKED_BEFORE, plan.span.stop - plan.window.start
+    if spec.shifts_logits and progress.step == 1:
+        # The last row predicts no token, so nothing says when it is final; it is taken to be after the second step.
+        plan.rows, plan.max_rows = RowRule.MASKED_BEFORE_AND_LAST, plan.max_rows + 1
+    return plan
 
 
 DKV = CacheMethod(

@@ -6,11 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.base import CacheMethod, plan_on_canvas
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class DLLMCacheOptions(CacheOptions):
@@ -58,38 +58,30 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
     span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
-    state, scope = {
-        (True, True): (RefreshState.UPDATE, Scope.ALL),
-        (True, False): (RefreshState.UPDATE, Scope.PROMPT),
-        (False, True): (RefreshState.UPDATE, Scope.RESPONSE),
-        (False, False): (RefreshState.REUSE, Scope.ACTIVE),
+    scope = {
+        (True, True): Scope.ALL,
+        (True, False): Scope.PROMPT,
+        (False, True): Scope.RESPONSE,
+        (False, False): Scope.ACTIVE,
     }[prompt_due, response_due]
-    plan = step_plan(spec, progress, state, scope, span, window_alone=False)
-    plan = replace(plan, read=plan.span.stop, retained=spec.canvas_length)
+    state = RefreshState.REUSE if scope is Scope.ACTIVE else RefreshState.UPDATE
+    plan = plan_on_canvas(spec, progress, state, scope, span)
     if response_due or options.update_ratio == 0:
         return plan
     return replace(plan, num_updated=int((plan.span.stop - spec.prompt_length) * options.update_ratio))
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if an interval of dLLM-Cache, counted over the whole response, begins with this forward pass.
-
-    The paper counts passes, each of which unmasks a fixed number of tokens; the cache becomes stale with the tokens
-    that change. If a pass may unmask any number of tokens, intervals count tokens instead, unless ``interval_unit``
-    says otherwise. At one token per pass both are the same.
-    """
+    """Return True if an interval, counted over the whole response, begins with this forward pass. It is the tokens that
+    change which make the cache stale, so intervals count them where a pass may unmask any number."""
     if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
 
 def live_start(spec: DecodingSpec) -> int:
-    """First canvas position whose hidden state every step needs, under dLLM-Cache.
-
-    Hidden states of the prompt are read by nothing but their own later layers, so they need neither features nor
-    computing unless the prompt is due (MaskKV's prompt-state exclusion). With shifted logits the last one predicts
-    the response's first token.
-    """
+    """First canvas position whose hidden state every step needs. Those of the prompt are read by nothing but their own
+    later layers, except that with shifted logits the last one predicts the response's first token."""
     if not DLLMCacheOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.prompt_length - spec.shifts_logits, 0)

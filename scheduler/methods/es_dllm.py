@@ -1,16 +1,15 @@
 """ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked leave the pass early."""
 
-from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod
+from dllm_engine.scheduler.methods.base import CacheMethod, plan_on_canvas
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan, cut, step_plan
+from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan
 
 
 class ESDLLMOptions(CacheOptions):
@@ -78,31 +77,26 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if options.evicts and progress.step >= options.update_delay:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.running)
-    seen = cut(progress, spec.canvas_span).stop
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span, window_alone=False)
+        plan = plan_on_canvas(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
     elif prompt_due:
-        plan = step_plan(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop), window_alone=False)
+        plan = plan_on_canvas(spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop))
     else:
         whole = window_due or copying is RetainedCopy.WRITE
         state = RefreshState.UPDATE if whole else RefreshState.REUSE
-        plan = step_plan(spec, progress, state, Scope.ACTIVE, rows, window_alone=False)
-        plan = replace(plan, skips=options.skips and not whole)
+        plan = plan_on_canvas(spec, progress, state, Scope.ACTIVE, rows)
+        plan.skips = options.skips and not whole
         if progress.step == 0:
-            longest = rows.stop - spec.predicting_span(progress.before).start
-            plan = replace(plan, rows=RowRule.FROM_LAST_UNMASKED, max_rows=longest)
-    quota = plan.quota
-    if quota.parallel is not None and quota.parallel.kind == "threshold":
-        quota = replace(quota, parallel=quota.parallel._replace(kind="exceeded_threshold"))
-    num_copied = copied_tokens(spec, progress.running) if copying is not RetainedCopy.NONE else 0
-    return replace(
-        plan,
-        quota=quota,
-        read=num_copied + min(rows.stop, seen) - rows.start if copying is RetainedCopy.READ else seen,
-        retained=spec.canvas_length,
-        retained_copy=copying,
-        num_copied=num_copied,
-    )
+            plan.rows = RowRule.FROM_LAST_UNMASKED
+            plan.max_rows = rows.stop - spec.predicting_span(progress.before).start
+    if copying is not RetainedCopy.NONE:
+        plan.retained_copy, plan.num_copied = copying, copied_tokens(spec, progress.running)
+    if copying is RetainedCopy.READ:
+        plan.read = plan.num_copied + min(rows.stop, plan.read) - rows.start
+    parallel = plan.quota.parallel
+    if parallel is not None and parallel.kind == "threshold":
+        plan.quota.parallel = parallel._replace(kind="exceeded_threshold")
+    return plan
 
 
 def _due(options: ESDLLMOptions, spec: DecodingSpec, progress: Progress) -> tuple[bool, bool]:

@@ -2,10 +2,10 @@
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, tokens_before
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, plan_behind_prefix
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Retention, Scope, StepPlan, step_plan
+from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class FreeCacheOptions(CacheOptions):
@@ -23,23 +23,18 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     final tokens, when it has left the window: the first step after that keeps it. Its last row then predicts the
     window's first position where logits are shifted.
     """
-    options = FreeCacheOptions.of(spec)
     window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
     visible = spec.visible(window)
-    stop = visible.stop if options.include_suffix else window.stop
     if progress.num_forwards == 0:
-        kept = Retention.whole(Span(0, clean))
-        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ALL, visible, adds=[kept])
-    clean_before = clean_tokens(spec, progress.before) if progress.step == 0 else clean
-    if clean_before < clean:
-        span, finished = Span(clean_before, stop), Retention.whole(Span(clean_before, clean))
-        return step_plan(spec, progress, RefreshState.UPDATE, Scope.ACTIVE, span, read=clean_before, adds=[finished])
-    return step_plan(spec, progress, RefreshState.REUSE, Scope.ACTIVE, Span(clean, stop), read=clean)
+        return plan_behind_prefix(spec, progress, 0, visible.stop, keep=clean)
+    start = clean_tokens(spec, progress.before) if progress.step == 0 else clean
+    stop = visible.stop if FreeCacheOptions.of(spec).include_suffix else window.stop
+    return plan_behind_prefix(spec, progress, start, stop, keep=clean)
 
 
 def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
     """Tokens that are kept while these blocks run: the prompt, and whole cache blocks before them."""
-    finished = tokens_before(spec, running) - spec.prompt_length
+    finished = spec.span_of(running).start - spec.prompt_length
     together = FreeCacheOptions.of(spec).cache_block_length or spec.block_length
     return spec.prompt_length + finished - finished % together
 

@@ -1,7 +1,6 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer retains what its budget allows
 of the prompt; from then on dLLM-Cache's schedule."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +9,6 @@ from pydantic import Field
 from dllm_engine.scheduler.methods import dllm_cache
 from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
-from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, ImportanceName, layer_budgets
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry, pages_for
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, DecodingSpec
@@ -18,6 +16,15 @@ from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
 HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
+"""Names in ``model_executor/retention/budgets.py``, like ``LayerBudgetName``."""
+ImportanceName = Literal["layer_importance", "attention_importance"]
+"""1 − mean cosine between a token's hidden states before and after a layer (MaskKV, equation 8), or before and after
+its attention, with the residual (SqueezeAttention, arXiv 2404.04793)."""
+MEASURED_IMPORTANCE: dict[LayerBudgetName, ImportanceName] = {
+    "boundary": "layer_importance",
+    "squeeze": "attention_importance",
+}
+"""The importance of layers that a budget goes by; the others go by none."""
 MaskKVScorerName = Literal[
     ScorerName, "h2o", "mask_voting_first", "mask_voting_second", "mask_voting_third", "mask_voting_last"
 ]
@@ -52,38 +59,28 @@ class MaskKVOptions(DLLMCacheOptions):
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
     the prompt alone reuses the response as it is."""
-    options = MaskKVOptions.of(spec)
     plan = dllm_cache.plan(spec, progress)
-    retained = min(average_budget(options, spec.prompt_length), spec.prompt_length) + spec.gen_length
-    return replace(plan, retained=retained, num_updated=None if plan.scope is Scope.PROMPT else plan.num_updated)
+    num_updated = None if plan.scope is Scope.PROMPT else plan.num_updated
+    return replace(plan, retained=average_budget(spec) + spec.gen_length, num_updated=num_updated)
 
 
-def average_budget(options: MaskKVOptions, prompt_length: int) -> int:
+def average_budget(spec: DecodingSpec) -> int:
     """Prompt tokens that a KV head of a layer retains, on average; the whole prompt where nothing is evicted."""
-    average = int(prompt_length * options.retention_ratio)
+    options = MaskKVOptions.of(spec)
+    average = int(spec.prompt_length * options.retention_ratio)
     return average if options.kv_budget is None else min(average, options.kv_budget)
 
 
-def measured_importance(spec: DecodingSpec) -> ImportanceName | None:
-    """The importance of layers that a request's budgets go by, which its first forward pass measures; None: by none."""
-    options = MaskKVOptions.of(spec)
-    evicts = 0 < average_budget(options, spec.prompt_length) < spec.prompt_length
-    return LAYER_BUDGETS[options.layer_budget].importance if evicts else None
-
-
-def prompt_budgets(spec: DecodingSpec, importance: Sequence[float]) -> list[int]:
-    """Prompt tokens per KV head that each layer retains, on average over its heads."""
-    options = MaskKVOptions.of(spec)
-    average = average_budget(options, spec.prompt_length)
-    return layer_budgets(options.layer_budget, average, importance, spec.prompt_length, base_share=options.beta)
+def measures_layers(spec: DecodingSpec) -> bool:
+    """Return True if a request's first forward pass measures the importance of layers for its budgets."""
+    return MaskKVOptions.of(spec).layer_budget in MEASURED_IMPORTANCE and 0 < average_budget(spec) < spec.prompt_length
 
 
 def hold_budget_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
     """All layers share one table, since what each retains is known only after it has voted. All of a layer's budget may
     fall to the heads of one rank, up to the whole prompt; so the most is held where layers have equal budgets."""
-    options = MaskKVOptions.of(spec)
     heads = geometry.num_kv_heads
-    prompt = min(spec.prompt_length * heads, average_budget(options, spec.prompt_length) * geometry.total_kv_heads)
+    prompt = min(spec.prompt_length * heads, average_budget(spec) * geometry.total_kv_heads)
     slots = geometry.num_layers * (prompt + spec.gen_length * heads)
     return {
         PageKind.KV: [pages_for(slots, geometry.page_size * heads)],
@@ -97,7 +94,7 @@ MASKKV = CacheMethod(
     MaskKVOptions,
     "passes.maskkv:MaskKVPass",
     # A first pass that measures layers runs once more before it evicts.
-    runs=lambda spec, plan: 2 if plan.forward == 0 and measured_importance(spec) else 1,
+    runs=lambda spec, plan: 2 if plan.forward == 0 and measures_layers(spec) else 1,
     # A share of one prompt token is none, while of a few the heads of a rank may retain them all.
     largest=lambda options: options.model_copy(update={"retention_ratio": 1.0}),
     tuned={"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)},

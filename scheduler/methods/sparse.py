@@ -2,17 +2,12 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, WindowWidth
-from dllm_engine.scheduler.methods.window_refresh import (
-    RefreshOptions,
-    hold_retained,
-    refresh_then_reuse,
-    split,
-)
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, hold_tokens
+from dllm_engine.scheduler.methods.fast_dllm import RefreshOptions, refresh_then_reuse, split
 from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec, Span
+from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
 from dllm_engine.scheduler.step_plan import Retention, StepPlan
 
 
@@ -24,7 +19,7 @@ class SparseOptions(RefreshOptions):
     computes the whole canvas once every ``prompt_refresh_interval`` blocks."""
     retention_ratio: float = Field(default=0.5, ge=0, le=1)
     """Share of the candidates (positions outside the window) that a layer retains."""
-    pool_kernel_size: WindowWidth = 3
+    pool_kernel_size: int = Field(default=3, ge=1)
     """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
     update_delay: int = Field(default=1, ge=0)
     """FULL steps of a window before the UPDATE step, which selects what is retained."""
@@ -35,6 +30,13 @@ class SparseOptions(RefreshOptions):
     scope: Literal["bidirectional", "prefix"] = "bidirectional"
     """``bidirectional``: candidates lie on both sides of the window (Algorithm 4). ``prefix``: they lie before the
     window, and everything behind it is retained (Algorithm 5)."""
+
+    @field_validator("pool_kernel_size")
+    @classmethod
+    def _has_a_middle(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd, so that the window has a middle")
+        return value
 
     @model_validator(mode="after")
     def _scores_what_is_refreshed(self) -> Self:
@@ -51,23 +53,24 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     return refresh_then_reuse(spec, progress, SparseOptions.of(spec).update_delay, retain)
 
 
-def retain(spec: DecodingSpec, window: Span) -> tuple[list[Retention], list[Retention]]:
+def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
     """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what lies behind the window is
     retained whole. The part that only whole refreshes renew has its share, rounded down as well."""
-    options = SparseOptions.of(spec)
-    stop = window.start if options.scope == "prefix" else spec.canvas_length
-    parts = split(spec, window)
-    old, new = (tuple(span for span in part if span.start < stop) for part in parts)
-    behind = ([span for span in part if span.start >= stop] for part in parts)
-    candidates = [sum(span.size for span in part) for part in (old, new)]
-    count, old_count = (int(number * options.retention_ratio) for number in (sum(candidates), candidates[0]))
-    old_behind, new_behind = (Retention.whole(*part) for part in behind)
-    return [Retention(old, old_count), old_behind], [Retention(new, count - old_count), new_behind]
+    options, (old, new) = SparseOptions.of(spec), split(spec, window)
+    candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
+    num_candidates = old.size + sum(span.size for span in candidates)
+    old_count, count = (int(number * options.retention_ratio) for number in (old.size, num_candidates))
+    return Retention((old,), old_count), [Retention(candidates, count - old_count), Retention.whole(*behind)]
+
+
+def num_retained(spec: DecodingSpec, running: Blocks) -> int:
+    old, new = retain(spec, spec.span_of(running))
+    return old.count + sum(retention.count for retention in new)
 
 
 SPARSE = CacheMethod(
     plan,
-    hold_retained(retain),
+    hold_tokens(num_retained),
     SparseOptions,
     "passes.sparse:SparsePass",
     trims_suffix=True,

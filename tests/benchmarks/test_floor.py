@@ -10,9 +10,7 @@ from passes import InnerTime, observed_step
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.resolve import resolve_decoding
-from dllm_engine.scheduler.progress import Progress
 from tests.support.engines import assert_nothing_left, runner_of
 from tests.support.plans import plans_of, spec_of
 
@@ -24,7 +22,7 @@ ATTENTION, MLP, EXPERTS = ("qkv_proj", "out_proj"), ("mlp.gate_up_proj", "mlp.do
 def plan_of(method: str, step: int, **cache_options):
     engine = EngineOptions(cache_method=method, cache_options=cache_options)
     spec = resolve_decoding(DiffusionParams(gen_length=RESPONSE, block_length=BLOCK), PROMPT, LLADA, engine)
-    return CACHE_METHODS[method].plan(spec, Progress(step=step, masked=[BLOCK - step], num_forwards=step))
+    return plans_of(spec, method)[step]
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.retention.head_budgets import HEAD_BUDGETS, head_budgets
-from dllm_engine.scheduler.methods.layer_budgets import LAYER_BUDGETS, layer_budgets
+from dllm_engine.model_executor.retention.budgets import HEAD_BUDGETS, LAYER_BUDGETS, head_budgets, layer_budgets
 from tests.oracles import maskkv as plain_maskkv
 
 
@@ -20,7 +19,7 @@ from tests.oracles import maskkv as plain_maskkv
     ],
 )
 def test_pyramid(average, importance, expected):
-    assert layer_budgets("pyramid", average, importance, 100, base_share=0.4) == expected
+    assert layer_budgets("pyramid", average, importance, base_share=0.4) == expected
 
 
 @pytest.mark.parametrize("kind", LAYER_BUDGETS)
@@ -29,17 +28,13 @@ def test_pyramid(average, importance, expected):
     average=st.integers(0, 80),
     importance=st.lists(st.floats(0, 2), min_size=1, max_size=12) | st.just([0.0] * 4),
     base_share=st.floats(0, 1),
-    prompt_length=st.integers(1, 100),
 )
-def test_layers_have_the_average_and_no_more(kind, average, importance, base_share, prompt_length):
-    floored = layer_budgets(kind, average, importance, prompt_length, base_share=base_share)
+def test_layers_have_the_average_and_no_more(kind, average, importance, base_share):
+    floored = layer_budgets(kind, average, importance, base_share=base_share)
     layers = len(importance)
     assert len(floored) == layers
     assert min(floored) >= 0
     assert sum(floored) <= average * layers
-    if average >= prompt_length:
-        assert floored == [prompt_length] * layers
-        return
     if kind == "boundary":
         assert floored == plain_maskkv.layer_budgets(average, importance, layers, beta=base_share)
     if kind == "squeeze":

@@ -42,11 +42,7 @@ def test_what_is_out_of_range_is_named(method, options, named):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("/models/llada-8b-base", (25, 5)),
-        ("Dream-org/Dream-v0-Instruct-7B", (50, 2)),
-    ],
+    ("name", "expected"), [("/models/llada-8b-base", (25, 5)), ("Dream-org/Dream-v0-Instruct-7B", (50, 2))]
 )
 def test_intervals_of_dllm_cache_are_the_papers_for_each_model(name, expected):
     family = DREAM if "Dream" in name else LLADA

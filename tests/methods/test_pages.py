@@ -34,12 +34,9 @@ def engine(engines, reference_checkpoints):
 
 def held(llm, prompt_length: int, *lengths: int) -> list[tuple[tuple[int, int], int]]:
     """Pages (allocated, reserved) of one request after each step, and for how many steps it was so."""
-    pages, after = scheduler_of(llm).pages, []
+    pages, after, prompt = scheduler_of(llm).pages, [], [7 * i % 100 for i in range(prompt_length)]
     run_in_steps(
-        llm,
-        [[7 * i % 100 for i in range(prompt_length)]],
-        [params_of(*lengths)],
-        after_step=lambda: after.append((pages.num_allocated, pages.num_reserved)),
+        llm, [prompt], [params_of(*lengths)], after_step=lambda: after.append((pages.num_allocated, pages.num_reserved))
     )
     return [(pages, len(list(steps))) for pages, steps in groupby(after)]
 
@@ -113,17 +110,12 @@ def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, bud
     assert len({sum(layer) for layer in kept}) > 1, "layers are alike"
 
 
-def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada):
+def test_a_request_the_pool_can_never_hold_is_refused_with_the_numbers(engines, tiny_llada, monkeypatch):
     # The pool fits one request of max_model_len at the ratio, so a shorter canvas never hits this; shrink it by hand.
     llm = engines(tiny_llada, page_size=8, cache_method="dual", max_num_seqs=7)
-    cache_config = llm.llm_engine.vllm_config.cache_config
-    whole = cache_config.num_gpu_blocks
-    cache_config.num_gpu_blocks = 5
-    try:
-        with pytest.raises(ValueError, match=r"needs \d+ pages .* has 4; shorten prompt or response, or raise kv"):
-            generate(llm, [[1] * 100], params_of(40, 8))
-    finally:
-        cache_config.num_gpu_blocks = whole
+    monkeypatch.setattr(llm.llm_engine.vllm_config.cache_config, "num_gpu_blocks", 5)
+    with pytest.raises(ValueError, match=r"needs \d+ pages .* has 4; shorten prompt or response, or raise kv"):
+        generate(llm, [[1] * 100], params_of(40, 8))
 
 
 # Rows that a method does not compute in every layer are counted by layer

@@ -1,6 +1,7 @@
 """Requests that begin alike share pages, and are answered as if they did not, also where prompts are fed in parts."""
 
 import random
+from unittest import mock
 
 import pytest
 
@@ -67,18 +68,12 @@ def test_tokens_are_the_same_with_and_without(engine, settings):
 
 
 def test_another_block_length_or_salt_shares_nothing(engine):
-    llm = engine()
-    prompt, length = list(range(64)), engine.block_length
-    asked = {"gen_length": 4, "ignore_eos": True}
-    first = generate(llm, [prompt], DiffusionParams(block_length=length, **asked))
-    assert first[0].num_cached_tokens == 0
-    (other,) = generate(llm, [prompt], DiffusionParams(block_length=2 * length, **asked))
-    assert other.num_cached_tokens == 0
-    salted = {"prompt_token_ids": prompt, "cache_salt": "mine"}
-    (output,) = llm.generate(salted, DiffusionParams(block_length=length, **asked), use_tqdm=False)
-    assert output.num_cached_tokens == 0
-    (same,) = generate(llm, [prompt], DiffusionParams(block_length=length, **asked))
-    assert same.num_cached_tokens == 64
+    llm, length = engine(), engine.block_length
+    salted = {"cache_salt": "mine"}
+    for block_length, more, shared in [(length, {}, 0), (2 * length, {}, 0), (length, salted, 0), (length, {}, 64)]:
+        params = DiffusionParams(gen_length=4, block_length=block_length, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": list(range(64))} | more, params, use_tqdm=False)
+        assert output.num_cached_tokens == shared
 
 
 # In memory for few requests: those that are preempted go on with the same tokens
@@ -86,23 +81,18 @@ def test_another_block_length_or_salt_shares_nothing(engine):
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    """``little_memory(llm, num_tokens)``: gives a running engine pages for so many tokens; returns a list of the
-    requests that are preempted from then on."""
+    """``little_memory(llm, num_tokens)``: gives a running engine pages for so many tokens; returns a mock of what
+    preempts its requests from then on."""
 
     def take(llm, num_tokens):
-        scheduler, preempted = scheduler_of(llm), []
+        scheduler = scheduler_of(llm)
         size, shares = scheduler.geometry.page_size, scheduler.shares_prefixes
         num_pages = scheduler.geometry.num_layers * num_tokens // size + 1
         assert num_pages < scheduler.pages.num_pages
         monkeypatch.setattr(scheduler, "pages", PagePool(num_pages, size, shares=shares))
-        preempt = scheduler._preempt
-
-        def noting(request):
-            preempted.append(request.request_id)
-            preempt(request)
-
-        monkeypatch.setattr(scheduler, "_preempt", noting)
-        return preempted
+        preempt = mock.Mock(wraps=scheduler._preempt)
+        monkeypatch.setattr(scheduler, "_preempt", preempt)
+        return preempt
 
     return take
 
@@ -115,12 +105,12 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
     joins = [0, 0, 0, 1, 2, 3, 3, 9, 9, 12]
     plenty = run_in_steps(engine(enable_prefix_caching=False), prompts, params, joins=joins)
     llm = engine(enable_prefix_caching=shares, **parts)
-    preempted = little_memory(llm, 168)
+    preempt = little_memory(llm, 168)
     # What others may still find is no leak.
     after_step = (lambda: None) if shares else Poison(llm)
     run = run_in_steps(llm, prompts, params, joins=joins, after_step=after_step)
     assert run.tokens == plenty.tokens
-    assert len(preempted) >= 2
+    assert preempt.call_count >= 2
     assert any(plan.prefills for plans in run.plans for plan in plans) == bool(parts)
     for one, other in zip(run.figures, plenty.figures, strict=True):
         assert one.denoising_steps == other.denoising_steps
@@ -145,8 +135,8 @@ def test_nothing_is_streamed_twice_or_lost(engine, little_memory, monkeypatch, g
         asked.stream_granularity = granularity
     expected = received(engine(enable_prefix_caching=False), prompts, params)
     llm = engine()
-    preempted = little_memory(llm, 168)
+    preempt = little_memory(llm, 168)
     set_steps_per_dispatch(llm, 4, monkeypatch)
     assert received(llm, prompts, params) == expected
-    assert preempted
+    assert preempt.called
     assert any(expected[1]) == (granularity == "step")

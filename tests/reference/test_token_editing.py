@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA, LLADA2
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.automaton import unpacked
@@ -196,13 +195,6 @@ def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_
             assert logprobs[token].logprob == pytest.approx(figures.committed_logprobs[i])
             if start + i in {position for position, *_ in case["edited_per_step"][number - 1]}:
                 assert math.exp(logprobs[token].logprob) > case["fields"]["edit_threshold"]
-
-
-def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
-    plain = {"gen_length": 21, "block_length": 8, "threshold": 0.7}
-    params = [DiffusionParams(**plain), DiffusionParams(**plain, edit_threshold=1.0, max_post_steps=0)]
-    first, second = (output.outputs[0] for output in generate(llm, [[3, 1, 4]] * 2, params))
-    assert (first.token_ids, first.diffusion.forward_passes) == (second.token_ids, second.diffusion.forward_passes)
 
 
 @pytest.mark.parametrize(
