@@ -68,8 +68,8 @@ def _keep_logprobs(canvas: Canvas, committed: Committed) -> None:
     kept = canvas.logprobs
     if kept is None:
         return
-    for position, (names, values) in committed.logprobs.items():
-        place, token = canvas.spec.prompt_length + position, committed.tokens[position]
+    for position, token in committed.tokens.items():
+        place, (names, values) = canvas.spec.prompt_length + position, committed.logprobs[position]
         own = values[names == token].max()
         order = np.argsort(-values)[: kept.top.shape[1]]
         kept.token[place] = float(own)
