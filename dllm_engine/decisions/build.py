@@ -14,7 +14,7 @@ import numpy as np
 
 from dllm_engine.decisions.fields import Field
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision
 from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, edges_between, states_reached
 from dllm_engine.scheduler.options.request_options import InvalidRequestError

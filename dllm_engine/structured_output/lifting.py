@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.structured_output.expression import Repeated
 from dllm_engine.structured_output.machine import Machine, TooManyStatesError, byte_machine, distinct_rows, minimal
 

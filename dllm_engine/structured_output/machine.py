@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import FAR, distances
+from dllm_engine.scheduler.constraints.constraint import FAR, distances
 from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))

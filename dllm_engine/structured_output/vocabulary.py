@@ -45,4 +45,3 @@ def _refused(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
         f"structured_outputs is not supported with this model's tokenizer: {reason}; byte-level BPE is supported"
     )
-

@@ -18,8 +18,7 @@ from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import Counters, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
-from dllm_engine.model_executor.unmasking.logits import BiasedRows
+from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota

@@ -1,15 +1,83 @@
-"""Constraint of a response: an automaton over tokens, and the tokens that end a response."""
+"""Constraints of a response: automata over tokens, and the most probable text that one accepts."""
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import FAR, Automaton, distances, joined, unpacked
-
+FAR = int(np.iinfo(np.int64).max)
 _LEAST = -1e9
 """Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
 that the sum of a text's scores would not tell them apart."""
+
+
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """Reads a text token by token, from state 0. Tokens that lead to the same state from every state are one class, so
+    a few hundred classes stand for a vocabulary of 126,464."""
+
+    class_of: np.ndarray
+    """int32 ``[vocab_size]``: the class of each token; −1 for a token that is in no accepted text."""
+    next_state: np.ndarray
+    """int32 ``[num_states, num_classes]``: where a class leads; −1 where no accepted text begins that way."""
+    accepting: np.ndarray
+    """bool ``[num_states]``: whether the text may end here."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """To be sent; ``unpacked`` makes it an automaton again. Equal for equal automata."""
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer, class_of=self.class_of, next_state=self.next_state, accepting=self.accepting, allow_pickle=False
+        )
+        return buffer.getvalue()
+
+
+def joined(first: Automaton, second: Automaton) -> Automaton:
+    """Accepts a text of ``first`` with one of ``second`` behind it. No accepted text of ``first`` goes on."""
+    tables = [np.pad(part.next_state, ((0, 0), (0, 1)), constant_values=-1) for part in (first, second)]
+    num_kinds = tables[1].shape[1]
+    pairs, class_of = np.unique((first.class_of + 1) * num_kinds + second.class_of + 1, return_inverse=True)
+    kinds, second_kinds = np.divmod(pairs, num_kinds)  # one too much: the last column is of tokens without a class
+    before = ~first.accepting
+    num_before = int(before.sum())
+    names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
+    led, second_led = names[tables[0][before][:, kinds - 1]], tables[1][:, second_kinds - 1]
+    return Automaton(
+        class_of.astype(np.int32),
+        np.concatenate([led, np.where(second_led < 0, -1, second_led + num_before)]).astype(np.int32),
+        np.append(np.zeros(num_before, bool), second.accepting),
+    )
+
+
+def distances(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Fewest edges from a state of ``begins`` (bool ``[num_states]``) to each state, int64; ``FAR`` where none lead.
+
+    Edge i leads from ``sources[i]`` to ``targets[i]``; each is followed once.
+    """
+    order = np.argsort(sources, kind="stable")
+    targets, bounds = targets[order], np.searchsorted(sources[order], np.arange(len(begins) + 1))
+    distance = np.where(begins, 0, FAR)
+    count, latest = 0, np.flatnonzero(begins)
+    while latest.size:
+        count += 1
+        sizes = bounds[latest + 1] - bounds[latest]
+        edges = np.arange(sizes.sum()) + np.repeat(bounds[latest] - np.cumsum(sizes) + sizes, sizes)
+        latest = np.unique(targets[edges])
+        latest = latest[distance[latest] > count]
+        distance[latest] = count
+    return distance
+
+
+@lru_cache(maxsize=16)
+def unpacked(packed: bytes) -> Automaton:
+    """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
+    with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
+        automaton = Automaton(**tables)
+    vars(automaton)["packed"] = packed  # not to be made again
+    return automaton
 
 
 class Transitions:
@@ -53,13 +121,10 @@ class Constraint:
     def __init__(self, automaton: Automaton, end_tokens: frozenset[int]) -> None:
         num_states, num_classes = automaton.next_state.shape
         self.class_of = automaton.class_of.copy()
-        """int32 ``[vocab_size]``: the class of each token; −1 for a token that is in no accepted text."""
-        self.class_of[sorted(end_tokens)] = num_classes
-        self.next_state = np.full((num_states + 1, num_classes + 1), -1, dtype=np.int32)
-        """int32 ``[num_states, num_classes]``; −1 where a class leads nowhere."""
-        self.next_state[:-1, :-1] = automaton.next_state
+        self.next_state = np.pad(automaton.next_state, ((0, 1), (0, 1)), constant_values=-1)
         self.accepting = np.append(automaton.accepting, True)
-        """bool ``[num_states]``"""
+        """As of ``Automaton``."""
+        self.class_of[sorted(end_tokens)] = num_classes
         self.next_state[self.accepting, -1] = num_states
         # An end token may have been the only one of a class.
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0

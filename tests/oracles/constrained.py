@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from dllm_engine.scheduler.constraints.automaton import unpacked
+from dllm_engine.scheduler.constraints.constraint import unpacked
 
 NOWHERE = -1
 

@@ -276,7 +276,7 @@ import psutil
 from transformers import AutoTokenizer
 from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.demo import DEMO_MODEL_DIR
-from dllm_engine.structured_output.reasoning import ReasoningArguments
+from dllm_engine.structured_output.requests import ReasoningArguments
 from dllm_engine.structured_output.requests import prepare
 
 def builders():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_engine.decisions.build import GraphBuilder
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION
 from tests.oracles.decisions import Fields
