@@ -21,7 +21,7 @@ from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
 from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
-from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine
+from dllm_engine.structured_output.machine import TooManyStatesError, byte_automaton
 from dllm_engine.structured_output.python_regex import regex_expression
 
 REFUSED = 100
@@ -81,8 +81,8 @@ def build(wanted: BuildInput) -> Automaton:
     try:
         if grammar.kind == "reasoning":
             return reasoning_automaton(Reasoning(*json.loads(grammar.text)), vocabulary, max_states)
-        machine = byte_machine(grammar.expression, _SPARE * max_states)
-        automaton = token_automaton(machine, vocabulary, max_states)
+        of_bytes = byte_automaton(grammar.expression, _SPARE * max_states)
+        automaton = token_automaton(of_bytes, vocabulary, max_states)
     except TooManyStatesError:
         raise ValueError(
             f"its automaton has more states than max_automaton_states={max_states}; shorter maximum lengths "

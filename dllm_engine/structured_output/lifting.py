@@ -8,7 +8,7 @@ import numpy as np
 
 from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.structured_output.expression import Repeated
-from dllm_engine.structured_output.machine import Machine, TooManyStatesError, byte_machine, distinct_rows, minimal
+from dllm_engine.structured_output.machine import TooManyStatesError, byte_automaton, minimal
 
 
 class Vocabulary:
@@ -32,45 +32,41 @@ class Vocabulary:
         return hash(self.digest)
 
 
-def token_automaton(machine: Machine, vocabulary: Vocabulary, most_states: int) -> Automaton:
+def token_automaton(of_bytes: Automaton, vocabulary: Vocabulary, most_states: int) -> Automaton:
     """The automaton over tokens; those without bytes are in no text. Raises ``ValueError`` where no text can be
     spelled, ``TooManyStatesError`` where over ``most_states`` are left."""
-    columns, column_of = _columns(machine, vocabulary.token_bytes, vocabulary.starts)
-    table, accepting = minimal(Machine(columns.T, machine.accepting))
-    if not len(accepting):
+    automaton = minimal(_over_tokens(of_bytes, vocabulary.token_bytes, vocabulary.starts))
+    if not len(automaton.accepting):
         raise ValueError("the tokens of this model spell no text that matches")
-    if len(accepting) > most_states:
+    if len(automaton.accepting) > most_states:
         raise TooManyStatesError
-    firsts, kinds = distinct_rows(table.T)
-    return Automaton((kinds[column_of] - 1).astype(np.int32), np.ascontiguousarray(table[:, firsts[1:]]), accepting)
+    return automaton
 
 
-def _columns(machine: Machine, token_bytes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The states that tokens lead to from each state, ``[num_columns, num_states]``, and the column of each token.
-    Column 0 leads nowhere.
+def _over_tokens(of_bytes: Automaton, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
+    """The automaton over tokens, with the same states.
 
     Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
     """
-    firsts, byte_kind = distinct_rows(machine.next_state.T)
-    by_byte = np.pad(machine.next_state[:, firsts].T, ((0, 0), (0, 1)), constant_values=-1)
-    states = np.arange(len(machine.accepting), dtype=np.int32)
-    columns = [np.full_like(states, -1), states]
+    by_kind = np.pad(of_bytes.next_state.T, ((0, 0), (0, 1)), constant_values=-1)
+    states = np.arange(len(of_bytes.accepting), dtype=np.int32)
+    columns = [np.full_like(states, -1), states]  # the first leads nowhere
     numbers = {_digest(column): number for number, column in enumerate(columns)}
     lengths = np.diff(starts)
     column_of = (lengths > 0).astype(np.int64)
     for i in range(int(lengths.max(initial=0))):
         tokens = np.flatnonzero((lengths > i) & (column_of > 0))
-        kinds = byte_kind[token_bytes[starts[tokens] + i]]
-        steps, step_of = np.unique(column_of[tokens] * len(firsts) + kinds, return_inverse=True)
+        kinds = of_bytes.class_of[token_bytes[starts[tokens] + i]]
+        steps, step_of = np.unique(column_of[tokens] * len(by_kind) + kinds, return_inverse=True)
         for step_number, step in enumerate(steps.tolist()):
-            before, kind = divmod(step, len(firsts))
-            column = by_byte[kind][columns[before]]
+            before, kind = divmod(step, len(by_kind))
+            column = by_kind[kind][columns[before]]
             steps[step_number] = number = numbers.setdefault(_digest(column), len(columns))
             if number == len(columns):
                 columns.append(column)
         column_of[tokens] = steps[step_of]
-    used, places = np.unique(np.append(0, column_of), return_inverse=True)
-    return np.stack([columns[number] for number in used]), places[1:]
+    used, class_of = np.unique(column_of, return_inverse=True)
+    return Automaton(class_of, np.stack([columns[number] for number in used], axis=1), of_bytes.accepting)
 
 
 def _digest(column: np.ndarray) -> bytes:
@@ -92,9 +88,9 @@ def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_state
     """Reads any text up to the marker, which ends its last token. Beside tokens that spell text there are those of
     ``reasoning``: with an ``end_token`` nothing else spells the marker. Arguments and errors as ``token_automaton``."""
     anything = Repeated(bytes(range(256)), 0, None)
-    machine = byte_machine((anything, *(bytes([byte]) for byte in reasoning.end.encode())), most_states)
-    machine.next_state[machine.accepting] = -1  # the first marker ends it
-    free = token_automaton(machine, vocabulary, most_states)
+    of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in reasoning.end.encode())), most_states)
+    of_bytes.next_state[of_bytes.accepting] = -1  # the first marker ends it
+    free = token_automaton(of_bytes, vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
     if reasoning.end_token is not None:

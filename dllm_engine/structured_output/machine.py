@@ -1,11 +1,10 @@
 """Finite automata of expressions, over the bytes of UTF-8."""
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.constraint import FAR, distances
+from dllm_engine.scheduler.constraints.constraint import FAR, Automaton, distances
 from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
@@ -16,34 +15,28 @@ class TooManyStatesError(ValueError):
     """A limit on states is passed."""
 
 
-class Machine(NamedTuple):
-    """A deterministic automaton; it starts in state 0, and −1 is where nothing more is accepted."""
-
-    next_state: np.ndarray
-    """int32 ``[states, symbols]``"""
-    accepting: np.ndarray
-    """bool ``[states]``"""
-
-
-def minimal(machine: Machine) -> Machine:
-    """The machine of fewest states that accepts the same; without states where it accepts nothing."""
-    num_states = len(machine.accepting)
-    states, symbols = np.nonzero(machine.next_state >= 0)
-    edges = np.unique(states * num_states + machine.next_state[states, symbols])
+def minimal(automaton: Automaton) -> Automaton:
+    """The automaton of fewest states and classes that accepts the same; without states where it accepts nothing."""
+    num_states = len(automaton.accepting)
+    states, symbols = np.nonzero(automaton.next_state >= 0)
+    edges = np.unique(states * num_states + automaton.next_state[states, symbols])
     sources, targets = np.divmod(edges, num_states)
     # States that are apart from the first spare a round for each character of the longest text.
-    group = distances(targets, sources, machine.accepting)
+    group = distances(targets, sources, automaton.accepting)
     kept = (group < FAR) & (distances(sources, targets, np.arange(num_states) == 0) < FAR)
     group = np.append(np.where(kept, group, -1), -1).astype(np.int32)
     num_groups = 0
     while True:
-        rows = np.column_stack([group[:-1], group[machine.next_state]])[kept]
+        rows = np.column_stack([group[:-1], group[automaton.next_state]])[kept]
         firsts, group[:-1][kept] = distinct_rows(rows)
         if len(firsts) == num_groups:
             break
         num_groups = len(firsts)
     firsts = np.flatnonzero(kept)[firsts]
-    return Machine(group[machine.next_state[firsts]], machine.accepting[firsts])
+    table = np.insert(group[automaton.next_state[firsts]], 0, -1, axis=1)  # first of all a class that leads nowhere
+    columns, kinds = distinct_rows(table.T)
+    class_of = (kinds[automaton.class_of + 1] - 1).astype(np.int32)
+    return Automaton(class_of, np.ascontiguousarray(table[:, columns[1:]]), automaton.accepting[firsts])
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +135,8 @@ class _Rests:
         return frozenset(each for each in seen if not each or self.rests[each][0])
 
 
-def byte_machine(expression: Expression, most: int) -> Machine:
-    """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
+def byte_automaton(expression: Expression, most: int) -> Automaton:
+    """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it has over ``most`` states."""
     rests = _Rests(8 * most)
     start = rests.before(expression, 0)
     sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
@@ -173,4 +166,4 @@ def byte_machine(expression: Expression, most: int) -> Machine:
             for kind in kinds[first] if first else ():
                 begun[kind].update(following)
         table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
-    return Machine(np.stack(table)[:, kind_of], np.array([0 in state for state in states]))
+    return Automaton(kind_of, np.stack(table), np.array([0 in state for state in states]))
