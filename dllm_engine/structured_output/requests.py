@@ -44,21 +44,32 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             raise InvalidRequestError("structured_outputs.choice: the list is empty")
         grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
     elif structured.json is not None:
-        try:
-            schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
-            grammar = Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
+        grammar = Grammar("json", schema_text(structured.json, "structured_outputs.json"), spaces)
     elif structured.json_object is True:
         grammar = Grammar("json_object", "", spaces)
     else:
         raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
-    if len(grammar.text) > LONGEST_GRAMMAR:
-        raise InvalidRequestError(
-            f"structured_outputs.{grammar.kind}: its {len(grammar.text)} characters are more than the "
-            f"{LONGEST_GRAMMAR} that are supported; give a shorter one, such as a schema without descriptions"
-        )
+    check_length(grammar.text, f"structured_outputs.{grammar.kind}")
     return grammar
+
+
+def schema_text(schema: Any, name: str) -> str:
+    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where it has none."""
+    try:
+        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name}: the schema is no JSON: {error}") from None
+    return text
+
+
+def check_length(text: str, name: str) -> None:
+    """Raise ``InvalidRequestError`` for a text that is too long to be read."""
+    if len(text) > LONGEST_GRAMMAR:
+        raise InvalidRequestError(
+            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} that are supported; give a "
+            "shorter one, such as a schema without descriptions"
+        )
 
 
 class ReasoningArguments(NamedTuple):

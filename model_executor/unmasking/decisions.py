@@ -71,10 +71,8 @@ def _keep_logprobs(canvas: Canvas, committed: Committed) -> None:
     for position, token in committed.tokens.items():
         place, (names, values) = canvas.spec.prompt_length + position, committed.logprobs[position]
         own = values[names == token].max()
-        order = np.argsort(-values)[: kept.top.shape[1]]
-        kept.token[place] = float(own)
-        kept.rank[place] = 1 + int((values > own).sum())
         # Fewer tokens than asked for may follow; the rest stays out of sight as repetitions of the first.
-        for table, best in ((kept.top_tokens, names[order]), (kept.top, values[order])):
-            padded = np.append(best, np.repeat(best[:1], table.shape[1] - len(best)))
-            table[place] = torch.from_numpy(padded).to(table)
+        order = np.argsort(-values)[: kept.top.shape[1]]
+        order = np.append(order, np.repeat(order[:1], kept.top.shape[1] - len(order)))
+        kept.token[place], kept.rank[place] = float(own), 1 + int((values > own).sum())
+        kept.top_tokens[place], kept.top[place] = torch.from_numpy(names[order]), torch.from_numpy(values[order])

@@ -70,11 +70,8 @@ def outcomes_of(
     return outcomes, answers
 
 
-class Choice(NamedTuple):
-    """Measure and rule by which requests choose positions."""
-
-    measure: Measure
-    rule: Rule
+Choice = tuple[Measure, Rule]
+"""Measure and rule by which requests choose positions."""
 
 
 class Number(IntEnum):
@@ -127,18 +124,14 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """What filling in reads on the device."""
+    """What filling in reads on the device: ``numbers``, int64 ``[len(Number), num_requests]``, and what
+    ``BatchCandidates`` have under these names."""
 
     table: torch.Tensor
-    """``BatchCandidates.table``."""
     numbers: torch.Tensor
-    """int64 ``[len(Number), num_requests]``"""
     certainty: torch.Tensor | None
-    """``BatchCandidates.certainty``."""
     responses: torch.Tensor | None
-    """``BatchCandidates.responses``."""
     width: int
-    """Exclusive upper bound of the candidates' offsets."""
 
 
 def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
@@ -153,7 +146,7 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         spec, quota = specs[i], plans[i].quota
         if spec.guidance is None:
             rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking)
-            choice = Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)
+            choice = UNMASKING_POLICIES[spec.unmasking].measures, rule
             numbers[Number.CHOICE, i] = choices.setdefault(choice, len(choices))
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
             numbers[Number.GUARANTEED, i] = 1
