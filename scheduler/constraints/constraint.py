@@ -81,35 +81,29 @@ def unpacked(packed: bytes) -> Automaton:
 
 
 class Transitions:
-    """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
-    so, pairs share one set of classes."""
+    """Pairs of states of which tokens lead from the first to the second. Where the same classes do so, pairs share one
+    set of classes."""
 
     def __init__(self, next_state: np.ndarray) -> None:
         """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
         num_states, num_classes = next_state.shape
         sources, classes = np.nonzero(next_state >= 0)
         keys = next_state[sources, classes].astype(np.int64) * num_states + sources
-        order = np.argsort(keys, kind="stable")
-        keys, classes = keys[order], classes[order]
-        starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
+        pairs, pair_of = np.unique(keys, return_inverse=True)
+        self.targets, self.sources = np.divmod(pairs, num_states)
+        """``[num_pairs]`` each: the second state, ascending, and the first."""
+        self.reached, self.into = np.unique(self.targets, return_index=True)
+        """States that are some second state, and where the pairs of each of them begin."""
         # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
         numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
-        _, firsts, self.set_of = np.unique(
-            np.add.reduceat(numbers[classes], starts), return_index=True, return_inverse=True
-        )
+        sums = np.zeros(len(pairs), np.uint64)
+        np.add.at(sums, pair_of, numbers[classes])
+        _, firsts, self.set_of = np.unique(sums, return_index=True, return_inverse=True)
         """``[num_pairs]``: the set of classes."""
-        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
-        self.classes = np.concatenate([classes[:0], *sets])
-        """Classes of all sets, end to end."""
-        self.begins = np.cumsum([0, *map(len, sets)])
-        """``[num_sets + 1]``: where those of each set begin."""
-        self.targets, self.sources = np.divmod(keys[starts], num_states)
-        """``[num_pairs]`` each: the second state, ascending, and the first."""
-        self.reached, into = np.unique(self.targets, return_index=True)
-        """States that are some second state, ascending."""
-        self.into = np.append(into, len(self.targets))
-        """``[len(reached) + 1]``: where the pairs of each of them begin."""
+        self.num_sets = len(firsts)
+        is_first = np.isin(pair_of, firsts)
+        self.classes, self.sets = classes[is_first], self.set_of[pair_of[is_first]]
+        """Classes of all sets, and the set of each."""
 
 
 class Constraint:
@@ -198,18 +192,17 @@ class Constraint:
         t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
-        set_scores = np.empty((len(scores), len(t.begins) - 1))
+        set_scores = np.full((len(scores), t.num_sets), -np.inf)
         for position, class_scores in enumerate(scores):
-            np.maximum.reduceat(class_scores[t.classes], t.begins[:-1], out=set_scores[position])
+            np.maximum.at(set_scores[position], t.sets, class_scores[t.classes])
             arriving = best[position, t.sources] + set_scores[position, t.set_of]
-            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into[:-1])
+            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into)
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
-            number = int(np.searchsorted(t.reached, at))
-            into = slice(t.into[number], t.into[number + 1])
-            step = into.start + int((best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax())
-            classes = t.classes[t.begins[t.set_of[step]] : t.begins[t.set_of[step] + 1]]
+            into = np.flatnonzero(t.targets == at)
+            step = into[(best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax()]
+            classes = t.classes[t.sets == t.set_of[step]]
             path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
         return path
 
