@@ -96,11 +96,7 @@ class Texts:
 def build_decision(
     texts: Texts, automata: Mapping[str, Automaton], tokenizer: Any, vllm_config: Any, top_k: int
 ) -> Decision:
-    """The decision that writes these texts.
-
-    Args:
-        automata: of the fields with a pattern, by name.
-        top_k: values that are reported of a field with a pattern.
+    """The decision that writes these texts, with ``automata`` by the names of their fields.
 
     Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
     where the decision is too large.

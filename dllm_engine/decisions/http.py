@@ -87,11 +87,7 @@ async def settle_decision(request: Any, serving: Any) -> None:
     """Turn a greedy request for log-probabilities of a JSON text into a decision, if it asks for nothing else.
 
     All properties must be required. Other requests generate their text, and so do those whose ``max_tokens`` is less
-    than the longest text.
-
-    Args:
-        request: a request object of vLLM's server, which is changed.
-        serving: the server's object that has it.
+    than the longest text. ``serving``: the object of vLLM's server that has the request.
     """
     wanted: Any = getattr(request, "response_format", None)
     if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:

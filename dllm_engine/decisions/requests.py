@@ -58,16 +58,10 @@ def decision_params(
     passes: int = 1,
     top_k: int = TOP_K,
 ) -> SamplingParams:
-    """Parameters of a decision. Waits until the automata of patterns are built.
+    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the automata of patterns are built.
 
-    Args:
-        schema: JSON schema of an object, with a property for each field.
-        tokenizer: the model's, or None.
-        template: text with ``{name}`` for each field; None: a JSON object.
-        passes: the most forward passes.
-        top_k: values that are reported of a field with a pattern.
-
-    Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
+    ``schema`` is a JSON schema of an object, with a property for each field. Raises ``InvalidRequestError`` naming the
+    field, or the setting, that is not supported.
     """
     packed = _packed(*_checked(schema, template), tokenizer, top_k, vllm_config)
     decision = unpacked_decision(packed)  # as the checks of the request will read it

@@ -161,10 +161,6 @@ def constrained(
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
     own; and with one of the reasoning before it, if the response begins with that.
 
-    Args:
-        params: of vLLM's own class; not changed.
-        tokenizer: the model's, or None.
-
     Raises as ``grammar_of``, ``vocabulary_of``, ``automaton`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:

@@ -15,14 +15,9 @@ from dllm_engine.scheduler.messages import RequestFailure, failure_of
 def decide(
     predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
 ) -> tuple[Filled, dict[str, RequestFailure]]:
-    """Commit fields of each decision. Waits for the device once.
+    """Commit fields of each decision, from hidden states of a group of decisions alone. Waits for the device once.
 
-    Args:
-        hidden: of the candidates, ``[num_candidates, hidden_size]``.
-        group: candidates of decisions alone.
-
-    Returns:
-        The tokens that are filled in, and the failures of decisions whose own part raised an exception.
+    Also returns the failures of decisions whose own part raised an exception.
     """
     device, canvases = hidden.device, group.batch.canvases
     bounds = np.searchsorted(group.columns[0], range(len(canvases) + 1)).tolist()

@@ -77,17 +77,10 @@ def class_maxima(scores: torch.Tensor, class_of: torch.Tensor, num_classes: int)
 def best_of_class(
     scores: torch.Tensor, class_of: torch.Tensor, classes: torch.Tensor, forbidden_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best token of each row's class; of all but ``forbidden_token`` where the class is −1.
+    """The score and the column of the best token of each row's class, ``[num_rows]`` each; −∞ where no token is of it.
 
-    Args:
-        scores: ``[num_rows, num_tokens]``.
-        class_of: of the same tokens.
-        classes: int64 ``[num_rows]``.
-        forbidden_token: a column; −1 for none.
-
-    Returns:
-        score: ``[num_rows]``; −∞ where no token is of the class.
-        column: int64 ``[num_rows]``.
+    ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all tokens but ``forbidden_token``,
+    which is a column, or −1 for none.
     """
     allowed, is_open = class_of == classes[:, None], classes < 0
     if is_open.any():

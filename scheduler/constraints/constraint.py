@@ -155,17 +155,12 @@ class Constraint:
 
     def fewest_tokens(self) -> int | None:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
-        fewest = int(self._fewest[0])
+        fewest = int(distances(self._transitions.targets, self._transitions.sources, self.accepting)[0])
         return None if fewest == FAR else fewest
 
     @cached_property
     def _transitions(self) -> Transitions:
         return Transitions(self.next_state)
-
-    @cached_property
-    def _fewest(self) -> np.ndarray:
-        """Fewest tokens from each state to an accepted text, int64 ``[num_states]``; ``FAR``: no tokens lead to one."""
-        return distances(self._transitions.targets, self._transitions.sources, self.accepting)
 
     @property
     def search_size(self) -> int:
@@ -180,14 +175,10 @@ class Constraint:
         return state
 
     def most_probable(self, state: int, scores: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """The classes of a run of tokens from ``state`` to one of ``accepted`` with the largest sum of scores, int64
-        ``[num_tokens]``; of equal ones any, but always the same.
+        """The classes of a run of tokens from ``state`` to one of ``accepted`` (bool ``[num_states]``) with the largest
+        sum of scores, int64 ``[num_tokens]``; of equal ones any, but always the same.
 
-        Args:
-            state: before the first token.
-            scores: float64 ``[num_tokens, num_classes]``, of the best token of each class, such as log-probabilities.
-                −∞ for what must not be taken.
-            accepted: bool ``[num_states]``; some run of finite scores leads there.
+        ``scores``: float64 ``[num_tokens, num_classes]``, −∞ for what must not be taken; some run has finite ones.
         """
         t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
