@@ -157,11 +157,8 @@ class GraphBuilder:
         return Graph(np.array(self.ends), np.concatenate(self.edges))
 
     def literal(self, tokens: Sequence[int]) -> None:
-        self.longest += len(tokens)
-        for token in tokens:
-            target = self._new_state()
-            self.edges.append(edges_between(self.ends, token, target, LITERAL))
-            self.ends = [target]
+        if tokens:
+            self.choices(LITERAL, [tokens])
 
     def choices(self, field: int, choices: Sequence[Sequence[int]]) -> None:
         self.longest += max(map(len, choices))

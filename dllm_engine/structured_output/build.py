@@ -18,10 +18,16 @@ import numpy as np
 
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.scheduler.constraints.constraint import Automaton
+from dllm_engine.structured_output.compiler import (
+    Reasoning,
+    TooManyStatesError,
+    Vocabulary,
+    byte_automaton,
+    reasoning_automaton,
+    token_automaton,
+)
 from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
-from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
-from dllm_engine.structured_output.machine import TooManyStatesError, byte_automaton
 from dllm_engine.structured_output.python_regex import regex_expression
 
 REFUSED = 100

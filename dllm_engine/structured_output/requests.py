@@ -14,7 +14,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.lifting import Reasoning
+from dllm_engine.structured_output.compiler import Reasoning
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
 LONGEST_GRAMMAR = 1 << 16

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.lifting import Vocabulary
+from dllm_engine.structured_output.compiler import Vocabulary
 
 _CHECKED = 256
 """Tokens that are decoded to compare."""

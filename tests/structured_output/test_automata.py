@@ -16,7 +16,7 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import MOST_WAITING, automaton, take_counts
 from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
-from dllm_engine.structured_output.lifting import Vocabulary
+from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 from tests.support.automaton_walks import accepts

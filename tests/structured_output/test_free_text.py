@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.scheduler.constraints.constraint import Automaton, joined
-from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton
+from dllm_engine.structured_output.compiler import Reasoning, Vocabulary, reasoning_automaton
 from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton
 
