@@ -1,6 +1,5 @@
 """Automata of reasoning, against every way to spell a text."""
 
-import json
 import random
 
 import numpy as np
@@ -59,4 +58,3 @@ def test_joined_automata_accept_one_text_behind_the_other(seed, tokens):
 def test_tokens_that_cannot_spell_the_marker_are_an_error():
     with pytest.raises(ValueError, match="spell no text"):
         automaton_of("x", None, None)
-    assert Reasoning(*json.loads(json.dumps(Reasoning("x", 1, None)))) == Reasoning("x", 1, None)
