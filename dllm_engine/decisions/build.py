@@ -6,7 +6,7 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from string import Formatter
 from typing import Any
 
@@ -147,7 +147,7 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.edges: list[np.ndarray] = []
         """``EDGE`` ``[n]`` each."""
-        self.num_states = 1
+        self._new_state = count(1).__next__
         self.ends = [0]
         """States at the end of the last piece."""
         self.longest = 0
@@ -191,10 +191,6 @@ class GraphBuilder:
         for end in self.ends:
             self.edges.append(edges_between(end, tokens[columns[begins]], targets[begins], field))
         self.ends = states[automaton.accepting].tolist()
-
-    def _new_state(self) -> int:
-        self.num_states += 1
-        return self.num_states - 1
 
 
 def _is_bounded(automaton: Automaton) -> bool:

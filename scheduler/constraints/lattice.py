@@ -46,25 +46,16 @@ class Graph:
     edges: np.ndarray
     """``EDGE`` ``[num_edges]``"""
 
-    @property
-    def num_states(self) -> int:
-        return int(self.edges["target"].max()) + 1
-
     @cached_property
     def reached(self) -> list[np.ndarray]:
         """States that each number of tokens leads to, bool ``[num_states]`` each."""
-        start = np.arange(self.num_states) == 0
+        start = np.arange(self.edges["target"].max() + 1) == 0
         return [*states_reached(self.edges["source"], self.edges["target"], start)]
 
     @property
     def size(self) -> int:
         """Edges that follow each number of tokens, in all: no lattice has more."""
         return sum(int(np.count_nonzero(states[self.edges["source"]])) for states in self.reached)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return len(self.reached) - 1
 
 
 class Lattice:
@@ -77,12 +68,12 @@ class Lattice:
     """
 
     def __init__(self, graph: Graph) -> None:
-        final = graph.num_states
+        final = len(graph.reached[0])
         closing = [*graph.ends.tolist(), final]
         edges = np.concatenate((graph.edges, edges_between(closing, END, final, LITERAL)))
         edges = edges[np.argsort(edges["source"], kind="stable")]
         sources, targets, states = edges["source"], edges["target"], np.arange(final + 1)
-        self.length = graph.longest
+        self.length = len(graph.reached) - 1
         reached = np.stack([*islice(states_reached(sources, targets, states == 0), self.length + 1)])
         from_end = states_reached(targets, sources, np.isin(states, closing))
         completable = np.stack([*islice(from_end, self.length + 1)])[::-1]
