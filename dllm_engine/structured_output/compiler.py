@@ -4,7 +4,6 @@ text that ends with the first marker."""
 from collections.abc import Sequence
 from functools import cache
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -235,30 +234,22 @@ def _digest(column: np.ndarray) -> bytes:
     return blake2b(column.tobytes(), digest_size=16).digest()
 
 
-class Reasoning(NamedTuple):
-    """Markers of a model's reasoning."""
-
-    end: str
-    """The marker behind reasoning, such as ``</think>``."""
-    end_token: int | None
-    """The token that is this marker; None where the marker is spelled as other text is."""
-    start_token: int | None
-    """The token that may begin reasoning, such as ``<think>``, if there is one."""
-
-
-def reasoning_automaton(reasoning: Reasoning, vocabulary: Vocabulary, most_states: int) -> Automaton:
-    """Reads any text up to the marker, which ends its last token. Beside tokens that spell text there are those of
-    ``reasoning``: with an ``end_token`` nothing else spells the marker. Arguments and errors as ``token_automaton``."""
+def reasoning_automaton(
+    vocabulary: Vocabulary, most_states: int, end: str, end_token: int | None, start_token: int | None
+) -> Automaton:
+    """Reads any text up to the marker ``end``, such as ``</think>``, which ends its last token. Beside tokens that
+    spell text there are ``end_token``, if a token is this marker, which nothing else spells then; and ``start_token``,
+    if one may begin reasoning. Errors as ``token_automaton``."""
     anything = Repeated(bytes(range(256)), 0, None)
-    of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in reasoning.end.encode())), most_states)
+    of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in end.encode())), most_states)
     of_bytes.next_state[of_bytes.accepting] = -1  # the first marker ends it
     free = token_automaton(of_bytes, vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
-    if reasoning.end_token is not None:
+    if end_token is not None:
         table = np.where(table == ended, -1, table)
-    start, end = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
-    for token, column in ((reasoning.start_token, start), (reasoning.end_token, end)):
+    begins, ends = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    for token, column in ((start_token, begins), (end_token, ends)):
         if token is not None:
             class_of[token] = table.shape[1]
             table = np.column_stack([table, column])

@@ -14,7 +14,6 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.compiler import Reasoning
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
 LONGEST_GRAMMAR = 1 << 16
@@ -122,7 +121,7 @@ def reasoning_before(
         )
     vocabulary = tokenizer.get_vocab()
     tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))
-    return Grammar("reasoning", json.dumps(Reasoning(parser.reasoning_end_str, *tokens)))
+    return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens]))
 
 
 @cache

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.scheduler.constraints.constraint import Automaton, joined
-from dllm_engine.structured_output.compiler import Reasoning, Vocabulary, reasoning_automaton
+from dllm_engine.structured_output.compiler import Vocabulary, reasoning_automaton
 from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton
 
@@ -20,7 +20,7 @@ MARKERS = ["ab", "aab", "abab", "bab", "a", "abcab", "é"]
 
 
 def automaton_of(marker: str, end_token: int | None, start_token: int | None) -> Automaton:
-    return reasoning_automaton(Reasoning(marker, end_token, start_token), Vocabulary(PIECES), 100)
+    return reasoning_automaton(Vocabulary(PIECES), 100, marker, end_token, start_token)
 
 
 @given(st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans())
