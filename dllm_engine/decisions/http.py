@@ -54,33 +54,25 @@ def add_route(app: Any) -> None:
         decision = DecisionOutput.of(output)
         if decision.figures.error is not None:
             raise GenerationError(decision.figures.error)
-        return JSONResponse(
-            _body(request_id, request.model or state.openai_serving_models.model_name(), output, decision)
-        )
+        num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        figures = decision.figures.to_json()
+        fields = figures.pop("decision")
+        figures.pop("trace", None)  # a body cannot ask for it
+        body = {
+            "id": request_id,
+            "object": "decision",
+            "created": int(time.time()),
+            "model": request.model or state.openai_serving_models.model_name(),
+            "values": decision.values,
+            "fields": fields,
+            "text": decision.text,
+            "usage": usage,
+            "diffusion": figures,
+        }
+        return JSONResponse(body)
 
     app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"])
-
-
-def _body(request_id: str, model: str, output: Any, decision: DecisionOutput) -> dict[str, Any]:
-    num_prompt, num_tokens = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
-    figures = decision.figures.to_json()
-    fields = figures.pop("decision")
-    figures.pop("trace", None)  # a body cannot ask for it
-    return {
-        "id": request_id,
-        "object": "decision",
-        "created": int(time.time()),
-        "model": model,
-        "values": decision.values,
-        "fields": fields,
-        "text": decision.text,
-        "usage": {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt + num_tokens,
-        },
-        "diffusion": figures,
-    }
 
 
 async def settle_decision(request: Any, serving: Any) -> None:

@@ -17,7 +17,7 @@ from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
-from dllm_engine.structured_output.requests import check_length, schema_text
+from dllm_engine.structured_output.requests import check_size, schema_text
 from dllm_engine.text import is_text
 
 TOP_K = 5
@@ -87,11 +87,11 @@ async def decision_params_when_built(
 def _checked(schema: Any, template: str | None) -> tuple[str, str | None]:
     """The schema as JSON, and the template. Raises ``InvalidRequestError`` for one that is no text, or too long."""
     text = schema_text(schema, "fields")
-    check_length(text, "fields")
+    check_size(text, "fields")
     if template is not None:
         if not isinstance(template, str) or not is_text(template):
             raise InvalidRequestError("template: it is no valid Unicode text; give one")
-        check_length(template, "template")
+        check_size(template, "template")
     return text, template
 
 

@@ -48,7 +48,7 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
         grammar = Grammar("json_object", "", spaces)
     else:
         raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
-    check_length(grammar.text, f"structured_outputs.{grammar.kind}")
+    check_size(grammar.text, f"structured_outputs.{grammar.kind}")
     return grammar
 
 
@@ -62,7 +62,7 @@ def schema_text(schema: Any, name: str) -> str:
     return text
 
 
-def check_length(text: str, name: str) -> None:
+def check_size(text: str, name: str) -> None:
     """Raise ``InvalidRequestError`` for a text that is too long to be read."""
     if len(text) > LONGEST_GRAMMAR:
         raise InvalidRequestError(

@@ -8,7 +8,7 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
-from dllm_engine.scheduler.constraints.decision import Committed
+from dllm_engine.scheduler.constraints.decision import Options
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 
 
@@ -46,25 +46,25 @@ def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarra
     assert decision is not None
     in_response = positions < canvas.spec.response_span.stop
     places, with_logprobs = (positions[in_response] - start).tolist(), canvas.logprobs is not None
-    committed = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
-    tokens = {start + position: token for position, token in committed.tokens.items()}
+    committed, options = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
+    tokens = {start + position: token for position, token in committed.items()}
     if decision.is_complete:
         # What lies behind the response in its last block may be anything.
         tokens |= dict.fromkeys(positions[~in_response].tolist(), int(decision.columns[-1]))
     written, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
     canvas.tokens[written] = values
     canvas.masked[written] = False
-    _keep_logprobs(canvas, committed)
+    _keep_logprobs(canvas, committed, options)
     return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
 
 
-def _keep_logprobs(canvas: Canvas, committed: Committed) -> None:
+def _keep_logprobs(canvas: Canvas, tokens: dict[int, int], options: Options) -> None:
     """Keep log-probabilities among accepted texts, if the request asks for some."""
     kept = canvas.logprobs
     if kept is None:
         return
-    for position, token in committed.tokens.items():
-        place, (names, values) = canvas.spec.prompt_length + position, committed.logprobs[position]
+    for position, token in tokens.items():
+        place, (names, values) = canvas.spec.prompt_length + position, options[position]
         own = values[names == token].max()
         # Fewer tokens than asked for may follow; the rest stays out of sight as repetitions of the first.
         order = np.argsort(-values)[: kept.top.shape[1]]

@@ -208,14 +208,9 @@ def unpacked_decision(packed: bytes) -> Decision:
     return Decision(graph, names, values, texts, top_k, is_json)
 
 
-@dataclass(frozen=True)
-class Committed:
-    """Tokens that a pass writes, by their position in the response."""
-
-    tokens: dict[int, int]
-    logprobs: list[tuple[np.ndarray, np.ndarray]]
-    """Of each position, the tokens that it may hold after the tokens before it, and their log-probabilities among
-    accepted texts; empty if nobody asks."""
+Options = list[tuple[np.ndarray, np.ndarray]]
+"""Of each position, the tokens that it may hold after the tokens before it, and their log-probabilities among accepted
+texts."""
 
 
 class RunningDecision:
@@ -242,8 +237,11 @@ class RunningDecision:
         """True if all fields are committed."""
         return not self._left
 
-    def commit(self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False) -> Committed:
-        """Commit the surest fields, or in the last pass all that are left.
+    def commit(
+        self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False
+    ) -> tuple[dict[int, int], Options]:
+        """Commit the surest fields, or in the last pass all that are left. Returns the tokens that this decides, by
+        their positions, and with ``with_logprobs`` the options of all positions.
 
         Args:
             positions: all masks of the response, counted from its start.
@@ -270,7 +268,7 @@ class RunningDecision:
         left = np.where(left == END, best, left)
         tokens = {position: int(left[position]) for position in positions if is_written[position]}
         options = enumerate(lattice.conditionals(path, posterior.weights) if with_logprobs else ())
-        return Committed(tokens, [(np.where(ids == END, best[p], ids), values) for p, (ids, values) in options])
+        return tokens, [(np.where(ids == END, best[p], ids), values) for p, (ids, values) in options]
 
     def _surest(self, positions: Sequence[int], posterior: Posterior) -> list[int]:
         """The fields to commit in a pass that is not the last: those whose tokens are all decided, and an equal part of
