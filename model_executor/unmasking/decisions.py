@@ -8,7 +8,7 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
-from dllm_engine.scheduler.constraints.decision import Options
+from dllm_engine.scheduler.constraints.decision import TokenOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 
 
@@ -58,7 +58,7 @@ def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarra
     return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
 
 
-def _keep_logprobs(canvas: Canvas, tokens: dict[int, int], options: Options) -> None:
+def _keep_logprobs(canvas: Canvas, tokens: dict[int, int], options: TokenOptions) -> None:
     """Keep log-probabilities among accepted texts, if the request asks for some."""
     kept = canvas.logprobs
     if kept is None:

@@ -208,7 +208,7 @@ def unpacked_decision(packed: bytes) -> Decision:
     return Decision(graph, names, values, texts, top_k, is_json)
 
 
-Options = list[tuple[np.ndarray, np.ndarray]]
+TokenOptions = list[tuple[np.ndarray, np.ndarray]]
 """Of each position, the tokens that it may hold after the tokens before it, and their log-probabilities among accepted
 texts."""
 
@@ -239,7 +239,7 @@ class RunningDecision:
 
     def commit(
         self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False
-    ) -> tuple[dict[int, int], Options]:
+    ) -> tuple[dict[int, int], TokenOptions]:
         """Commit the surest fields, or in the last pass all that are left. Returns the tokens that this decides, by
         their positions, and with ``with_logprobs`` the options of all positions.
 

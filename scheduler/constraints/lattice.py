@@ -42,7 +42,7 @@ class Graph:
     """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
 
     ends: np.ndarray
-    """int32 ``[num_ends]``"""
+    """int64 ``[num_ends]``"""
     edges: np.ndarray
     """``EDGE`` ``[num_edges]``"""
 
