@@ -9,9 +9,8 @@ import torch
 
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.certainty import certainty_density
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, certainty_density
 from dllm_engine.scheduler.step_plan import RowRule, may_fill
 
 ALONE, UNFINISHED = 1, 2

@@ -16,7 +16,6 @@ from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.decisions import decide
 from dllm_engine.model_executor.unmasking.filling import (
     CHOSEN,
@@ -27,6 +26,7 @@ from dllm_engine.model_executor.unmasking.filling import (
     fill_work,
     outcomes_of,
 )
+from dllm_engine.model_executor.unmasking.logits import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import StepPlan
 

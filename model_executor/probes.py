@@ -12,7 +12,7 @@ from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, head_chunks
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
+from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
 if TYPE_CHECKING:
     from dllm_engine.model_executor.model_runner import DiffusionModelRunner

@@ -18,8 +18,14 @@ from dllm_engine.kernels.noise import Counters, filtered_logits, gumbel_max, noi
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows, best_of_class, class_maxima
-from dllm_engine.model_executor.unmasking.logits import BiasedRows, token_logprobs, with_biases
+from dllm_engine.model_executor.unmasking.logits import (
+    BiasedRows,
+    ConstrainedRows,
+    best_of_class,
+    class_maxima,
+    token_logprobs,
+    with_biases,
+)
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure

@@ -6,7 +6,7 @@ Literal text and each choice are tokenized on their own. The text of a pattern m
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from string import Formatter
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from dllm_engine.decisions.fields import Field
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision
-from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, states_reached
+from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, edges_between, states_reached
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.requests import build_input
@@ -96,11 +96,7 @@ class Texts:
 def build_decision(
     texts: Texts, automata: Mapping[str, Automaton], tokenizer: Any, vllm_config: Any, top_k: int
 ) -> Decision:
-    """The decision that writes these texts.
-
-    Args:
-        automata: of the fields with a pattern, by name.
-        top_k: values that are reported of a field with a pattern.
+    """The decision that writes these texts, with ``automata`` by the names of their fields.
 
     Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
     where the decision is too large.
@@ -133,15 +129,15 @@ def build_decision(
         )
     graph = builder.graph()
     limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = builder.longest * len(graph.tokens) > _BUILT_AT_ONCE * limit
+    is_large = builder.longest * len(graph.edges) > _BUILT_AT_ONCE * limit
     if is_large or graph.size > limit // _SUM_COST:
         raise InvalidRequestError(
-            f"fields: at {builder.longest} positions there may be too many of their {len(graph.tokens)} tokens for "
+            f"fields: at {builder.longest} positions there may be too many of their {len(graph.edges)} tokens for "
             f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(each is None for each in values)
-    spellings = [spelling(token) for token in np.unique(graph.tokens).tolist()] if has_patterns else []
+    spellings = [spelling(token) for token in np.unique(graph.edges["token"]).tolist()] if has_patterns else []
     return Decision(graph, names, values, spellings, top_k, texts.is_json)
 
 
@@ -150,22 +146,19 @@ class GraphBuilder:
 
     def __init__(self) -> None:
         self.edges: list[np.ndarray] = []
-        """int32 ``[5, n]``: source, token, target, field and choice of edges."""
-        self.num_states = 1
+        """``EDGE`` ``[n]`` each."""
+        self._new_state = count(1).__next__
         self.ends = [0]
         """States at the end of the last piece."""
         self.longest = 0
         """Upper bound of the tokens of a sequence."""
 
     def graph(self) -> Graph:
-        return Graph(np.array(self.ends), *np.concatenate(self.edges, axis=1))
+        return Graph(np.array(self.ends), np.concatenate(self.edges))
 
     def literal(self, tokens: Sequence[int]) -> None:
-        self.longest += len(tokens)
-        for token in tokens:
-            target = self._new_state()
-            self._add(self.ends, token, target, LITERAL)
-            self.ends = [target]
+        if tokens:
+            self.choices(LITERAL, [tokens])
 
     def choices(self, field: int, choices: Sequence[Sequence[int]]) -> None:
         self.longest += max(map(len, choices))
@@ -174,7 +167,7 @@ class GraphBuilder:
             sources, choice = self.ends, number
             for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
                 target = self._new_state() if left else end
-                self._add(sources, token, target, field, choice)
+                self.edges.append(edges_between(sources, token, target, field, choice))
                 sources, choice = [target], LITERAL
         self.ends = [end]
 
@@ -194,23 +187,14 @@ class GraphBuilder:
         sources, columns = np.nonzero(following >= 0)
         targets = states[following[sources, columns]]
         begins = sources == 0
-        self._add(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field)
+        self.edges.append(edges_between(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field))
         for end in self.ends:
-            self._add(end, tokens[columns[begins]], targets[begins], field)
+            self.edges.append(edges_between(end, tokens[columns[begins]], targets[begins], field))
         self.ends = states[automaton.accepting].tolist()
-
-    def _add(self, sources: Any, tokens: Any, targets: Any, field: int, choice: int = LITERAL) -> None:
-        """Add an edge from each of ``sources``."""
-        columns = np.broadcast_arrays(sources, tokens, targets, field, choice)
-        self.edges.append(np.stack(columns).astype(np.int32))
-
-    def _new_state(self) -> int:
-        self.num_states += 1
-        return self.num_states - 1
 
 
 def _is_bounded(automaton: Automaton) -> bool:
     """Return True if no text of the automaton is longer than its number of states."""
     num_states, (sources, kinds) = len(automaton.accepting), np.nonzero(automaton.next_state >= 0)
-    reached = states_reached(sources, automaton.next_state[sources, kinds], num_states)
+    reached = states_reached(sources, automaton.next_state[sources, kinds], np.arange(num_states) == 0)
     return next(islice(reached, num_states, None), None) is None

@@ -17,7 +17,7 @@ from dllm_engine.figures import DiffusionFigures
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
-from dllm_engine.structured_output.requests import LONGEST_GRAMMAR
+from dllm_engine.structured_output.requests import check_size, schema_text
 from dllm_engine.text import is_text
 
 TOP_K = 5
@@ -58,18 +58,12 @@ def decision_params(
     passes: int = 1,
     top_k: int = TOP_K,
 ) -> SamplingParams:
-    """Parameters of a decision. Waits until the automata of patterns are built.
+    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the automata of patterns are built.
 
-    Args:
-        schema: JSON schema of an object, with a property for each field.
-        tokenizer: the model's, or None.
-        template: text with ``{name}`` for each field; None: a JSON object.
-        passes: the most forward passes.
-        top_k: values that are reported of a field with a pattern.
-
-    Raises ``InvalidRequestError`` naming the field, or the setting, that is not supported.
+    ``schema`` is a JSON schema of an object, with a property for each field. Raises ``InvalidRequestError`` naming the
+    field, or the setting, that is not supported.
     """
-    packed = _packed(_checked_text(schema), _checked_template(template), tokenizer, top_k, vllm_config)
+    packed = _packed(*_checked(schema, template), tokenizer, top_k, vllm_config)
     decision = unpacked_decision(packed)  # as the checks of the request will read it
     return SamplingParams(
         temperature=0.0,
@@ -83,40 +77,27 @@ async def decision_params_when_built(
     schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, **settings: int
 ) -> SamplingParams:
     """As ``decision_params``, without holding up the event loop."""
-    texts = _texts(_checked_text(schema), _checked_template(template))
+    texts = _texts(*_checked(schema, template))
     for name, wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).items():
         with _naming(name):
             await asyncio.wrap_future(automaton(wanted))
     return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, template=template, **settings)
 
 
+def _checked(schema: Any, template: str | None) -> tuple[str, str | None]:
+    """The schema as JSON, and the template. Raises ``InvalidRequestError`` for one that is no text, or too long."""
+    text = schema_text(schema, "fields")
+    check_size(text, "fields")
+    if template is not None:
+        if not isinstance(template, str) or not is_text(template):
+            raise InvalidRequestError("template: it is no valid Unicode text; give one")
+        check_size(template, "template")
+    return text, template
+
+
 def _texts(schema: str, template: str | None) -> Texts:
     fields = read_fields(json.loads(schema))
     return Texts.as_json(fields) if template is None else Texts.in_template(fields, template)
-
-
-def _checked_text(schema: Any) -> str:
-    """The schema as JSON. Raises ``InvalidRequestError`` where it has none, or is too long."""
-    try:
-        text = json.dumps(schema, ensure_ascii=False)
-        text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"fields: the schema is no JSON: {error}") from None
-    if len(text) > LONGEST_GRAMMAR:
-        raise InvalidRequestError(
-            f"fields: the schema has {len(text)} characters, more than the {LONGEST_GRAMMAR} that are supported; ask "
-            "for fewer fields, or leave out descriptions"
-        )
-    return text
-
-
-def _checked_template(template: str | None) -> str | None:
-    """Raises ``InvalidRequestError`` for a template that is no text, or too long."""
-    if template is None or (isinstance(template, str) and len(template) <= LONGEST_GRAMMAR and is_text(template)):
-        return template
-    raise InvalidRequestError(
-        f"template: it is no valid Unicode text of at most {LONGEST_GRAMMAR} characters; give one"
-    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from cachetools import LRUCache
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.logger import init_logger
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
+from dllm_engine.scheduler.constraints.constraint import Automaton, unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import REFUSED, BuildInput
 

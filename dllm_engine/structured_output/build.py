@@ -17,11 +17,10 @@ from typing import Literal
 import numpy as np
 
 from dllm_engine.model_executor.workers.parent import end_with_parent
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
+from dllm_engine.structured_output import compiler
 from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
-from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton, token_automaton
-from dllm_engine.structured_output.machine import TooManyStatesError, byte_machine
 from dllm_engine.structured_output.python_regex import regex_expression
 
 REFUSED = 100
@@ -41,7 +40,7 @@ class Grammar:
 
     kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
-    """The regex; the choices, the schema or the fields of ``Reasoning`` as JSON; nothing for any JSON object."""
+    """The regex; as JSON the choices, the schema, or the markers of ``reasoning_automaton``; nothing for any object."""
     spaces: bool = True
     """JSON only: allow a space behind a comma and a colon."""
 
@@ -67,7 +66,7 @@ class BuildInput:
     """All that an automaton is made from, and its limits."""
 
     grammar: Grammar
-    vocabulary: Vocabulary
+    vocabulary: compiler.Vocabulary
     max_states: int
     build_seconds: float
     """Seconds of one core that building it may take."""
@@ -80,10 +79,10 @@ def build(wanted: BuildInput) -> Automaton:
     grammar, vocabulary, max_states = wanted.grammar, wanted.vocabulary, wanted.max_states
     try:
         if grammar.kind == "reasoning":
-            return reasoning_automaton(Reasoning(*json.loads(grammar.text)), vocabulary, max_states)
-        machine = byte_machine(grammar.expression, _SPARE * max_states)
-        automaton = token_automaton(machine, vocabulary, max_states)
-    except TooManyStatesError:
+            return compiler.reasoning_automaton(vocabulary, max_states, *json.loads(grammar.text))
+        of_bytes = compiler.byte_automaton(grammar.expression, _SPARE * max_states)
+        automaton = compiler.token_automaton(of_bytes, vocabulary, max_states)
+    except compiler.TooManyStatesError:
         raise ValueError(
             f"its automaton has more states than max_automaton_states={max_states}; shorter maximum lengths "
             "make it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"

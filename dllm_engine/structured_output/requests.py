@@ -1,17 +1,19 @@
-"""Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``."""
+"""Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``, with one
+of the reasoning in front, as a reasoning parser of vLLM describes it."""
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
+from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, reasoning_before
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 
 LONGEST_GRAMMAR = 1 << 16
@@ -41,21 +43,92 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
             raise InvalidRequestError("structured_outputs.choice: the list is empty")
         grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
     elif structured.json is not None:
-        try:
-            schema = json.loads(structured.json) if isinstance(structured.json, str) else structured.json
-            grammar = Grammar("json", json.dumps(schema, ensure_ascii=False), spaces)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"structured_outputs.json: the schema is no JSON: {error}") from None
+        grammar = Grammar("json", schema_text(structured.json, "structured_outputs.json"), spaces)
     elif structured.json_object is True:
         grammar = Grammar("json_object", "", spaces)
     else:
         raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
-    if len(grammar.text) > LONGEST_GRAMMAR:
-        raise InvalidRequestError(
-            f"structured_outputs.{grammar.kind}: its {len(grammar.text)} characters are more than the "
-            f"{LONGEST_GRAMMAR} that are supported; give a shorter one, such as a schema without descriptions"
-        )
+    check_size(grammar.text, f"structured_outputs.{grammar.kind}")
     return grammar
+
+
+def schema_text(schema: Any, name: str) -> str:
+    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where it has none."""
+    try:
+        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name}: the schema is no JSON: {error}") from None
+    return text
+
+
+def check_size(text: str, name: str) -> None:
+    """Raise ``InvalidRequestError`` for a text that is too long to be read."""
+    if len(text) > LONGEST_GRAMMAR:
+        raise InvalidRequestError(
+            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} that are supported; give a "
+            "shorter one, such as a schema without descriptions"
+        )
+
+
+class ReasoningArguments(NamedTuple):
+    """Arguments about reasoning that vLLM's front ends give beside the parameters."""
+
+    ended: bool | None = None
+    """True if the response begins behind reasoning; None: the prompt decides."""
+    parser: Mapping[str, Any] | None = None
+    """Arguments of the request's reasoning parser."""
+
+
+def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
+    """The parameters with those arguments of ``AsyncLLM.generate`` that are about reasoning."""
+    carried = ReasoningArguments(arguments.get("reasoning_ended"), arguments.get("reasoning_parser_kwargs"))
+    if getattr(params, "structured_outputs", None) is None or carried == ReasoningArguments():
+        return params
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), REASONING: carried}
+    return params
+
+
+def arguments_in(params: SamplingParams) -> ReasoningArguments:
+    """Arguments noted by ``with_arguments``."""
+    given = (params.extra_args or {}).get(REASONING)
+    return given if isinstance(given, ReasoningArguments) else ReasoningArguments()
+
+
+def reasoning_before(
+    arguments: ReasoningArguments, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+) -> Grammar | None:
+    """The grammar of the reasoning that a request's constrained text follows; None where it begins the response.
+
+    Raises ``InvalidRequestError`` where the parser does not suit the tokenizer, or does not say what ends reasoning.
+    """
+    settings = vllm_config.structured_outputs_config
+    if not settings.reasoning_parser or settings.enable_in_reasoning or arguments.ended:
+        return None
+    about = f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r}"
+    try:
+        parser_class = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)
+        parser = parser_class(tokenizer, **(arguments.parser or {}))
+    except Exception as error:  # each parser raises its own
+        raise InvalidRequestError(f"{about} fails: {error}") from error
+    if arguments.ended is None and parser.is_reasoning_end(prompt_token_ids):
+        return None
+    if parser.reasoning_end_str is None:
+        raise InvalidRequestError(
+            f"{about} does not name the text that ends reasoning (reasoning_end_str); start the engine with another "
+            f"parser, or with enable_in_reasoning in structured_outputs_config"
+        )
+    vocabulary = tokenizer.get_vocab()
+    tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))
+    return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens]))
+
+
+@cache
+def _parser(name: str, plugin: str) -> Any:
+    if plugin:
+        ReasoningParserManager.import_reasoning_parser(plugin)
+    return ReasoningParserManager.get_reasoning_parser(name)
 
 
 async def prepare(
@@ -86,10 +159,6 @@ def constrained(
 ) -> SamplingParams:
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
     own; and with one of the reasoning before it, if the response begins with that.
-
-    Args:
-        params: of vLLM's own class; not changed.
-        tokenizer: the model's, or None.
 
     Raises as ``grammar_of``, ``vocabulary_of``, ``automaton`` and ``reasoning_before``.
     """

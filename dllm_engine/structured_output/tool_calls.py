@@ -23,13 +23,10 @@ class NoCalls(ToolParser):
 
 
 def serve_tool_calls(args: Namespace) -> None:
-    """Have a server answer ``tool_choice="required"`` and named functions, whatever its tool parser.
+    """Change the arguments of ``vllm serve`` so that it answers ``tool_choice="required"`` and named functions.
 
     vLLM asks for a tool parser even where the answer is JSON. And for many it makes structural tags, which are not
     supported, of calls that must be made.
-
-    Args:
-        args: of ``vllm serve``, which are changed.
     """
     is_free = bool(args.enable_auto_tool_choice and args.tool_call_parser)
     base = ToolParserManager.get_tool_parser(args.tool_call_parser) if is_free else NoCalls

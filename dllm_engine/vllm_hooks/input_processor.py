@@ -14,8 +14,13 @@ from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.automata import count_request
-from dllm_engine.structured_output.reasoning import ReasoningArguments, arguments_in, with_arguments
-from dllm_engine.structured_output.requests import is_prepared, prepare
+from dllm_engine.structured_output.requests import (
+    ReasoningArguments,
+    arguments_in,
+    is_prepared,
+    prepare,
+    with_arguments,
+)
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _FILTERS = "dllm_engine_filters"

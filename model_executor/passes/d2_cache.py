@@ -21,8 +21,7 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.unmasking.certainty import certainty_density
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, certainty_density
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
 from dllm_engine.scheduler.step_plan import RefreshState
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, WEIGHTED_MEASURES

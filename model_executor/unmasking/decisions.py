@@ -8,21 +8,16 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
-from dllm_engine.scheduler.constraints.decision import Committed
+from dllm_engine.scheduler.constraints.decision import TokenOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 
 
 def decide(
     predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
 ) -> tuple[Filled, dict[str, RequestFailure]]:
-    """Commit fields of each decision. Waits for the device once.
+    """Commit fields of each decision, from hidden states of a group of decisions alone. Waits for the device once.
 
-    Args:
-        hidden: of the candidates, ``[num_candidates, hidden_size]``.
-        group: candidates of decisions alone.
-
-    Returns:
-        The tokens that are filled in, and the failures of decisions whose own part raised an exception.
+    Also returns the failures of decisions whose own part raised an exception.
     """
     device, canvases = hidden.device, group.batch.canvases
     asked = []
@@ -50,30 +45,28 @@ def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarra
     assert decision is not None
     in_response = positions < canvas.spec.response_span.stop
     places, with_logprobs = (positions[in_response] - start).tolist(), canvas.logprobs is not None
-    committed = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
-    tokens = {start + position: token for position, token in committed.tokens.items()}
+    committed, options = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
+    tokens = {start + position: token for position, token in committed.items()}
     if decision.is_complete:
         # What lies behind the response in its last block may be anything.
         tokens |= dict.fromkeys(positions[~in_response].tolist(), int(decision.columns[-1]))
     written, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
     canvas.tokens[written] = values
     canvas.masked[written] = False
-    _keep_logprobs(canvas, committed)
+    _keep_logprobs(canvas, committed, options)
     return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
 
 
-def _keep_logprobs(canvas: Canvas, committed: Committed) -> None:
+def _keep_logprobs(canvas: Canvas, tokens: dict[int, int], options: TokenOptions) -> None:
     """Keep log-probabilities among accepted texts, if the request asks for some."""
     kept = canvas.logprobs
     if kept is None:
         return
-    for position, (names, values) in committed.logprobs.items():
-        place, token = canvas.spec.prompt_length + position, committed.tokens[position]
+    for position, token in tokens.items():
+        place, (names, values) = canvas.spec.prompt_length + position, options[position]
         own = values[names == token].max()
-        order = np.argsort(-values)[: kept.top.shape[1]]
-        kept.token[place] = float(own)
-        kept.rank[place] = 1 + int((values > own).sum())
         # Fewer tokens than asked for may follow; the rest stays out of sight as repetitions of the first.
-        for table, best in ((kept.top_tokens, names[order]), (kept.top, values[order])):
-            padded = np.append(best, np.repeat(best[:1], table.shape[1] - len(best)))
-            table[place] = torch.from_numpy(padded).to(table)
+        order = np.argsort(-values)[: kept.top.shape[1]]
+        order = np.append(order, np.repeat(order[:1], kept.top.shape[1] - len(order)))
+        kept.token[place], kept.rank[place] = float(own), 1 + int((values > own).sum())
+        kept.top_tokens[place], kept.top[place] = torch.from_numpy(names[order]), torch.from_numpy(values[order])

@@ -18,8 +18,7 @@ from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
-from dllm_engine.model_executor.unmasking.constrained import ConstrainedRows
-from dllm_engine.model_executor.unmasking.logits import BiasedRows
+from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import UnmaskQuota
@@ -71,11 +70,8 @@ def outcomes_of(
     return outcomes, answers
 
 
-class Choice(NamedTuple):
-    """Measure and rule by which requests choose positions."""
-
-    measure: Measure
-    rule: Rule
+Choice = tuple[Measure, Rule]
+"""Measure and rule by which requests choose positions."""
 
 
 class Number(IntEnum):
@@ -128,18 +124,14 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """What filling in reads on the device."""
+    """What filling in reads on the device: ``numbers``, int64 ``[len(Number), num_requests]``, and what
+    ``BatchCandidates`` have under these names."""
 
     table: torch.Tensor
-    """``BatchCandidates.table``."""
     numbers: torch.Tensor
-    """int64 ``[len(Number), num_requests]``"""
     certainty: torch.Tensor | None
-    """``BatchCandidates.certainty``."""
     responses: torch.Tensor | None
-    """``BatchCandidates.responses``."""
     width: int
-    """Exclusive upper bound of the candidates' offsets."""
 
 
 def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
@@ -154,7 +146,7 @@ def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
         spec, quota = specs[i], plans[i].quota
         if spec.guidance is None:
             rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking)
-            choice = Choice(UNMASKING_POLICIES[spec.unmasking].measures, rule)
+            choice = UNMASKING_POLICIES[spec.unmasking].measures, rule
             numbers[Number.CHOICE, i] = choices.setdefault(choice, len(choices))
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
             numbers[Number.GUARANTEED, i] = 1

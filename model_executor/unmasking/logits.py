@@ -1,8 +1,12 @@
-"""Logits of which each tensor-parallel rank has a shard: numbers added to them, and their log-probabilities."""
+"""Logits of which each tensor-parallel rank has a shard: numbers that requests add to them, tokens that spell a text
+which a constraint accepts, chosen by classes of tokens, and log-probabilities."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
@@ -10,6 +14,7 @@ from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
+from dllm_engine.scheduler.constraints.constraint import Constraint
 from dllm_engine.scheduler.request import TokenBias
 
 
@@ -34,6 +39,61 @@ def with_biases(shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: sli
         added = on_device(numbers[inside], logits.device, torch.float32)
         logits[:, columns] += torch.where(rows[chunk, None], added, 0.0)
     return VocabularyShard(logits, first_token)
+
+
+@dataclass(frozen=True)
+class ConstrainedRows:
+    """Rows that predict positions of one constrained response."""
+
+    rows: slice
+    class_of: torch.Tensor
+    """int64 ``[vocab_size]``: the class of each token; ``num_classes`` for a token that must not be written."""
+    num_classes: int
+    choose: Callable[[np.ndarray], np.ndarray]
+    """From the score of each row's best token of each class, ``[num_rows, num_classes]``, to the class that each row
+    writes, int64 ``[num_rows]``; −1 for a row that the constraint leaves open."""
+
+    def within(self, chunk: slice) -> slice:
+        """Rows within ``chunk``, counted from its first row."""
+        return slice(max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0))
+
+
+@lru_cache(maxsize=16)
+def class_on_device(constraint: Constraint, device: torch.device) -> torch.Tensor:
+    """``ConstrainedRows.class_of`` of a constraint."""
+    class_of = constraint.class_of.astype(np.int64)
+    return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)
+
+
+def class_maxima(scores: torch.Tensor, class_of: torch.Tensor, num_classes: int) -> torch.Tensor:
+    """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without a token.
+
+    ``scores``: ``[num_rows, num_tokens]``; ``class_of``: of the same tokens.
+    """
+    found = scores.new_full((scores.shape[0], num_classes + 1), -torch.inf)
+    return found.scatter_reduce_(1, class_of.expand_as(scores), scores, "amax")[:, :-1]
+
+
+def best_of_class(
+    scores: torch.Tensor, class_of: torch.Tensor, classes: torch.Tensor, forbidden_token: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The score and the column of the best token of each row's class, ``[num_rows]`` each; −∞ where no token is of it.
+
+    ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all tokens but ``forbidden_token``,
+    which is a column, or −1 for none.
+    """
+    allowed, is_open = class_of == classes[:, None], classes < 0
+    if is_open.any():
+        allowed |= is_open[:, None]
+        if forbidden_token >= 0:
+            allowed[:, forbidden_token] = False
+    score, column = torch.where(allowed, scores, -torch.inf).max(dim=-1)
+    ruled_out = score == -torch.inf
+    if ruled_out.any():
+        # A token that has no probability is better than one that must not be written.
+        column = torch.where(ruled_out, allowed.byte().argmax(dim=-1), column)
+        score = torch.where(ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score)
+    return score, column
 
 
 def token_logprobs(

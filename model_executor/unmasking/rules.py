@@ -1,8 +1,4 @@
-"""Choice of the positions that a step fills: the rules of parallel unmasking, a fixed count, and a draw per position.
-
-A new rule of parallel unmasking is a function here, its name in ``SELECTION_RULES``, and its row in
-``scheduler/unmasking_policies.py``.
-"""
+"""Choice of the positions that a step fills: rules of parallel unmasking, a fixed count, and a draw per position."""
 
 from collections.abc import Callable
 

@@ -1,15 +1,20 @@
-"""Predictions of a step: tokens, and the model's confidence in them."""
+"""Predictions of a step: tokens, the model's confidence in them, and a prior of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from dllm_engine.scheduler.unmasking_policies import Measure
 
 LEAST_CONFIDENT = -1e30
 """Less than any negative entropy, and yet one that may be unmasked."""
+_REACH = 9
+"""Farther than so many σ a token weighs less than float64 tells."""
 
 
 class _Rows:
@@ -97,3 +102,27 @@ def required(values: torch.Tensor | None) -> torch.Tensor:
     """A statistic that a policy of the batch asked for."""
     assert values is not None
     return values
+
+
+def certainty_density(known: np.ndarray, sigma: float) -> np.ndarray:
+    r"""The certainty prior (d2Cache, arXiv 2509.23094): how much is known near each position of a response of G tokens,
+    float64 ``[gen_length]``.
+
+    With m_j = 1 where token j is ``known`` (bool ``[gen_length]``) and 0 where it is masked, m_j = 1 for the G
+    positions before the response and m_j = m_{G-1} for the G positions behind it:
+
+        D_p = Σ_{j=-G}^{2G-1} m_j exp(-(p - j)² / 2σ²)  /  Σ_{d=-3G}^{3G-1} exp(-d² / 2σ²)
+    """
+    size = len(known)
+    weights = _weights(size, sigma)
+    around = np.concatenate((np.ones(size), known, np.full(size, known[-1])))
+    return np.convolve(np.pad(around, len(weights) // 2), weights, mode="valid")[size : 2 * size]
+
+
+@lru_cache(maxsize=64)
+def _weights(size: int, sigma: float) -> np.ndarray:
+    """Weights of all distances within a response of ``size``; an odd number of them."""
+    distances = np.arange(-3 * size, 3 * size)
+    gaussian = np.exp(-(distances**2) / (2 * sigma**2))
+    reach = min(2 * size - 1, math.ceil(_REACH * sigma))
+    return gaussian[3 * size - reach : 3 * size + reach + 1] / gaussian.sum()

@@ -1,47 +1,109 @@
-"""Constraint of a response: an automaton over tokens, and the tokens that end a response."""
+"""Constraints of a response: automata over tokens, and the most probable text that one accepts."""
 
+import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import FAR, Automaton, distances, joined, unpacked
-
+FAR = int(np.iinfo(np.int64).max)
 _LEAST = -1e9
 """Score of a token that is ruled out: the text must be accepted all the same. Less than any other, and no so much less
 that the sum of a text's scores would not tell them apart."""
 
 
+@dataclass(frozen=True, eq=False)
+class Automaton:
+    """Reads a text token by token, from state 0. Tokens that lead to the same state from every state are one class, so
+    a few hundred classes stand for a vocabulary of 126,464."""
+
+    class_of: np.ndarray
+    """int32 ``[vocab_size]``: the class of each token; −1 for a token that is in no accepted text."""
+    next_state: np.ndarray
+    """int32 ``[num_states, num_classes]``: where a class leads; −1 where no accepted text begins that way."""
+    accepting: np.ndarray
+    """bool ``[num_states]``: whether the text may end here."""
+
+    @cached_property
+    def packed(self) -> bytes:
+        """To be sent; ``unpacked`` makes it an automaton again. Equal for equal automata."""
+        buffer = io.BytesIO()
+        np.savez_compressed(
+            buffer, class_of=self.class_of, next_state=self.next_state, accepting=self.accepting, allow_pickle=False
+        )
+        return buffer.getvalue()
+
+
+def joined(first: Automaton, second: Automaton) -> Automaton:
+    """Accepts a text of ``first`` with one of ``second`` behind it. No accepted text of ``first`` goes on."""
+    tables = [np.pad(part.next_state, ((0, 0), (0, 1)), constant_values=-1) for part in (first, second)]
+    num_kinds = tables[1].shape[1]
+    pairs, class_of = np.unique((first.class_of + 1) * num_kinds + second.class_of + 1, return_inverse=True)
+    kinds, second_kinds = np.divmod(pairs, num_kinds)  # one too much: the last column is of tokens without a class
+    before = ~first.accepting
+    num_before = int(before.sum())
+    names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
+    led, second_led = names[tables[0][before][:, kinds - 1]], tables[1][:, second_kinds - 1]
+    return Automaton(
+        class_of.astype(np.int32),
+        np.concatenate([led, np.where(second_led < 0, -1, second_led + num_before)]).astype(np.int32),
+        np.append(np.zeros(num_before, bool), second.accepting),
+    )
+
+
+def distances(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Fewest edges from a state of ``begins`` (bool ``[num_states]``) to each state, int64; ``FAR`` where none lead.
+
+    Edge i leads from ``sources[i]`` to ``targets[i]``; each is followed once.
+    """
+    order = np.argsort(sources, kind="stable")
+    targets, bounds = targets[order], np.searchsorted(sources[order], np.arange(len(begins) + 1))
+    distance = np.where(begins, 0, FAR)
+    count, latest = 0, np.flatnonzero(begins)
+    while latest.size:
+        count += 1
+        sizes = bounds[latest + 1] - bounds[latest]
+        edges = np.arange(sizes.sum()) + np.repeat(bounds[latest] - np.cumsum(sizes) + sizes, sizes)
+        latest = np.unique(targets[edges])
+        latest = latest[distance[latest] > count]
+        distance[latest] = count
+    return distance
+
+
+@lru_cache(maxsize=16)
+def unpacked(packed: bytes) -> Automaton:
+    """The automaton of ``Automaton.packed``. Requests of the same constraint share it."""
+    with np.load(io.BytesIO(packed), allow_pickle=False) as tables:
+        automaton = Automaton(**tables)
+    vars(automaton)["packed"] = packed  # not to be made again
+    return automaton
+
+
 class Transitions:
-    """Pairs of states of which tokens lead from the first to the second, by where they lead. Where the same classes do
-    so, pairs share one set of classes."""
+    """Pairs of states of which tokens lead from the first to the second. Where the same classes do so, pairs share one
+    set of classes."""
 
     def __init__(self, next_state: np.ndarray) -> None:
         """``next_state``: int32 ``[num_states, num_classes]``, −1 where a class leads nowhere."""
         num_states, num_classes = next_state.shape
         sources, classes = np.nonzero(next_state >= 0)
         keys = next_state[sources, classes].astype(np.int64) * num_states + sources
-        order = np.argsort(keys, kind="stable")
-        keys, classes = keys[order], classes[order]
-        starts = np.flatnonzero(np.diff(keys, prepend=-1))
-        stops = np.append(starts[1:], len(keys)).astype(starts.dtype)
+        pairs, pair_of = np.unique(keys, return_inverse=True)
+        self.targets, self.sources = np.divmod(pairs, num_states)
+        """``[num_pairs]`` each: the second state, ascending, and the first."""
+        self.reached, self.into = np.unique(self.targets, return_index=True)
+        """States that are some second state, and where the pairs of each of them begin."""
         # Sets of equal sums are equal: of 2**63 numbers no two sums of some are by chance.
         numbers = np.random.default_rng(0).integers(1 << 63, size=(num_classes,), dtype=np.uint64)
-        _, firsts, self.set_of = np.unique(
-            np.add.reduceat(numbers[classes], starts), return_index=True, return_inverse=True
-        )
+        sums = np.zeros(len(pairs), np.uint64)
+        np.add.at(sums, pair_of, numbers[classes])
+        _, firsts, self.set_of = np.unique(sums, return_index=True, return_inverse=True)
         """``[num_pairs]``: the set of classes."""
-        sets = [classes[start:stop] for start, stop in zip(starts[firsts], stops[firsts], strict=True)]
-        self.classes = np.concatenate([classes[:0], *sets])
-        """Classes of all sets, end to end."""
-        self.begins = np.cumsum([0, *map(len, sets)])
-        """``[num_sets + 1]``: where those of each set begin."""
-        self.targets, self.sources = np.divmod(keys[starts], num_states)
-        """``[num_pairs]`` each: the second state, ascending, and the first."""
-        self.reached, into = np.unique(self.targets, return_index=True)
-        """States that are some second state, ascending."""
-        self.into = np.append(into, len(self.targets))
-        """``[len(reached) + 1]``: where the pairs of each of them begin."""
+        self.num_sets = len(firsts)
+        is_first = np.isin(pair_of, firsts)
+        self.classes, self.sets = classes[is_first], self.set_of[pair_of[is_first]]
+        """Classes of all sets, and the set of each."""
 
 
 class Constraint:
@@ -53,13 +115,10 @@ class Constraint:
     def __init__(self, automaton: Automaton, end_tokens: frozenset[int]) -> None:
         num_states, num_classes = automaton.next_state.shape
         self.class_of = automaton.class_of.copy()
-        """int32 ``[vocab_size]``: the class of each token; −1 for a token that is in no accepted text."""
-        self.class_of[sorted(end_tokens)] = num_classes
-        self.next_state = np.full((num_states + 1, num_classes + 1), -1, dtype=np.int32)
-        """int32 ``[num_states, num_classes]``; −1 where a class leads nowhere."""
-        self.next_state[:-1, :-1] = automaton.next_state
+        self.next_state = np.pad(automaton.next_state, ((0, 1), (0, 1)), constant_values=-1)
         self.accepting = np.append(automaton.accepting, True)
-        """bool ``[num_states]``"""
+        """As of ``Automaton``."""
+        self.class_of[sorted(end_tokens)] = num_classes
         self.next_state[self.accepting, -1] = num_states
         # An end token may have been the only one of a class.
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
@@ -96,17 +155,12 @@ class Constraint:
 
     def fewest_tokens(self) -> int | None:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
-        fewest = int(self._fewest[0])
+        fewest = int(distances(self._transitions.targets, self._transitions.sources, self.accepting)[0])
         return None if fewest == FAR else fewest
 
     @cached_property
     def _transitions(self) -> Transitions:
         return Transitions(self.next_state)
-
-    @cached_property
-    def _fewest(self) -> np.ndarray:
-        """Fewest tokens from each state to an accepted text, int64 ``[num_states]``; ``FAR``: no tokens lead to one."""
-        return distances(self._transitions.targets, self._transitions.sources, self.accepting)
 
     @property
     def search_size(self) -> int:
@@ -121,30 +175,25 @@ class Constraint:
         return state
 
     def most_probable(self, state: int, scores: np.ndarray, accepted: np.ndarray) -> np.ndarray:
-        """The classes of a run of tokens from ``state`` to one of ``accepted`` with the largest sum of scores, int64
-        ``[num_tokens]``; of equal ones any, but always the same.
+        """The classes of a run of tokens from ``state`` to one of ``accepted`` (bool ``[num_states]``) with the largest
+        sum of scores, int64 ``[num_tokens]``; of equal ones any, but always the same.
 
-        Args:
-            state: before the first token.
-            scores: float64 ``[num_tokens, num_classes]``, of the best token of each class, such as log-probabilities.
-                −∞ for what must not be taken.
-            accepted: bool ``[num_states]``; some run of finite scores leads there.
+        ``scores``: float64 ``[num_tokens, num_classes]``, −∞ for what must not be taken; some run has finite ones.
         """
         t = self._transitions
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
-        set_scores = np.empty((len(scores), len(t.begins) - 1))
+        set_scores = np.full((len(scores), t.num_sets), -np.inf)
         for position, class_scores in enumerate(scores):
-            np.maximum.reduceat(class_scores[t.classes], t.begins[:-1], out=set_scores[position])
+            np.maximum.at(set_scores[position], t.sets, class_scores[t.classes])
             arriving = best[position, t.sources] + set_scores[position, t.set_of]
-            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into[:-1])
+            best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into)
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
-            number = int(np.searchsorted(t.reached, at))
-            into = slice(t.into[number], t.into[number + 1])
-            step = into.start + int((best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax())
-            classes = t.classes[t.begins[t.set_of[step]] : t.begins[t.set_of[step] + 1]]
+            into = np.flatnonzero(t.targets == at)
+            step = into[(best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax()]
+            classes = t.classes[t.sets == t.set_of[step]]
             path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
         return path
 

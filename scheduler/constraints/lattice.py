@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 END = -1
 """Number that stands for any end token."""
@@ -13,53 +14,25 @@ OPEN = -2
 """Number of a position that may hold several tokens."""
 LITERAL = -1
 """Field of an edge that belongs to none; choice of an edge that does not begin one."""
+EDGE = np.dtype([(name, np.int32) for name in ("source", "token", "target", "field", "choice")])
+"""An edge between two states of a graph, the number of the field that it belongs to, and of the choice that it begins;
+``LITERAL`` where there is none."""
 
 
-class Sweep:
-    """An order in which edges carry values from their far ends to their near ends."""
-
-    def __init__(self, levels: np.ndarray, near: np.ndarray, far: np.ndarray, num_nodes: int) -> None:
-        """
-        Args:
-            levels: ascending from edge to edge of a path.
-            near: node that each edge carries a value to.
-            far: node that it carries the value from.
-        """
-        self.order = np.lexsort((near, levels))
-        """Edges by level and by near end."""
-        self.far, near, levels = far[self.order], near[self.order], levels[self.order]
-        starts = np.flatnonzero(np.diff(near, prepend=-1))
-        stops = np.append(starts[1:], len(near))
-        self.bounds = np.zeros((num_nodes, 2), np.int64)
-        """Of each node, where the edges to it begin and end in ``order``."""
-        self.bounds[near[starts]] = np.column_stack((starts, stops))
-        firsts = np.append(np.flatnonzero(np.diff(levels[starts], prepend=levels[0] - 1)), len(starts)).tolist()
-        self.levels = [
-            (near[starts[first:stop]], slice(starts[first], stops[stop - 1]), starts[first:stop] - starts[first])
-            for first, stop in pairwise(firsts)
-        ]
-        """Of each level its nodes, its edges, and where those of each node begin among them."""
-
-    def edges_to(self, node: int) -> np.ndarray:
-        """The edges that carry values to a node."""
-        return self.order[slice(*self.bounds[node])]
-
-    def run(self, join: np.ufunc, begins: np.ndarray, scores: np.ndarray) -> np.ndarray:
-        """The ``join`` of the scores of all paths from the nodes ``begins`` to each node, ``[num_nodes]``; −∞ where
-        none leads. ``scores``: ``[num_edges]``; that of a path is their sum."""
-        values, scores = np.full(len(self.bounds), -np.inf), scores[self.order]
-        values[begins] = 0.0
-        for nodes, edges, starts in self.levels:
-            values[nodes] = join.reduceat(values[self.far[edges]] + scores[edges], starts)
-        return values
+def edges_between(
+    source: ArrayLike, token: ArrayLike, target: ArrayLike, field: int, choice: int = LITERAL
+) -> np.ndarray:
+    """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
+    return np.rec.fromarrays(np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE)
 
 
-def states_reached(sources: np.ndarray, targets: np.ndarray, num_states: int) -> Iterator[np.ndarray]:
-    """States that each number of edges leads to from state 0, bool ``[num_states]``, as long as there are any."""
-    reached = np.arange(num_states) == 0
+def states_reached(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> Iterator[np.ndarray]:
+    """States that each number of edges leads to from those of ``begins`` (bool ``[num_states]``), in the same form, as
+    long as there are any."""
+    reached = begins
     while reached.any():
         yield reached
-        following = np.zeros(num_states, bool)
+        following = np.zeros_like(reached)
         following[targets[reached[sources]]] = True
         reached = following
 
@@ -69,36 +42,20 @@ class Graph:
     """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
 
     ends: np.ndarray
-    """int32 ``[num_ends]``"""
-    sources: np.ndarray
-    """int32 ``[num_edges]``"""
-    tokens: np.ndarray
-    """int32 ``[num_edges]``"""
-    targets: np.ndarray
-    """int32 ``[num_edges]``"""
-    fields: np.ndarray
-    """int32 ``[num_edges]``: number of the field that an edge belongs to, or ``LITERAL``."""
-    choices: np.ndarray
-    """int32 ``[num_edges]``: number of the choice that an edge begins, or ``LITERAL``."""
-
-    @property
-    def num_states(self) -> int:
-        return int(self.targets.max()) + 1
+    """int64 ``[num_ends]``"""
+    edges: np.ndarray
+    """``EDGE`` ``[num_edges]``"""
 
     @cached_property
-    def reached(self) -> np.ndarray:
-        """States that each number of tokens leads to, bool ``[longest + 1, num_states]``."""
-        return np.stack([*states_reached(self.sources, self.targets, self.num_states)])
+    def reached(self) -> list[np.ndarray]:
+        """States that each number of tokens leads to, bool ``[num_states]`` each."""
+        start = np.arange(self.edges["target"].max() + 1) == 0
+        return [*states_reached(self.edges["source"], self.edges["target"], start)]
 
     @property
     def size(self) -> int:
         """Edges that follow each number of tokens, in all: no lattice has more."""
-        return sum(int(np.count_nonzero(row[self.sources])) for row in self.reached)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence."""
-        return len(self.reached) - 1
+        return sum(int(np.count_nonzero(states[self.edges["source"]])) for states in self.reached)
 
 
 class Lattice:
@@ -111,91 +68,99 @@ class Lattice:
     """
 
     def __init__(self, graph: Graph) -> None:
-        final, ends = graph.num_states, graph.ends
-        sources = np.concatenate((graph.sources, ends, [final]))
-        tokens, fields, choices = (
-            np.append(column, np.full(len(ends) + 1, value))
-            for column, value in ((graph.tokens, END), (graph.fields, LITERAL), (graph.choices, LITERAL))
-        )
-        targets = np.append(graph.targets, [final] * (len(ends) + 1))
-        reached = np.column_stack((graph.reached, np.zeros(len(graph.reached), bool)))
-        reached[1:, final] = np.logical_or.accumulate(reached[:-1, ends].any(axis=1))
-        self.length = graph.longest
-        completable = np.zeros_like(reached)
-        completable[-1, [*ends, final]] = True
-        alive = []
-        for position in range(self.length - 1, -1, -1):
-            leads = completable[position + 1][targets]
-            completable[position][sources[leads]] = True
-            alive.append(np.flatnonzero(leads & reached[position][sources]))
-        self.positions = np.repeat(np.arange(self.length), [len(edges) for edges in reversed(alive)])
+        final = len(graph.reached[0])
+        closing = [*graph.ends.tolist(), final]
+        edges = np.concatenate((graph.edges, edges_between(closing, END, final, LITERAL)))
+        edges = edges[np.argsort(edges["source"], kind="stable")]
+        sources, targets, states = edges["source"], edges["target"], np.arange(final + 1)
+        self.length = len(graph.reached) - 1
+        reached = np.stack([*islice(states_reached(sources, targets, states == 0), self.length + 1)])
+        from_end = states_reached(targets, sources, np.isin(states, closing))
+        completable = np.stack([*islice(from_end, self.length + 1)])[::-1]
+        steps = zip(reached[:-1], completable[1:], strict=True)
+        alive = [np.flatnonzero(now[sources] & later[targets]) for now, later in steps]
+        self.positions = np.repeat(np.arange(self.length), list(map(len, alive)))
         """Position of each edge, ascending."""
-        edges = np.concatenate(alive[::-1])
-        self.tokens, self.fields, self.choices = tokens[edges], fields[edges], choices[edges]
+        edges = edges[np.concatenate(alive)]
+        self.tokens, self.fields, self.choices = (edges[name].copy() for name in ("token", "field", "choice"))
         """Of each edge, those of the graph's."""
         # At the end all states are one.
-        next_states = np.where(self.positions == self.length - 1, final, targets[edges])
+        next_states = np.where(self.positions == self.length - 1, final, edges["target"])
         is_cut = (reached & completable).sum(axis=1) == 1
         is_cut[-1] = True
-        segment_of = is_cut.cumsum() - 1
-        self.segments = segment_of[self.positions]
+        self.segments = is_cut.cumsum()[self.positions] - 1
         """Segment of each edge."""
-        num_states = final + 1
-        source_keys = self.positions * num_states + sources[edges]
-        target_keys = (self.positions + 1) * num_states + next_states
-        target_keys += (self.length + 1) * num_states * is_cut[self.positions + 1]
+        source_keys = self.positions * len(states) + edges["source"]
+        target_keys = (self.positions + 1) * len(states) + next_states
+        target_keys += (self.length + 1) * len(states) * is_cut[self.positions + 1]
         keys, nodes = np.unique(np.concatenate((source_keys, target_keys)), return_inverse=True)
         self.sources, self.targets = np.split(nodes, 2)
+        """Nodes of each edge; the sources ascend."""
+        self.first_edges = np.searchsorted(self.sources, np.arange(len(keys) + 1))
+        """Of each node, where the edges that leave it begin."""
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
+        order = np.argsort(level, kind="stable")
+        self.levels = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
+        """The edges of each level."""
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
         self.closes = np.unique(self.targets[is_cut[self.positions + 1]])
         """Last node of each segment."""
-        self.following = np.arange(len(keys))
-        """For the last node of a segment, the first one of the next; for others the node itself."""
-        self.following[self.closes[:-1]] = self.opens[1:]
-        self.forward = Sweep(level, self.targets, self.sources, len(keys))
-        self.backward = Sweep(-level, self.sources, self.targets, len(keys))
-        self.first_edges = np.searchsorted(self.positions, np.arange(self.length))
+        following = np.arange(len(keys))
+        following[self.closes[:-1]] = self.opens[1:]
+        self.nodes_behind = following[self.targets]
+        """The node behind each edge: at the end of a segment the first one of the next."""
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Logs of the sums over all paths from the start of a segment to each node, and from it to the end.
 
         ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path is their sum.
         """
-        return (
-            self.forward.run(np.logaddexp, self.opens, scores),
-            self.backward.run(np.logaddexp, self.closes, scores),
-        )
+        before = self._sweep(np.logaddexp, scores, self.opens, self.sources, self.targets, self.levels)
+        return before, self._sweep(np.logaddexp, scores, self.closes, self.targets, self.sources, self.levels[::-1])
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
         """The edges of a path with the largest score, one per position, int64 ``[length]``."""
-        best = self.forward.run(np.maximum, self.opens, scores)
-        path = np.empty(self.length, np.int64)
-        segment_end = dict(zip(self.opens[1:].tolist(), self.closes.tolist(), strict=False))
-        node = int(self.closes[-1])
-        for position in range(self.length - 1, -1, -1):
-            edges = self.forward.edges_to(node)
-            if len(edges) > 1:
-                edges = edges[(best[self.sources[edges]] + scores[edges]).argmax() :]
-            path[position] = edges[0]
-            source = int(self.sources[edges[0]])
-            node = segment_end.get(source, source)
+        best = self._sweep(np.maximum, scores, self.closes, self.targets, self.sources, self.levels[::-1])
+        totals = scores + best[self.targets]
+        path, node = np.empty(self.length, np.int64), self.opens[0]
+        for position in range(self.length):
+            first, stop = self.first_edges[node : node + 2]
+            path[position] = edge = first + totals[first:stop].argmax()
+            node = self.nodes_behind[edge]
         return path
+
+    def _sweep(
+        self,
+        join: np.ufunc,
+        scores: np.ndarray,
+        begins: np.ndarray,
+        far: np.ndarray,
+        near: np.ndarray,
+        levels: list[np.ndarray],
+    ) -> np.ndarray:
+        """The ``join`` of the scores of all paths between nodes ``begins`` and each node, ``[num_nodes]``; −∞ where
+        there is none. Each edge carries a value from its far node to its near one, level by level."""
+        values = np.full(len(self.first_edges) - 1, -np.inf)
+        values[begins] = 0.0
+        for edges in levels:
+            join.at(values, near[edges], values[far[edges]] + scores[edges])
+        return values
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
         """The token of each position that all sequences of ``allowed`` edges (bool ``[num_lattice_edges]``) have there,
         int64 ``[length]``; ``OPEN`` where they differ."""
-        before, after = self.log_sums(np.where(allowed, 0.0, -np.inf))
-        alive = allowed & np.isfinite(before[self.sources] + after[self.targets])
-        most = np.iinfo(np.int64).max
-        lowest = np.minimum.reduceat(np.where(alive, self.tokens, most), self.first_edges)
-        highest = np.maximum.reduceat(np.where(alive, self.tokens, -most), self.first_edges)
-        return np.where(lowest == highest, lowest, OPEN)
+        scores = np.where(allowed, 0.0, -np.inf)
+        before, after = self.log_sums(scores)
+        alive = np.isfinite(before[self.sources] + scores + after[self.targets])
+        left = np.empty(self.length, np.int64)
+        left[self.positions[alive]] = self.tokens[alive]
+        left[self.positions[alive & (self.tokens != left[self.positions])]] = OPEN
+        return left
 
     def edges_from(self, node: int) -> np.ndarray:
         """The edges that leave a node."""
-        return self.backward.edges_to(node)
+        return np.arange(*self.first_edges[node : node + 2])
 
     def conditionals(self, path: np.ndarray, weights: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """For each position of a path, the tokens that may follow its tokens before, and their log-probabilities.
@@ -209,5 +174,5 @@ class Lattice:
             logs = np.full(len(tokens), -np.inf)
             np.logaddexp.at(logs, token_of, weights[leaving])
             options.append((tokens, logs - np.logaddexp.reduce(logs)))
-            nodes = np.unique(self.following[self.targets[leaving[self.tokens[leaving] == self.tokens[edge]]]])
+            nodes = np.unique(self.nodes_behind[leaving[self.tokens[leaving] == self.tokens[edge]]])
         return options

@@ -10,8 +10,7 @@ from dllm_engine.kernels.noise import Counters
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, TokenPredictor
-from dllm_engine.model_executor.unmasking.constrained import best_of_class
-from dllm_engine.model_executor.unmasking.logits import BiasedRows
+from dllm_engine.model_executor.unmasking.logits import BiasedRows, best_of_class
 from dllm_engine.scheduler.request import TokenBias
 from tests.support.engines import generate, runner_of
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from dllm_engine.scheduler.constraints.automaton import unpacked
+from dllm_engine.scheduler.constraints.constraint import unpacked
 
 NOWHERE = -1
 
@@ -69,14 +69,11 @@ def held_tokens(
     row_of: Callable[[int], torch.Tensor | None],
     gap: Callable[[float, float], None],
 ) -> dict[int, int]:
-    """The token of each predicted mask of a response on the most probable way to complete it.
+    """The token of each predicted mask on the most probable way to complete a response, which is ``template`` before
+    the first step; None where masked.
 
-    Args:
-        response: its tokens, None where masked.
-        template: the same before the first step.
-        stop: end of the running blocks.
-        row_of: the scores of all tokens at a mask, float64; None where it is not predicted.
-        gap: is told how close another way came.
+    ``stop``: end of the running blocks. ``row_of``: the scores of all tokens at a mask, float64; None where it is not
+    predicted. ``gap`` is told how close another way came.
     """
     ends = constraint.accepted
     for token in reversed(template[stop:]):

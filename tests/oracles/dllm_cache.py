@@ -64,7 +64,6 @@ class AdaptiveCache:
 
     def __post_init__(self) -> None:
         self.model = self.run.model
-        self.forwards = 0
         self.buffer = Buffer(self.run)
         shape = (len(self.model.layers), self.run.length, self.model.embedding.shape[1])
         self.attn, self.mlp = torch.full(shape, math.nan), torch.full(shape, math.nan)
@@ -80,11 +79,11 @@ class AdaptiveCache:
 
     def due(self) -> list[bool]:
         """Whether the prompt and the response are refreshed in the pass that begins."""
-        reached: Sequence[int] = [self.forwards]
+        reached: Sequence[int] = [len(self.run.order)]
         if self.run.parallel and self.interval_unit == "tokens":
             reached = self.run.counts_of_last_pass
         intervals = self.prompt_refresh_interval, self.response_refresh_interval
-        return [self.forwards == 0 or any(number % interval == 0 for number in reached) for interval in intervals]
+        return [not self.run.order or any(number % interval == 0 for number in reached) for interval in intervals]
 
     def forward(self) -> tuple[torch.Tensor, range]:
         """The next forward pass: its logits, NaN in rows of the prompt of which nothing is known, and rows fed."""
@@ -124,13 +123,12 @@ class AdaptiveCache:
             attn[:live] = mlp[:live] = math.nan
         if adapts:
             self.updated.append(updated)
-        self.forwards += 1
         whole = prompt_due or not self.exclude_prompt_states
         return model.predict(x), range(0 if whole else live, self.run.cut)
 
     def drawn(self, layer: int, response: list[int]) -> list[int]:
         """Rows of the lowest random numbers."""
-        counters = [torch.tensor(value) for value in (self.run.seed, self.forwards, response, -2 - layer)]
+        counters = [torch.tensor(value) for value in (self.run.seed, len(self.run.order), response, -2 - layer)]
         lowest = uniform(*counters).argsort().tolist()[: int(len(response) * self.update_ratio)]
         return sorted(response[row] for row in lowest)
 

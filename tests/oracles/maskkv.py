@@ -171,12 +171,12 @@ class MaskKVCache(AdaptiveCache):
         run.traces["retained_per_head"] = [self.retained]
 
     def visible(self, number: int) -> list[list[int]] | None:
-        if self.forwards == 0:
+        if not self.run.order:
             return None
         return [kept + list(range(self.prompt_length, self.run.cut)) for kept in self.retained[number]]
 
     def after_layer(self, number: int, q: torch.Tensor) -> None:
-        if self.forwards == 0:
+        if not self.run.order:
             self.vote(number, q)
         for g, kept in enumerate(self.retained[number]):
             evicted = [position for position in range(self.prompt_length) if position not in kept]

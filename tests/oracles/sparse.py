@@ -3,7 +3,7 @@
 Within a block: ``update_delay`` passes over the whole canvas, one more that also selects what each layer retains, then
 passes over the block alone, which read the retained positions, as that one left them, and the block.
 
-Where a refresh computes less than the canvas (``refreshes.py``), what only whole refreshes compute and the rest are two
+Where a refresh computes less than the canvas (``Refreshes``), what only whole refreshes compute and the rest are two
 sets of candidates. The first gives its share of them, rounded down, when the whole canvas is computed; the second what
 is missing to the share of both.
 """
@@ -14,8 +14,8 @@ import torch
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
+from tests.oracles.fast_dllm import Refreshes
 from tests.oracles.maskkv import pooled, voters_of, votes_of
-from tests.oracles.refreshes import Refreshes
 
 
 def plain_sparse(

@@ -11,8 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA, LLADA2
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.constraints.automaton import unpacked
-from dllm_engine.scheduler.constraints.constraint import Constraint
+from dllm_engine.scheduler.constraints.constraint import Constraint, unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.answers import params_of

@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, unpacked
-from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, Constraint, constraint_of
+from dllm_engine.scheduler.constraints.constraint import (
+    Automaton,
+    ConstrainedResponse,
+    Constraint,
+    constraint_of,
+    unpacked,
+)
 from tests.oracles.constrained import PlainConstraint
 from tests.support.random_requests import random_automaton
 

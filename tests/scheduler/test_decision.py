@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_engine.scheduler.constraints.decision import Decision, RunningDecision
-from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph
+from dllm_engine.scheduler.constraints.lattice import Graph, edges_between
 from tests.oracles.decisions import decide
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
@@ -29,13 +29,12 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
         given = np.array([[token is not None] for token in canvas])
         plain = decide(fields, literals, np.where(given, certain, logits), ENDS, committed)
         positions = [i for i, token in enumerate(canvas) if token is None]
-        now_committed = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
-        written = now_committed.tokens
+        written, options = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
         assert written.keys() <= {*positions}
-        assert all(np.exp(values).sum() == pytest.approx(1) for _, values in now_committed.logprobs.values())
+        assert all(np.exp(values).sum() == pytest.approx(1) for _, values in options)
         if running.is_complete and not before:
             # Each token's log-probability is that after the tokens before it.
-            terms = [values[ids == written[p]].max() for p, (ids, values) in now_committed.logprobs.items()]
+            terms = [values[ids == written[p]].max() for p, (ids, values) in enumerate(options) if p in written]
             assert math.exp(sum(terms)) == pytest.approx(plain.probability)
         for position, token in written.items():
             canvas[position] = token
@@ -56,8 +55,7 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
 
 
 def test_tokens_of_one_text_count_together():
-    columns = ([0, 0, 0], [10, 11, 12], [1, 1, 1], [0, 0, 0], [LITERAL] * 3)
-    graph = Graph(np.array([1]), *np.array(columns, np.int32))
+    graph = Graph(np.array([1]), edges_between([0, 0, 0], [10, 11, 12], 1, field=0))
     running = RunningDecision(Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False]), ENDS, passes=1)
     running.commit([0], np.zeros((1, len(running.columns))))
     assert listed(running.answers["f"]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

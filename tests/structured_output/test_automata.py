@@ -1,4 +1,3 @@
-import itertools
 import pickle
 import re
 import threading
@@ -16,7 +15,7 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import MOST_WAITING, automaton, take_counts
 from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
-from dllm_engine.structured_output.lifting import Vocabulary
+from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of
 from dllm_engine.structured_output.vocabulary import vocabulary_of
 from tests.support.automaton_walks import accepts
@@ -32,8 +31,17 @@ def tokenizer():
     return train_tokenizer(TALE, 400, END)
 
 
-def automaton_of(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
-    return automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), **LIMITS | limits)).result()
+def asked(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
+    return automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), **LIMITS | limits))
+
+
+def automaton_of(*args, **limits):
+    return asked(*args, **limits).result()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(monkeypatch):
+    monkeypatch.setattr(automata, "_cache", automata._Cache())
 
 
 @pytest.fixture
@@ -50,7 +58,6 @@ def in_process(monkeypatch):
             return CompletedProcess([], REFUSED, str(error).encode())
 
     monkeypatch.setattr(automata, "_run_apart", run)
-    monkeypatch.setattr(automata, "_cache", automata._Cache())
     return built
 
 
@@ -128,10 +135,8 @@ def test_constructs_that_are_not_supported_are_named_where_the_automaton_is_buil
 def test_bytes_of_a_byte_level_tokenizer(tokenizer):
     vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
     expected = spelled(tokenizer)
-    starts = vocabulary.starts.tolist()
-    found = [vocabulary.token_bytes[a:b].tobytes() for a, b in itertools.pairwise(starts)]
-    assert found == [expected.get(number, b"") for number in range(410)]
-    assert found[tokenizer.eos_token_id] == b""
+    assert [*map(vocabulary.spelling, range(410))] == [expected.get(number, b"") for number in range(410)]
+    assert tokenizer.eos_token_id not in expected
 
 
 def metaspace(strip: bool) -> PreTrainedTokenizerFast:
@@ -201,14 +206,13 @@ def held(monkeypatch):
         assert go_on.wait(60)
         return build(wanted)
 
-    monkeypatch.setattr(automata, "_cache", automata._Cache())
     monkeypatch.setattr(automata, "_build_apart", wait)
     return go_on, begun
 
 
 def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenizer, held):
-    (go_on, begun), vocabulary = held, vocabulary_of(tokenizer, 410)
-    futures = [automaton(BuildInput(Grammar("regex", text), vocabulary, **LIMITS)) for text in "aaabbc"]
+    go_on, begun = held
+    futures = [asked(Grammar("regex", text), tokenizer) for text in "aaabbc"]
     wait_until(lambda: len(begun) == automata._AT_ONCE, 60)
     assert len(set(futures)) == 3
     go_on.set()
@@ -217,22 +221,17 @@ def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenize
 
 
 def test_the_queue_of_builds_is_bounded(tokenizer, held):
-    (go_on, _), vocabulary = held, vocabulary_of(tokenizer, 410)
-
-    def ask(text):
-        return automaton(BuildInput(Grammar("regex", text), vocabulary, **LIMITS))
-
-    futures = [ask(f"a{number}") for number in range(automata._AT_ONCE + MOST_WAITING)]
+    grammars = [Grammar("regex", f"a{number}") for number in range(automata._AT_ONCE + MOST_WAITING)]
+    futures = [asked(grammar, tokenizer) for grammar in grammars]
     with pytest.raises(RetryableRequestError, match="32 requests wait"):
-        ask("b")
-    assert ask("a7") is futures[7]
-    go_on.set()
+        asked(Grammar("regex", "b"), tokenizer)
+    assert asked(grammars[7], tokenizer) is futures[7]
+    held[0].set()
     assert all(future.result(60) for future in futures)
 
 
 @pytest.mark.slow
-def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
-    monkeypatch.setattr(automata, "_cache", automata._Cache())
+def test_built_in_a_process_of_its_own(tokenizer):
     grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
     expected = build(BuildInput(grammar, vocabulary_of(tokenizer, 410), **LIMITS))
     assert automaton_of(grammar, tokenizer).packed == expected.packed
@@ -245,8 +244,7 @@ def test_built_in_a_process_of_its_own(tokenizer, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
-    monkeypatch.setattr(automata, "_cache", automata._Cache())
+def test_a_build_that_fails_by_our_fault_is_no_bad_request():
     broken = Vocabulary([b"a"])
     broken.starts = np.array([0, 5])
     future = automaton(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
@@ -255,14 +253,11 @@ def test_a_build_that_fails_by_our_fault_is_no_bad_request(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_building_process_that_is_killed_from_outside(tokenizer, monkeypatch):
-    monkeypatch.setattr(automata, "_cache", automata._Cache())
-    hostile, vocabulary = Grammar("regex", "(a|b)*a(a|b){25}"), vocabulary_of(tokenizer, 410)
-
+def test_a_building_process_that_is_killed_from_outside(tokenizer):
     def builders():
         return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
 
-    future = automaton(BuildInput(hostile, vocabulary, 1 << 24, 600))
+    future = asked(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=1 << 24, build_seconds=600)
     wait_until(builders, 60)
     builders()[0].kill()
     assert type(future.exception(60)) is RetryableRequestError
@@ -276,7 +271,7 @@ import psutil
 from transformers import AutoTokenizer
 from vllm.sampling_params import StructuredOutputsParams
 from dllm_engine.demo import DEMO_MODEL_DIR
-from dllm_engine.structured_output.reasoning import ReasoningArguments
+from dllm_engine.structured_output.requests import ReasoningArguments
 from dllm_engine.structured_output.requests import prepare
 
 def builders():

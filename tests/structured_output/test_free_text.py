@@ -1,6 +1,5 @@
 """Automata of reasoning, against every way to spell a text."""
 
-import json
 import random
 
 import numpy as np
@@ -8,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.constraints.automaton import Automaton, joined
-from dllm_engine.structured_output.lifting import Reasoning, Vocabulary, reasoning_automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton, joined
+from dllm_engine.structured_output.compiler import Vocabulary, reasoning_automaton
 from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton
 
@@ -21,7 +20,7 @@ MARKERS = ["ab", "aab", "abab", "bab", "a", "abcab", "é"]
 
 
 def automaton_of(marker: str, end_token: int | None, start_token: int | None) -> Automaton:
-    return reasoning_automaton(Reasoning(marker, end_token, start_token), Vocabulary(PIECES), 100)
+    return reasoning_automaton(Vocabulary(PIECES), 100, marker, end_token, start_token)
 
 
 @given(st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans())
@@ -59,4 +58,3 @@ def test_joined_automata_accept_one_text_behind_the_other(seed, tokens):
 def test_tokens_that_cannot_spell_the_marker_are_an_error():
     with pytest.raises(ValueError, match="spell no text"):
         automaton_of("x", None, None)
-    assert Reasoning(*json.loads(json.dumps(Reasoning("x", 1, None)))) == Reasoning("x", 1, None)

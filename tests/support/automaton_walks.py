@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
-from dllm_engine.structured_output.lifting import Vocabulary
+from dllm_engine.structured_output.compiler import Vocabulary
 
 LETTERS = [b"a", b"b", b"c", b"ab", b"ba", b"abc", b"cc", b"aaaa"]
 """Tokens of more than one letter, for several ways to spell a text."""

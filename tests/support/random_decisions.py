@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dllm_engine.decisions.build import GraphBuilder
-from dllm_engine.scheduler.constraints.automaton import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION
 from tests.oracles.decisions import Fields
@@ -42,7 +42,7 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
     builder.literal(literals[-1])
     graph = builder.graph()
     text_of = {token: text for text, token in DIGITS.items()}
-    spellings = [text_of.get(token, b"") for token in np.unique(graph.tokens).tolist()]
+    spellings = [text_of.get(token, b"") for token in np.unique(graph.edges["token"]).tolist()]
     decision = Decision(graph, [*fields], values, spellings, 100, [True] * len(fields))
     return unpacked_decision(decision.packed), fields, literals
 

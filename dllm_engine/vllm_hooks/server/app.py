@@ -33,10 +33,10 @@ def extend_app(
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
     authenticate.GUARDED_PREFIX = (*dict.fromkeys((*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES)),)
-    from dllm_engine.decisions import route as decision_route
+    from dllm_engine.decisions import http as decisions
     from dllm_engine.evaluation import likelihood_route
 
-    decision_route.add_route(app)
+    decisions.add_route(app)
     likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
     if options.playground:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
 from vllm.exceptions import VLLMValidationError
 
-from dllm_engine.decisions.response_format import settle_decision
+from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError

@@ -1,11 +1,13 @@
-"""Finite automata of expressions, over the bytes of UTF-8."""
+"""Automata of expressions over the bytes of UTF-8, and from these over tokens; and automata of reasoning, which is free
+text that ends with the first marker."""
 
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from hashlib import blake2b
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.automaton import FAR, distances
+from dllm_engine.scheduler.constraints.constraint import FAR, Automaton, distances
 from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
@@ -16,34 +18,28 @@ class TooManyStatesError(ValueError):
     """A limit on states is passed."""
 
 
-class Machine(NamedTuple):
-    """A deterministic automaton; it starts in state 0, and −1 is where nothing more is accepted."""
-
-    next_state: np.ndarray
-    """int32 ``[states, symbols]``"""
-    accepting: np.ndarray
-    """bool ``[states]``"""
-
-
-def minimal(machine: Machine) -> Machine:
-    """The machine of fewest states that accepts the same; without states where it accepts nothing."""
-    num_states = len(machine.accepting)
-    states, symbols = np.nonzero(machine.next_state >= 0)
-    edges = np.unique(states * num_states + machine.next_state[states, symbols])
+def minimal(automaton: Automaton) -> Automaton:
+    """The automaton of fewest states and classes that accepts the same; without states where it accepts nothing."""
+    num_states = len(automaton.accepting)
+    states, symbols = np.nonzero(automaton.next_state >= 0)
+    edges = np.unique(states * num_states + automaton.next_state[states, symbols])
     sources, targets = np.divmod(edges, num_states)
     # States that are apart from the first spare a round for each character of the longest text.
-    group = distances(targets, sources, machine.accepting)
+    group = distances(targets, sources, automaton.accepting)
     kept = (group < FAR) & (distances(sources, targets, np.arange(num_states) == 0) < FAR)
     group = np.append(np.where(kept, group, -1), -1).astype(np.int32)
     num_groups = 0
     while True:
-        rows = np.column_stack([group[:-1], group[machine.next_state]])[kept]
+        rows = np.column_stack([group[:-1], group[automaton.next_state]])[kept]
         firsts, group[:-1][kept] = distinct_rows(rows)
         if len(firsts) == num_groups:
             break
         num_groups = len(firsts)
     firsts = np.flatnonzero(kept)[firsts]
-    return Machine(group[machine.next_state[firsts]], machine.accepting[firsts])
+    table = np.insert(group[automaton.next_state[firsts]], 0, -1, axis=1)  # first of all a class that leads nowhere
+    columns, kinds = distinct_rows(table.T)
+    class_of = (kinds[automaton.class_of + 1] - 1).astype(np.int32)
+    return Automaton(class_of, np.ascontiguousarray(table[:, columns[1:]]), automaton.accepting[firsts])
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -142,8 +138,8 @@ class _Rests:
         return frozenset(each for each in seen if not each or self.rests[each][0])
 
 
-def byte_machine(expression: Expression, most: int) -> Machine:
-    """The automaton over bytes. Raises ``TooManyStatesError`` where it has over ``most`` states."""
+def byte_automaton(expression: Expression, most: int) -> Automaton:
+    """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it has over ``most`` states."""
     rests = _Rests(8 * most)
     start = rests.before(expression, 0)
     sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
@@ -173,4 +169,88 @@ def byte_machine(expression: Expression, most: int) -> Machine:
             for kind in kinds[first] if first else ():
                 begun[kind].update(following)
         table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
-    return Machine(np.stack(table)[:, kind_of], np.array([0 in state for state in states]))
+    return Automaton(kind_of, np.stack(table), np.array([0 in state for state in states]))
+
+
+class Vocabulary:
+    """The bytes of a tokenizer's tokens; equal where these are."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.token_bytes = np.frombuffer(b"".join(tokens), np.uint8)
+        """uint8: the bytes of all tokens, end to end."""
+        self.starts = np.cumsum([0, *map(len, tokens)])
+        """int64 ``[vocab_size + 1]``: where those of each token begin. Special and added tokens have none, nor have
+        numbers that the tokenizer does not use."""
+        self.digest = _digest(self.token_bytes) + _digest(self.starts)
+
+    def spelling(self, token: int) -> bytes:
+        return self.token_bytes[slice(*self.starts[token : token + 2])].tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+def token_automaton(of_bytes: Automaton, vocabulary: Vocabulary, most_states: int) -> Automaton:
+    """The automaton over tokens; those without bytes are in no text. Raises ``ValueError`` where no text can be
+    spelled, ``TooManyStatesError`` where over ``most_states`` are left."""
+    automaton = minimal(_over_tokens(of_bytes, vocabulary.token_bytes, vocabulary.starts))
+    if not len(automaton.accepting):
+        raise ValueError("the tokens of this model spell no text that matches")
+    if len(automaton.accepting) > most_states:
+        raise TooManyStatesError
+    return automaton
+
+
+def _over_tokens(of_bytes: Automaton, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
+    """The automaton over tokens, with the same states.
+
+    Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
+    """
+    by_kind = np.pad(of_bytes.next_state.T, ((0, 0), (0, 1)), constant_values=-1)
+    states = np.arange(len(of_bytes.accepting), dtype=np.int32)
+    columns = [np.full_like(states, -1), states]  # the first leads nowhere
+    numbers = {_digest(column): number for number, column in enumerate(columns)}
+    lengths = np.diff(starts)
+    column_of = (lengths > 0).astype(np.int64)
+    for i in range(int(lengths.max(initial=0))):
+        tokens = np.flatnonzero((lengths > i) & (column_of > 0))
+        kinds = of_bytes.class_of[token_bytes[starts[tokens] + i]]
+        steps, step_of = np.unique(column_of[tokens] * len(by_kind) + kinds, return_inverse=True)
+        for step_number, step in enumerate(steps.tolist()):
+            before, kind = divmod(step, len(by_kind))
+            column = by_kind[kind][columns[before]]
+            steps[step_number] = number = numbers.setdefault(_digest(column), len(columns))
+            if number == len(columns):
+                columns.append(column)
+        column_of[tokens] = steps[step_of]
+    used, class_of = np.unique(column_of, return_inverse=True)
+    return Automaton(class_of, np.stack([columns[number] for number in used], axis=1), of_bytes.accepting)
+
+
+def _digest(column: np.ndarray) -> bytes:
+    return blake2b(column.tobytes(), digest_size=16).digest()
+
+
+def reasoning_automaton(
+    vocabulary: Vocabulary, most_states: int, end: str, end_token: int | None, start_token: int | None
+) -> Automaton:
+    """Reads any text up to the marker ``end``, such as ``</think>``, which ends its last token. Beside tokens that
+    spell text there are ``end_token``, if a token is this marker, which nothing else spells then; and ``start_token``,
+    if one may begin reasoning. Errors as ``token_automaton``."""
+    anything = Repeated(bytes(range(256)), 0, None)
+    of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in end.encode())), most_states)
+    of_bytes.next_state[of_bytes.accepting] = -1  # the first marker ends it
+    free = token_automaton(of_bytes, vocabulary, most_states)
+    class_of, table = free.class_of.copy(), free.next_state
+    ended = int(np.flatnonzero(free.accepting)[0])
+    if end_token is not None:
+        table = np.where(table == ended, -1, table)
+    begins, ends = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    for token, column in ((start_token, begins), (end_token, ends)):
+        if token is not None:
+            class_of[token] = table.shape[1]
+            table = np.column_stack([table, column])
+    return Automaton(class_of, table.astype(np.int32), free.accepting)

@@ -1,0 +1,107 @@
+"""Decisions over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with ``logprobs``, which is a decision where
+its JSON schema has the fields of one."""
+
+import time
+from typing import Any
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import JSONResponse
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
+from vllm.exceptions import GenerationError
+from vllm.utils import random_uuid
+
+from dllm_engine.decisions.fields import read_fields
+from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params_when_built
+from dllm_engine.infill.http import length_of, set_length
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
+from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
+
+ROUTE = "/v1/decisions"
+MOST_VALUES = 100
+
+
+class DecisionRequest(PromptRequest):
+    """The body of a request. A prompt or messages, and the fields that are decided."""
+
+    fields: dict[str, Any]
+    """JSON schema of an object."""
+    template: str | None = None
+    passes: int = Field(1, ge=1, le=MOST_TOKENS)
+    top_k: int = Field(TOP_K, ge=1, le=MOST_VALUES)
+    priority: int = 0
+    stream: bool = False
+
+
+def add_route(app: Any) -> None:
+    """Serve ``/v1/decisions`` from a FastAPI ``app`` of vLLM's."""
+
+    async def create_decision(request: DecisionRequest, raw_request: Request) -> JSONResponse:
+        state = raw_request.app.state
+        if request.stream:
+            raise InvalidRequestError("stream: all fields of a decision come at once; leave it unset")
+        engine = state.engine_client
+        tokenizer = state.openai_serving_completion.renderer.tokenizer
+        prompt = await prompt_tokens(request, state)
+        settings = request.model_dump(include={"template", "passes", "top_k"})
+        params = await decision_params_when_built(request.fields, tokenizer, engine.vllm_config, **settings)
+        request_id = f"decision-{random_uuid()}"
+        results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)
+        (output,) = [result async for result in results]
+        if output.outputs[0].finish_reason == "abort":
+            raise GenerationError("the server ended the request before its decision was complete")
+        decision = DecisionOutput.of(output)
+        if decision.figures.error is not None:
+            raise GenerationError(decision.figures.error)
+        num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        figures = decision.figures.to_json()
+        fields = figures.pop("decision")
+        figures.pop("trace", None)  # a body cannot ask for it
+        body = {
+            "id": request_id,
+            "object": "decision",
+            "created": int(time.time()),
+            "model": request.model or state.openai_serving_models.model_name(),
+            "values": decision.values,
+            "fields": fields,
+            "text": decision.text,
+            "usage": usage,
+            "diffusion": figures,
+        }
+        return JSONResponse(body)
+
+    app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"])
+
+
+async def settle_decision(request: Any, serving: Any) -> None:
+    """Turn a greedy request for log-probabilities of a JSON text into a decision, if it asks for nothing else.
+
+    All properties must be required. Other requests generate their text, and so do those whose ``max_tokens`` is less
+    than the longest text. ``serving``: the object of vLLM's server that has the request.
+    """
+    wanted: Any = getattr(request, "response_format", None)
+    if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
+        return
+    schema = wanted.json_schema.json_schema
+    if schema is None or request.logprobs in (None, False):
+        return
+    xargs, engine = dict(request.vllm_xargs or {}), serving.engine_client
+    is_plain = not (xargs.keys() - {"passes", "trace"} or getattr(request, "tools", None) or request.stream)
+    is_greedy = not request.temperature and request.n in (None, 1)
+    reasons = engine.vllm_config.structured_outputs_config.reasoning_parser
+    if reasons or not (is_plain and is_greedy):
+        return
+    try:
+        names = {field.name for field in read_fields(schema)}
+    except InvalidRequestError:
+        return
+    if names != {*schema.get("required", ())}:
+        return
+    params = await decision_params_when_built(schema, serving.renderer.tokenizer, engine.vllm_config)
+    if (bound := length_of(request)) is not None and bound < params.max_tokens:
+        return
+    request.vllm_xargs = {**params.extra_args, **xargs}
+    request.response_format, request.temperature = None, 0.0
+    set_length(request, params.max_tokens)
