@@ -1,12 +1,14 @@
-"""Templates of text: given pieces and holes, how they become tokens (docs/infill.md), and which text was filled into
-which hole."""
+"""Templates of text, given pieces and holes (docs/infill.md): their tokens, and what engines fill in."""
 
 import math
 import re
 from collections.abc import Sequence
-from itertools import groupby, product
+from itertools import groupby, islice, product
 from typing import Any
 
+from vllm import LLM, RequestOutput
+
+from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
 Piece = str | int | tuple[int, ...]
@@ -103,12 +105,7 @@ def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: A
 def filled_in(
     token_ids: Sequence[int], template: Sequence[int | None], tokenizer: Any, *, with_given: bool
 ) -> list[str]:
-    """The text of each hole of a response; holes behind an end token are empty.
-
-    Args:
-        token_ids: the response.
-        with_given: whether it contains the given tokens too.
-    """
+    """The text of each hole of a response, ``with_given`` tokens in it or without; empty behind an end token."""
     tokens = iter(token_ids)
     texts = []
     for is_hole, run in groupby(template, key=lambda token: token is None):
@@ -116,3 +113,47 @@ def filled_in(
         if is_hole:
             texts.append(tokenizer.decode(own, skip_special_tokens=True))
     return texts
+
+
+def fill_in(
+    llm: LLM, prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: DiffusionParams
+) -> list[RequestOutput]:
+    """As ``LLM.fill_in`` of this package, by a request for each combination of sizes."""
+    if len(prompts) != len(templates):
+        raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
+    choices = [sized(template) for template in templates]
+    if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
+        raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
+    tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
+    asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
+    requests = []
+    for number, pieces in asked:
+        request = params.clone()
+        request.response_template = response_template(pieces, tokenizer, llm.model_config.max_model_len)
+        request.return_given = False
+        if len(choices[number]) > 1 and request.logprobs is None:
+            request.logprobs = 0
+        requests.append(request)
+    outputs = answered(llm, [prompts[number] for number, _ in asked], requests)
+    for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
+        for completion in output.outputs:
+            template = request.response_template or []
+            completion.holes = filled_in(completion.token_ids, template, tokenizer, with_given=False)
+            texts = iter(completion.holes)
+            completion.joined = "".join(piece if isinstance(piece, str) else next(texts) for piece in pieces)
+    remaining = iter(outputs)
+    return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
+
+
+def answered(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
+    """Responses to prompts, or to messages, by parameters of all or of each."""
+    chats = [isinstance(prompt, list) for prompt in prompts]
+    if any(chats) and not all(chats):
+        raise ValueError("prompts are texts or messages, not some of each")
+    return llm.chat(prompts, params, use_tqdm=False) if any(chats) else llm.generate(prompts, params, use_tqdm=False)
+
+
+def _mean_logprob(output: RequestOutput) -> float:
+    """Per token filled in."""
+    completion = output.outputs[0]
+    return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
