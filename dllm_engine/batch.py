@@ -1,9 +1,8 @@
 """A batch run: a file of requests answered into a file of records, which an interrupted run resumes.
 
 An input line is a request, an output line is its record; its ``index`` is the number of the input line, from 0. A
-record is appended and synced to disk as soon as its request has finished. So whatever stops a run, the output says what
-is left to do. Each record also has digests of its input and settings, so that a run never resumes an output of another
-input or other settings.
+record is appended and synced to disk as soon as its request has finished. It has digests of its input and settings, so
+that a run never resumes an output of another input or other settings.
 """
 
 import fcntl
@@ -72,10 +71,6 @@ class InputLine:
     def digest(self) -> str:
         return _digest(self.text)
 
-    def parse(self) -> BatchRequest:
-        """Raises pydantic's ``ValidationError``, a ``ValueError``, for a line that is no request."""
-        return BatchRequest.model_validate_json(self.text)
-
 
 Answer = tuple[InputLine, dict[str, Any]]
 """A line, and the fields of its record that do not follow from it: the request's id and how it ended."""
@@ -114,7 +109,7 @@ def answer_lines(
         while pending and len(running) < window:
             line, fields = pending.popleft(), {}
             try:
-                request = line.parse()
+                request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}
                 own = params.clone()
                 if own.seed is not None:  # equal prompts get different responses, and a resumed run the same ones
@@ -153,9 +148,6 @@ def outcome(completion: Any) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "figures": completion.diffusion.to_json(),
     }
-
-
-_RECORD_START = b'{"index": '
 
 
 class _Record(BaseModel):
@@ -205,7 +197,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         with self.path.open("rb") as existing:
             for number, raw in enumerate(existing, start=1):
                 is_torn = not raw.endswith(b"\n")
-                if is_torn and raw.startswith(_RECORD_START[: len(raw)]):
+                if is_torn and raw.startswith(b'{"index": '[: len(raw)]):
                     break
                 try:
                     record = None if is_torn else _Record.model_validate_json(raw)
