@@ -21,8 +21,7 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
 from dllm_engine.text import did_you_mean
-from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.input_processor import limit_responses
+from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
 from dllm_engine.vllm_hooks.server.bodies import leave_completion_length_open
@@ -122,7 +121,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         # Of vLLM's layers only the one that quantizes activations gains by its kernel; the others are ours.
         compilation.custom_ops = ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
-        limit_responses(model_config.dllm_response_limit)
+        input_processor.response_limit = model_config.dllm_response_limit
         leave_completion_length_open()
         patch.apply(table.SERVING)
 

@@ -1,6 +1,5 @@
 """Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -190,27 +189,20 @@ def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: A
     return beam_search(self, *args, **kwargs)
 
 
-_response_limit: float | None = None
-
-
-def limit_responses(response_limit: int | None) -> None:
-    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip: those
-    above ``response_limit``, if it was started with a limit."""
-    global _response_limit
-    _response_limit = math.inf if response_limit is None else response_limit
+response_limit: int | None = None
+"""The longest response of this process's server, if it was started with a limit."""
 
 
 def refuse_clipping(
     clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
 ) -> int:
     """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
-    config. It would shorten one to the rest of the context too, which the request's check refuses."""
-    if _response_limit is None or max_tokens is None:
+    config, and do not shorten one to our default of it. What exceeds the context is refused by the request's check."""
+    if max_tokens is None:
         return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
-    if max_tokens > _response_limit:
+    if response_limit is not None and max_tokens > response_limit:
         raise InvalidRequestError(
-            f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
+            f"max_tokens={max_tokens} is above this server's limit of {response_limit} (max_new_tokens of its "
             f"generation config)"
         )
-    # Our default of max_new_tokens is only for requests that state no length.
     return max_tokens

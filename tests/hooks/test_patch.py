@@ -14,8 +14,9 @@ REPLACED = table.EVERY_PROCESS | table.SERVING
 
 
 @pytest.fixture(autouse=True)
-def _registered():
+def _applied():
     register()
+    patch.apply(table.SERVING)
 
 
 @pytest.mark.parametrize("target", REPLACED)

@@ -33,7 +33,7 @@ def extend_app(
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
-    authenticate.GUARDED_PREFIX = (*dict.fromkeys((*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES)),)
+    authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES})
     from dllm_engine.decisions import route as decision_route
     from dllm_engine.evaluation import likelihood_route
 

@@ -12,7 +12,7 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -58,14 +58,9 @@ async def stream_with_fields(
 ) -> AsyncGenerator[str, None]:
     """vLLM's stream of a response with our fields, and with chunks that show running blocks.
 
-    vLLM's generator pulls a result and yields its chunks, or none if nothing is new. It runs in a task of its own, so
-    that our chunks can be sent while it waits for the next result. It turns an error of the results into an event.
-
-    Args:
-        make_events: vLLM's generator of server-sent events from the engine's results.
-        results: the engine's results.
-        choices_of: the (choice, completion) pairs of a result.
-        head: the fields that all chunks share.
+    vLLM's generator, of ``make_events``, pulls a result and yields its chunks, or none if nothing is new. It runs in a
+    task of its own, so that our chunks can be sent while it waits for the next result. It turns an error of the results
+    into an event. ``choices_of`` gives the numbered completions of a result; ``head`` is what all chunks share.
     """
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
@@ -150,27 +145,23 @@ def complete_with_fields(
     """Add figures to a completion."""
     _settle_length(request)
     response = to_response(self, final_res_batch, request, *args, **kwargs)
-    completions = [completion for result in final_res_batch for completion in result.outputs]
-    for choice, completion in zip(response.choices, completions, strict=True):
-        _set_fields(self, choice, completion, request)
-    return response
+    completions = (completion for result in final_res_batch for completion in result.outputs)
+    return _with_figures(response, completions, request, self)
 
 
 async def complete_chat_with_fields(
     to_response: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Add figures to a chat completion."""
-    completions: dict[int, Any] = {}
+    completions: list[Any] = []
 
     async def noted() -> AsyncGenerator[Any, None]:
         async for result in result_generator:
-            completions.update((completion.index, completion) for completion in result.outputs)
+            completions[:] = result.outputs  # the last result has all choices
             yield result
 
     response = await to_response(self, request, noted(), *args, **kwargs)
-    for choice in getattr(response, "choices", ()):  # an error has none
-        _set_fields(self, choice, completions[choice.index], request)
-    return response
+    return _with_figures(response, completions, request, self)
 
 
 def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str) -> None:
@@ -206,9 +197,10 @@ def _asks_for_trace(request: Any) -> bool:
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
-def _set_fields(serving: Any, choice: Any, completion: Any, request: Any) -> None:
-    """vLLM's response models keep fields that they do not know."""
-    fields = fields_of(completion, with_trace=_asks_for_trace(request))
-    fields |= template_fields(completion, request, serving)
-    for name, value in fields.items():
-        setattr(choice, name, value)
+def _with_figures(response: Any, completions: Iterable[Any], request: Any, serving: Any) -> Any:
+    """vLLM's response models keep fields that they do not know; an error has no choices."""
+    for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
+        fields = fields_of(completion, with_trace=_asks_for_trace(request))
+        for name, value in (fields | template_fields(completion, request, serving)).items():
+            setattr(choice, name, value)
+    return response
