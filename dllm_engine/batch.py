@@ -94,11 +94,8 @@ def read_input(path: Path) -> list[InputLine]:
 def answer_lines(
     llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
 ) -> Iterator[list[Answer]]:
-    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error.
-
-    The engine holds twice as many requests as it can run at once. So its steps are full, memory stays bounded, and
-    answers come as requests finish.
-    """
+    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error. The engine
+    holds twice as many requests as it can run at once: its steps are full, and memory stays bounded."""
     from vllm.exceptions import VLLMClientError
 
     window = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
@@ -162,10 +159,10 @@ class _Record(BaseModel):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """The output of a run, opened so that it resumes an earlier run.
+    """The output of a run, which resumes an earlier one; pipes and devices can be written but not resumed.
 
     Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
-    holds anything but records of the same input and settings. Pipes and devices can be written but not resumed.
+    holds anything but records of the same input and settings.
     """
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:

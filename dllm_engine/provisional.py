@@ -5,7 +5,6 @@ output that has no new tokens, and ``vllm_hooks`` hands them on: whole as ``Requ
 HTTP clients what changed.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -45,8 +44,7 @@ class ProvisionalBlock:
     pieces: list[str | None] | None = None
     """Text of each token, including end tokens; None for a masked position. The field is None without a tokenizer."""
     special: list[bool] | None = None
-    """True for end tokens and other special tokens, which the text leaves out; the field is None without a
-    tokenizer."""
+    """True for special tokens, which the text leaves out; the field is None without a tokenizer."""
 
     @property
     def text(self) -> str | None:
@@ -82,14 +80,29 @@ class BlockReader:
         marks = zip(message["token_ids"], message["masked"], strict=True)
         tokens = [None if masked else token for token, masked in marks]
         special = [token in self._special for token in tokens]
-        return ProvisionalBlock(**message, pieces=pieces_of(tokens, self._decode), special=special)
+        return ProvisionalBlock(**message, pieces=self._pieces(tokens), special=special)
+
+    def _pieces(self, tokens: list[int | None]) -> list[str | None]:
+        """The text of each token; None for None, which stands for a mask. Where several tokens without a mask between
+        them make one character, the last of them gets it and the others the empty string."""
+        pieces: list[str | None] = []
+        pending: tuple[int, ...] = ()
+        for token in tokens:
+            if token is None:
+                pieces.append(None)
+                pending = ()
+                continue
+            pending = (*pending, token)
+            text = self._decode(pending)
+            # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
+            is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
+            pieces.append("" if is_part else text)
+            pending = pending if is_part else ()
+        return pieces
 
 
 class BlockChanges:
-    """Changes of the running blocks since the last event that an HTTP client got.
-
-    They are counted from what the client was sent, so that a slow client may miss steps.
-    """
+    """Changes of the running blocks since the last event that an HTTP client got; a slow one may miss steps."""
 
     def __init__(self) -> None:
         self._window: tuple[int, int] | None = None
@@ -126,25 +139,3 @@ class BlockChanges:
         """Return True if a guess moved by a whole percent."""
         known = self._percents[i]
         return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
-
-
-def pieces_of(tokens: Sequence[int | None], decode: Callable[[tuple[int, ...]], str]) -> list[str | None]:
-    """The text of each token; None for None, which stands for a mask.
-
-    Where several tokens without a mask between them make one character, the last of them gets it and the others the
-    empty string.
-    """
-    pieces: list[str | None] = []
-    pending: tuple[int, ...] = ()
-    for token in tokens:
-        if token is None:
-            pieces.append(None)
-            pending = ()
-            continue
-        pending = (*pending, token)
-        text = decode(pending)
-        # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
-        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
-        pieces.append("" if is_part else text)
-        pending = pending if is_part else ()
-    return pieces

@@ -17,8 +17,7 @@ _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 async def settle_template(request: Any, serving: Any) -> None:
     """Turn ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of vLLM's server into
-    ``response_template``, and set the length of a request that has one: a longer one is an upper bound.
-    """
+    ``response_template``, and set the length of a request that has one: a longer one is an upper bound."""
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
     if suffix is not None:

@@ -38,11 +38,8 @@ def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
 
 
 def response_template(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[int | None]:
-    """Tokens of the given pieces, and None for each token of a hole.
-
-    Raises ``InvalidRequestError`` for a hole of no token, a special token in a piece, where there is no hole, and where
-    the pieces do not fit ``max_model_len``.
-    """
+    """Tokens of the given pieces, and None for each token of a hole. Raises ``InvalidRequestError`` for a hole of no
+    token, a special token in a piece, where there is no hole, and where the pieces do not fit ``max_model_len``."""
     texts = checked_texts(pieces, tokenizer, max_model_len)
     return joined(pieces, [tokenizer.encode(text, add_special_tokens=False) for text in texts], tokenizer)
 

