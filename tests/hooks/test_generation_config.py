@@ -10,7 +10,7 @@ from dllm_engine.plugin import register
 from dllm_engine.vllm_hooks import engine_config
 from dllm_engine.vllm_hooks.engine_config import left_out_defaults
 from tests.support.engines import start_engine
-from tests.support.http_app import served
+from tests.support.http_app import refusal, served
 from tests.support.tiny_checkpoints import write_llada
 
 QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
@@ -80,5 +80,4 @@ def test_an_engine_of_such_a_file_answers_and_says_once_what_it_leaves_out(folde
     ask = served(llm).post
     assert ask("/v1/completions", json=body).status_code == 200
     refused = ask("/v1/completions", json=body | {"repetition_penalty": 1.05})
-    assert refused.status_code == 400
-    assert "repetition_penalty=1.05" in refused.json()["error"]["message"]
+    assert "repetition_penalty=1.05" in refusal(refused)

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import pickle
+from dataclasses import replace
 
 import pytest
 from vllm.exceptions import GenerationError
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine.figures import DiffusionFigures, ErrorReason
 from dllm_engine.plugin import register
@@ -20,19 +23,18 @@ SHOWN = ProvisionalBlock(
 )  # fmt: skip
 
 
-def engine_output(*, tokens=(), shown=None, finish_reason=None):
+def engine_output(*, tokens=(), shown=None, finish_reason=None, passes=1):
     made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
-    made.diffusion, made.provisional = DiffusionFigures(1, 1, 1, 1), shown
+    made.diffusion, made.provisional = DiffusionFigures(passes, passes, passes, 1), shown
     return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
 
 
-def with_fields(make_events, results):
-    return stream_with_fields(make_events, results, lambda result: [(c.index, c) for c in result.outputs], {})
+def with_fields(results):
+    async def chunks(results):
+        async for result in results:
+            yield f'data: {{"choices":[{{"index":0,"text":"{result.outputs[0].text}"}}]}}\n\n'
 
-
-async def chunks(results):
-    async for result in results:
-        yield f'data: {{"choices":[{{"index":0,"text":"{result.outputs[0].text}"}}]}}\n\n'
+    return stream_with_fields(chunks, results, lambda result: [(c.index, c) for c in result.outputs], {})
 
 
 def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
@@ -44,7 +46,7 @@ def test_a_step_is_sent_while_the_next_result_is_not_there_yet():
             await more.wait()
             yield engine_output(tokens=[5], finish_reason="stop")
 
-        events = with_fields(chunks, source())
+        events = with_fields(source())
         first = await anext(events)
         more.set()
         return [first, *[e async for e in events]]
@@ -66,13 +68,24 @@ def test_a_client_that_hangs_up_closes_the_engines_results():
             closed.append(True)
 
     async def hang_up():
-        events = with_fields(chunks, endless())
+        events = with_fields(endless())
         await anext(events)
         await events.aclose()
         await asyncio.sleep(0)
 
     asyncio.run(hang_up())
     assert closed == [True]
+
+
+def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
+    register()
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    for step, tokens in enumerate(([5], [], [6], []), start=1):
+        collector.put(engine_output(tokens=tokens, shown=replace(SHOWN, step=step), passes=step))
+    merged = collector.get_nowait().outputs[0]
+    assert (merged.token_ids, merged.text) == ([5, 6], "xx")
+    assert (merged.diffusion.forward_passes, merged.provisional.step) == (4, 4)
+    assert collector.get_nowait() is None
 
 
 def test_a_request_that_failed_says_why_to_http_clients():

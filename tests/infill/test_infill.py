@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import answered_meanwhile
+from tests.support.http_app import answered_meanwhile, refusal
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
@@ -89,9 +89,7 @@ def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_n
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
-        refused = client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
-        assert refused.status_code == 400
-        assert "suffix" in refused.text
+        assert "suffix" in refusal(client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body))
 
 
 def test_templates_over_http(client, complete):
@@ -118,7 +116,7 @@ def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client,
     assert BEFORE + WANTED + AFTER in answers[1].text
     usages = [answer.json()["usage"] for answer in answers[:3]]
     assert [usage.get("completion_tokens", usage.get("output_tokens")) for usage in usages] == [14] * 3
-    assert "max_tokens=13" in answers[3].json()["error"]["message"]
+    assert "max_tokens=13" in refusal(answers[3])
 
 
 @pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
@@ -141,7 +139,9 @@ def test_in_python_too(demo, kind):
         ({"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}}, "suffix and a template"),
         ({"suffix": "<|endoftext|>"}, "special token"),
         ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
-        ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
+        *[({"vllm_xargs": {"template": pieces}}, "no hole") for pieces in ([], ["a"])],
+        ({"vllm_xargs": {"template": [1.5]}}, r"template\[0\]=1.5 is neither"),
+        *[({"vllm_xargs": {"template": ["a", n]}}, rf"template\[1\]={n}: a hole has 1 or") for n in (0, -3)],
         ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
         ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
         ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
@@ -163,9 +163,7 @@ def test_in_python_too(demo, kind):
     ],
 )
 def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
-    answer = complete(**fields)
-    assert answer.status_code == 400, answer.text
-    assert re.search(message, answer.json()["error"]["message"]), answer.text
+    assert re.search(message, refusal(complete(**fields)))
     assert_nothing_left(demo)
     assert complete(suffix=AFTER, max_tokens=4).json()["choices"][0]["text"] == WANTED
 

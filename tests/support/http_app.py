@@ -87,6 +87,12 @@ def openai_client(client: "TestClient") -> Any:
     return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
+def refusal(answer: Any) -> str:
+    """The message of an answer with status 400."""
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
 def answered_meanwhile(
     client: "TestClient", slow: dict[str, Any], other: dict[str, Any], begun: threading.Event, answered: threading.Event
 ) -> tuple[Any, Any]:
