@@ -39,8 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
-    "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
-    "tests/serving/test_blocks.py": "tests/serving/test_playground.py",
+    "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
 }
 """Files whose tests share with those of another file what takes long to start: a server, Ray, or the process that has
 imported vLLM and that ranks are forked from."""

@@ -1,4 +1,4 @@
-"""Filling in with the demo model, in Python and over HTTP."""
+"""Templates, and filling in with the demo model, in Python and over HTTP."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile, refusal
 
@@ -20,6 +21,37 @@ BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
 @pytest.fixture
 def complete(client):
     return lambda **fields: client.post("/v1/completions", json={"model": "demo", "prompt": PROMPT + BEFORE} | fields)
+
+
+def test_marks_in_a_text_are_holes():
+    assert parse_template("[[3]], Max=31. [[12]]") == [3, ", Max=31. ", 12]
+    assert parse_template("[3] [[x]]") == ["[3] [[x]]"]
+
+
+def test_holes_of_several_sizes_are_combined():
+    assert sized([(1, 2), "a", 3]) == [[1, "a", 3], [2, "a", 3]]
+    assert len(sized([(1, 2), (3, 4, 5)])) == 6
+    with pytest.raises(ValueError, match=f"more than {MOST_CANDIDATES}"):
+        sized([tuple(range(1, 10**6))] * 3)
+    with pytest.raises(ValueError, match="no size"):
+        sized([(), "a"])
+
+
+def test_texts_become_tokens_and_filled_tokens_texts(demo):
+    tokenizer = demo.get_tokenizer()
+    given = tokenizer.encode(", Max=31", add_special_tokens=False)
+    template = response_template([2, ", Max=31", 1], tokenizer, 64)
+    assert template == [None, None, *given, None]
+    filled = tokenizer.encode("17", add_special_tokens=False) + tokenizer.encode("5", add_special_tokens=False)
+    assert filled_in(filled, template, tokenizer, with_given=False) == ["17", "5"]
+    whole = [*filled[:2], *given, *filled[2:]]
+    assert filled_in(whole, template, tokenizer, with_given=True) == ["17", "5"]
+    # An end token has ended the response in its first hole.
+    assert filled_in(whole[:1], template, tokenizer, with_given=True) == ["1", ""]
+    with pytest.raises(ValueError, match="no tokenizer"):
+        response_template([1, "a"], None, 64)
+    with pytest.raises(ValueError, match=r"template\[0\]=True is neither"):
+        response_template([True], tokenizer, 64)
 
 
 def test_what_belongs_between_two_texts(demo):

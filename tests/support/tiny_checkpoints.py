@@ -126,12 +126,7 @@ def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
 
 
 def _write(
-    defaults: Config,
-    folder: Path,
-    *,
-    seed: int = 0,
-    edit: Callable[[Tensors], None] | None = None,
-    **config: Any,
+    defaults: Config, folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any
 ) -> Path:
     """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
     c = defaults | config

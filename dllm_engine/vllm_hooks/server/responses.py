@@ -29,7 +29,7 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 DIFFUSION = "diffusion"
-_EVENT, _DONE = "data: ", "[DONE]"
+_EVENT = "data: "
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
@@ -95,10 +95,9 @@ async def stream_with_fields(
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
-    data = event.removeprefix(_EVENT).rstrip()
-    if not event.startswith(_EVENT) or data == _DONE:
+    if not event.startswith(f"{_EVENT}{{"):
         return event
-    chunk = json.loads(data)
+    chunk = json.loads(event.removeprefix(_EVENT))
     # Chat begins with a chunk that only names the role.
     choices = [choice for choice in chunk.get("choices", ()) if "role" not in choice.get("delta", ())]
     for choice in choices:
