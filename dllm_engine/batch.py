@@ -9,13 +9,12 @@ import fcntl
 import hashlib
 import json
 import os
-import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict
@@ -169,11 +168,10 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.path = path
         self.num_errors = 0
         self._settings = settings
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._file: BinaryIO = os.fdopen(descriptor, "rb+", buffering=0)
+        self._file = path.open("ab+", buffering=0)
         # An engine's process that is forked would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self._file.close)
-        self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        self._is_regular = path.is_file()
         try:
             finished = self._resume(lines) if self._is_regular else set()
         except BaseException:

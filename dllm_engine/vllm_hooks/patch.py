@@ -4,8 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -46,8 +45,7 @@ def _original(target: str) -> tuple[Any, str, Any]:
     module, _, path = target.partition(":")
     owner_path, _, name = path.rpartition(".")
     try:
-        owner = import_module(module)
-        owner = attrgetter(owner_path)(owner) if owner_path else owner
+        owner = resolve_name(f"{module}:{owner_path}")
         return owner, name, vars(owner)[name]  # its own, not one that it inherits
     except (ImportError, AttributeError, KeyError) as error:
         raise unfit(f"It replaces {target}, which is not there: {error}") from error
@@ -55,8 +53,7 @@ def _original(target: str) -> tuple[Any, str, Any]:
 
 def _replacement(target: str, path: str, original: Any) -> Any:
     """Our function for an original; raises where the original takes other parameters."""
-    module, _, name = path.partition(":")
-    ours: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
+    ours: Callable[..., Any] = resolve_name(f"{__package__}.{path}")
     named = list(inspect.signature(ours).parameters.values())[1:]
     expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     names = list(inspect.signature(original).parameters)

@@ -7,7 +7,7 @@ import pytest
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import refusal
+from tests.support.http_app import chunks_of, refusal
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
@@ -77,8 +77,7 @@ def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(cli
     assert ("trace" in whole, "committed_at" in whole) == ("trace" in asked, "return_order" in asked)
     if "return_order" in asked:
         assert len(whole["committed_at"]) == len(whole["committed_logprobs"]) == 16
-    events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
+    chunks = chunks_of(client.post(path, json=body | {"stream": True}))
     first, last = (c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c)
     assert (first["forward_passes"], last) == (8, whole)
     assert not {"trace", "committed_at"} & first.keys()

@@ -1,7 +1,6 @@
 """The fields that streamed chunks get."""
 
 import asyncio
-import json
 import pickle
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.server.responses import stream_with_fields
+from tests.support.http_app import chunks_of
 
 SHOWN = ProvisionalBlock(
     block=0, num_blocks=1, gen_length=2, block_length=2, first_block_length=2, start=0, step=1, forward_pass=1, sent=0,
@@ -112,9 +112,7 @@ def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(client, path):
 
     def chunks(granularity):
         body = asked | {"vllm_xargs": {"block_length": 8, "stream_granularity": granularity}}
-        *events, done = client.post(f"/v1/{path}", json=body).text.strip().split("\n\n")
-        assert done == "data: [DONE]"
-        return [json.loads(event.removeprefix("data: ")) for event in events]
+        return chunks_of(client.post(f"/v1/{path}", json=body))
 
     def without_names(found):
         return [chunk | {"id": "", "created": 0} for chunk in found if "provisional" not in chunk]

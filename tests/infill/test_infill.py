@@ -1,7 +1,6 @@
 """Templates, and filling in with the demo model, in Python and over HTTP."""
 
 import asyncio
-import json
 import re
 import threading
 
@@ -11,7 +10,7 @@ from vllm import SamplingParams
 from dllm_engine import DiffusionParams
 from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import answered_meanwhile, refusal
+from tests.support.http_app import answered_meanwhile, chunks_of, refusal
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
@@ -108,8 +107,7 @@ def test_suffix_of_a_completion(complete):
     (choice,) = answer["choices"]
     assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (WANTED, [WANTED], 4)
     assert complete(suffix=AFTER).json()["usage"]["completion_tokens"] == 16
-    lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
 
 
