@@ -1,4 +1,4 @@
-"""The fields that streamed chunks get."""
+"""The fields that responses over HTTP get, and the errors where the model overflows or the engine dies."""
 
 import asyncio
 import pickle
@@ -15,6 +15,7 @@ from dllm_engine.plugin import register
 from dllm_engine.provisional import ProvisionalBlock
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.server.responses import stream_with_fields
+from tests.support.engines import assert_nothing_left, runner_of
 from tests.support.http_app import chunks_of
 
 SHOWN = ProvisionalBlock(
@@ -102,17 +103,23 @@ def test_a_request_that_failed_says_why_to_http_clients():
             GenerateBaseServing._raise_if_error(None, reason, "r")
     with pytest.raises(GenerationError, match="Internal server error"):
         GenerateBaseServing._raise_if_error(None, "error", "r")
-    GenerateBaseServing._raise_if_error(None, "stop", "r")
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(client, path):
-    prompt = {"prompt": "Hi"} if path == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    asked = {"model": "demo", "stream": True, "ignore_eos": True, "max_tokens": 16} | prompt
+TEXT = "Reverse: Rome"
+ROUTES = {
+    "completions": {"prompt": TEXT, "max_tokens": 16},
+    "chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 16},
+    "responses": {"input": TEXT, "max_output_tokens": 16},
+}
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(client, route):
+    asked = {"model": "demo", "stream": True, "ignore_eos": True} | ROUTES[route]
 
     def chunks(granularity):
         body = asked | {"vllm_xargs": {"block_length": 8, "stream_granularity": granularity}}
-        return chunks_of(client.post(f"/v1/{path}", json=body))
+        return chunks_of(client.post(f"/v1/{route}", json=body))
 
     def without_names(found):
         return [chunk | {"id": "", "created": 0} for chunk in found if "provisional" not in chunk]
@@ -122,3 +129,55 @@ def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(client, path):
     assert [chunk["choices"] for chunk in by_step if "provisional" in chunk] == [[]] * 16
     assert len({(chunk["id"], chunk["created"]) for chunk in by_step}) == 1
     assert all("provisional" in chunk for chunk in by_step[:8]), "the role too comes with the first text"
+
+
+@pytest.fixture
+def fail(demo, monkeypatch):
+    """``fail(after, by_exception)``: each forward pass behind so many has infinite logits, or raises."""
+
+    def fail(after, by_exception=False):
+        predictor = runner_of(demo).predictor
+        compute, left = predictor.compute_logits, after
+
+        def failing(hidden):
+            nonlocal left
+            left -= 1
+            shard = compute(hidden)
+            if left >= 0:
+                return shard
+            if by_exception:
+                raise RuntimeError("the engine died")
+            return type(shard)(shard.logits * float("inf"), shard.first_token)
+
+        monkeypatch.setattr(predictor, "compute_logits", failing)
+
+    yield fail
+    demo.llm_engine.abort_request([*demo.llm_engine.output_processor.request_states], internal=True)
+    monkeypatch.undo()
+    assert_nothing_left(demo)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_client_is_told_why_its_request_failed(client, fail, route, streamed):
+    fail(after=0)
+    answer = client.post(f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "stream": streamed})
+    why = "the model produced logits that are NaN or infinite in forward pass 1"
+    if not streamed:
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == why
+        return
+    assert why in answer.text
+    if route == "responses":
+        assert answer.text.strip().split("\n\n")[-1].startswith("event: error\ndata: ")
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+@pytest.mark.parametrize("by_exception", [False, True])
+@pytest.mark.parametrize("granularity", ["block", "step"])
+@pytest.mark.parametrize("after", [0, 3, 10])
+def test_a_stream_that_is_cut_off_ends_with_an_error_event(client, fail, route, by_exception, granularity, after):
+    fail(after, by_exception)
+    asked = {"stream": True, "vllm_xargs": {"block_length": 8, "stream_granularity": granularity}}
+    answer = client.post(f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "ignore_eos": True} | asked)
+    assert chunks_of(answer)[-1]["error"]["code"] == 500
