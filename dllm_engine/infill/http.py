@@ -1,11 +1,10 @@
 """Filling in over HTTP: OpenAI's ``suffix`` of completions, and templates in ``vllm_xargs``."""
 
+import asyncio
 import json
 from typing import Any
 
-from vllm.renderers import TokenizeParams
-
-from dllm_engine.infill.template import check_length, checked_texts, filled_in, joined
+from dllm_engine.infill.template import check_length, filled_in, response_template
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
@@ -20,6 +19,7 @@ async def settle_template(request: Any, serving: Any) -> None:
     ``response_template``, and set the length of a request that has one: a longer one is an upper bound."""
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
+    max_model_len = serving.model_config.max_model_len
     if suffix is not None:
         template = _around_suffix(request, suffix, xargs, template)
         xargs["return_given"] = False
@@ -30,11 +30,14 @@ async def settle_template(request: Any, serving: Any) -> None:
             raise InvalidRequestError(
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
-        # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
-        xargs["response_template"] = json.dumps(await _response_template(template, serving))
+        # Outside the event loop, where vLLM tokenizes prompts.
+        tokens = await asyncio.get_running_loop().run_in_executor(
+            serving.renderer._executor, response_template, template, serving.renderer.tokenizer, max_model_len
+        )
+        xargs["response_template"] = json.dumps(tokens)  # vLLM reads a batch of chats anew, and takes no null
         request.vllm_xargs = xargs
     elif isinstance(given := xargs.get("response_template"), str | list):
-        check_length("response_template", given, serving.model_config.max_model_len)
+        check_length("response_template", given, max_model_len)
     if length := _options(xargs).returned_length:
         bound = length_of(request)
         set_length(request, length if bound is None else min(bound, length))
@@ -73,15 +76,6 @@ def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: A
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
     return [OPENAI_LENGTH if length is None else length, suffix]
-
-
-async def _response_template(pieces: list[str | int], serving: Any) -> list[int | None]:
-    """``response_template``, whose texts are tokenized outside the event loop, as prompts are."""
-    renderer = serving.renderer
-    texts = checked_texts(pieces, renderer.tokenizer, serving.model_config.max_model_len)
-    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
-    tokenized = await renderer.tokenize_prompts_async([{"prompt": text} for text in texts], params)
-    return joined(pieces, [prompt["prompt_token_ids"] for prompt in tokenized], renderer.tokenizer)
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

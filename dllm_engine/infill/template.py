@@ -40,12 +40,23 @@ def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
 def response_template(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[int | None]:
     """Tokens of the given pieces, and None for each token of a hole. Raises ``InvalidRequestError`` for a hole of no
     token, a special token in a piece, where there is no hole, and where the pieces do not fit ``max_model_len``."""
-    texts = checked_texts(pieces, tokenizer, max_model_len)
-    return joined(pieces, [tokenizer.encode(text, add_special_tokens=False) for text in texts], tokenizer)
+    _check_pieces(pieces, tokenizer, max_model_len)
+    special_tokens: set[int] = set() if tokenizer is None else set(tokenizer.all_special_ids)
+    template: list[int | None] = []
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, int):
+            template += [None] * piece
+            continue
+        tokens = tokenizer.encode(piece, add_special_tokens=False)
+        if special := special_tokens.intersection(tokens):
+            shown = tokenizer.decode([min(special)])
+            raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")
+        template += tokens
+    return template
 
 
-def checked_texts(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[str]:
-    """The pieces that are texts. Nothing takes long, whatever the pieces are; raises as ``response_template``."""
+def _check_pieces(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> None:
+    """Raise what is wrong before a text is tokenized: nothing takes long, whatever the pieces are."""
     check_length("template", pieces, max_model_len)
     for number, piece in enumerate(pieces):
         if isinstance(piece, bool) or not isinstance(piece, str | int):
@@ -53,21 +64,20 @@ def checked_texts(pieces: Sequence[str | int], tokenizer: Any, max_model_len: in
         if not isinstance(piece, str) and piece < 1:
             raise InvalidRequestError(f"template[{number}]={piece}: a hole has 1 or more tokens")
     texts = [piece for piece in pieces if isinstance(piece, str)]
-    holes = [piece for piece in pieces if isinstance(piece, int)]
-    if not holes:
+    num_masks = sum(piece for piece in pieces if isinstance(piece, int))
+    if not num_masks:
         raise InvalidRequestError("the template has no hole; give the number of tokens to fill in between its texts")
     if texts and tokenizer is None:
         raise InvalidRequestError(
             "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as response_template"
         )
     num_characters = sum(map(len, texts))
-    needed = sum(holes) + (-(-num_characters // tokenizer.max_chars_per_token) if texts else 0)
+    needed = num_masks + (-(-num_characters // tokenizer.max_chars_per_token) if texts else 0)
     if needed > max_model_len:
         raise InvalidRequestError(
-            f"holes of {sum(holes)} tokens and given texts of {num_characters} characters need a canvas of at least "
+            f"holes of {num_masks} tokens and given texts of {num_characters} characters need a canvas of at least "
             f"{needed}, max_model_len is {max_model_len}; shorten them or raise max_model_len"
         )
-    return texts
 
 
 def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
@@ -80,23 +90,6 @@ def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> N
         raise InvalidRequestError(
             f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
         )
-
-
-def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: Any) -> list[int | None]:
-    """The tokens of ``response_template``, from those of its texts."""
-    template: list[int | None] = []
-    text_tokens = iter(texts)
-    special_tokens: set[int] = set(tokenizer.all_special_ids) if texts else set()
-    for number, piece in enumerate(pieces):
-        if isinstance(piece, int):
-            template += [None] * piece
-            continue
-        tokens = next(text_tokens)
-        if special := special_tokens.intersection(tokens):
-            shown = tokenizer.decode([min(special)])
-            raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")
-        template += tokens
-    return template
 
 
 def filled_in(

@@ -1,6 +1,5 @@
 """Templates, and filling in with the demo model, in Python and over HTTP."""
 
-import asyncio
 import re
 import threading
 
@@ -8,6 +7,7 @@ import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.infill import http
 from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile, chunks_of, refusal
@@ -198,17 +198,15 @@ def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
     assert complete(suffix=AFTER, max_tokens=4).json()["choices"][0]["text"] == WANTED
 
 
-def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypatch):
-    renderer, tokenizing, answered = demo.llm_engine.renderer, threading.Event(), threading.Event()
-    tokenize = renderer._tokenize_prompt_async
+def test_others_are_served_while_a_template_is_tokenized(client, monkeypatch):
+    tokenizing, answered = threading.Event(), threading.Event()
 
-    async def tokenize_when_another_is_answered(prompt, params):
+    def tokenize_when_another_is_answered(*arguments):
         tokenizing.set()
-        while not answered.is_set():
-            await asyncio.sleep(0.01)
-        return await tokenize(prompt, params)
+        assert answered.wait(60)
+        return response_template(*arguments)
 
-    monkeypatch.setattr(renderer, "_tokenize_prompt_async", tokenize_when_another_is_answered)
+    monkeypatch.setattr(http, "response_template", tokenize_when_another_is_answered)
     slow, other = {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}}, {"prompt": [5, 6, 7], "max_tokens": 4}
     answers = answered_meanwhile(client, slow, other, tokenizing, answered)
     assert [answer.status_code for answer in answers] == [200, 200]
