@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-MASK_MARK = "░"
-"""Stands for a masked position in the text of a block."""
-
 
 @dataclass(frozen=True)
 class ProvisionalBlock:
@@ -60,7 +57,7 @@ class ProvisionalBlock:
         if self.pieces is None or self.special is None:
             return None
         return "".join(
-            MASK_MARK if piece is None else "" if special else piece
+            "░" if piece is None else "" if special else piece
             for piece, special in zip(self.pieces[first:], self.special[first:], strict=True)
         )
 

@@ -8,8 +8,6 @@ from dllm_engine.infill.template import check_length, filled_in, response_templa
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
-OPENAI_LENGTH = 16
-"""Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""
 
@@ -75,7 +73,7 @@ def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: A
         raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
-    return [OPENAI_LENGTH if length is None else length, suffix]
+    return [16 if length is None else length, suffix]  # by OpenAI's documentation
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

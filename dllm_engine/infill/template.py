@@ -17,12 +17,11 @@ MOST_CANDIDATES = 64
 """Most combinations of the sizes of a template's holes."""
 _LONGEST_ENTRY = 16
 """Characters of a token id or null in JSON, with what separates it from the next."""
-_HOLE = re.compile(r"\[\[(\d+)\]\]")
 
 
 def parse_template(text: str) -> list[Piece]:
     """The pieces of a text in which ``[[n]]`` is a hole of n tokens."""
-    pieces = [int(part) if number % 2 else part for number, part in enumerate(_HOLE.split(text))]
+    pieces = [int(part) if number % 2 else part for number, part in enumerate(re.split(r"\[\[(\d+)\]\]", text))]
     return [piece for piece in pieces if piece != ""]
 
 

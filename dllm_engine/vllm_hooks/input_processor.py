@@ -18,12 +18,8 @@ from dllm_engine.structured_output.requests import is_prepared, prepare
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _FILTERS = "dllm_engine_filters"
-
-
-class CheckedPrompt(dict[str, Any]):
-    """A rendered prompt that is already checked, with the request that ``process_inputs`` made of it."""
-
-    request: EngineCoreRequest | None = None
+_CHECKED = "dllm_engine_request"
+"""Key of a rendered prompt that is already checked, for the request that ``process_inputs`` made of it."""
 
 
 def process_checked_inputs(
@@ -32,9 +28,8 @@ def process_checked_inputs(
     """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
-    if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
-        # vLLM modifies a request, so this one is used once only.
-        request, prompt.request = prompt.request, None
+    # vLLM modifies a request, so this one is used once only.
+    if isinstance(prompt, dict) and (request := prompt.pop(_CHECKED, None)) is not None:
         request.request_id = request_id
         return request
     if kwargs.get("lora_request") is not None:
@@ -152,13 +147,11 @@ def _checked_prompt(
 ) -> Any:
     """The prompt with its checked request. A raw prompt is returned as it is: vLLM's generator renders it outside the
     event loop, and it is checked then."""
-    rendered = isinstance(prompt, dict) and "type" in prompt
-    if not is_ours(engine) or not rendered or isinstance(prompt, CheckedPrompt):
+    if not is_ours(engine) or not isinstance(prompt, dict) or "type" not in prompt or _CHECKED in prompt:
         return prompt
     carried = {name: arguments[name] for name in _REQUEST_ARGUMENTS if name in arguments}
-    checked = CheckedPrompt(prompt)
-    checked.request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
-    return checked
+    request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
+    return {**prompt, _CHECKED: request}
 
 
 def remember_filters(verify: Original, self: SamplingParams) -> None:

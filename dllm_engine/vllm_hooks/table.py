@@ -2,7 +2,7 @@
 
 All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. Two
 changes are not in the table, because they are no functions: the default of ``max_tokens`` in ``CompletionRequest``
-(``server/bodies.py``), and the routes that ask for the API key (``server/app.py``).
+(``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"

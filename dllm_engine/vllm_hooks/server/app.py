@@ -16,11 +16,6 @@ from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 
-REMOVED_ROUTES = ("/scale_elastic_ep",)
-"""Routes of vLLM that would stop an engine without experts."""
-UNGUARDED_ROUTES = ("/invocations", "/generative_scoring")
-"""Routes that answer prompts and that vLLM leaves open even when an API key is set."""
-
 
 def extend_app(
     register: Original, args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
@@ -29,11 +24,13 @@ def extend_app(
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES]
+    # It would stop an engine without experts.
+    app.router.routes[:] = [each for each in app.router.routes if getattr(each, "path", "") != "/scale_elastic_ep"]
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
-    authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES})
+    # These answer prompts, and vLLM leaves them open.
+    authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"})
     from dllm_engine.decisions import route as decision_route
     from dllm_engine.evaluation import likelihood_route
 

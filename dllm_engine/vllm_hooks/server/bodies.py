@@ -103,10 +103,3 @@ def _check_num_responses(request: Any) -> None:
             f"prompts × n are {num_responses} responses, more than the {most} that a request may have; send several "
             "requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
         )
-
-
-def leave_completion_length_open() -> None:
-    """Give completions without ``max_tokens`` the default length of chat completions, instead of OpenAI's 16."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    CompletionRequest.model_fields["max_tokens"].default = None
