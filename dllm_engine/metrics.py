@@ -1,8 +1,7 @@
 """Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``.
 
-The scheduler counts (``scheduler/engine_stats.py``). vLLM sends a ``SchedulerStats`` with every step from the engine's
-process to a front end; it is a fixed class, and its only free dictionaries are those of key-value connectors, which
-diffusion engines refuse. ``vllm_hooks/metrics.py`` takes ours out again before vLLM's loggers see them.
+The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in vLLM's ``SchedulerStats``, in a dictionary
+for key-value connectors, which diffusion engines refuse; ``vllm_hooks/metrics.py`` takes them out again.
 """
 
 from dataclasses import fields

@@ -1,8 +1,7 @@
 """Streaming by denoising step: the running blocks as they are after each step, before their text is final.
 
-A request asks with ``stream_granularity="step"``. The model runner reports the blocks, the scheduler sends them with an
-output that has no new tokens, and ``vllm_hooks`` hands them on: whole as ``RequestOutput.outputs[i].provisional``, to
-HTTP clients what changed.
+A request asks with ``stream_granularity="step"``, and gets them whole as ``RequestOutput.outputs[i].provisional``, over
+HTTP what changed.
 """
 
 from dataclasses import dataclass
@@ -63,10 +62,9 @@ class ProvisionalBlock:
 
 
 class BlockReader:
-    """Reads the running blocks of one response."""
+    """Reads the running blocks of one response; ``tokenizer`` is None where the engine has none."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer``: None where the engine has none."""
         self._special = None if tokenizer is None else frozenset(tokenizer.all_special_ids)
         self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))  # each step reads the same tokens again
 

@@ -1,8 +1,9 @@
 """Filling in over HTTP: OpenAI's ``suffix`` of completions, and templates in ``vllm_xargs``."""
 
-import asyncio
 import json
 from typing import Any
+
+from vllm.utils.async_utils import make_async
 
 from dllm_engine.infill.template import check_length, filled_in, response_template
 from dllm_engine.scheduler.options.request_fields import RequestOptions
@@ -17,7 +18,6 @@ async def settle_template(request: Any, serving: Any) -> None:
     ``response_template``, and set the length of a request that has one: a longer one is an upper bound."""
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
-    max_model_len = serving.model_config.max_model_len
     if suffix is not None:
         template = _around_suffix(request, suffix, xargs, template)
         xargs["return_given"] = False
@@ -28,14 +28,12 @@ async def settle_template(request: Any, serving: Any) -> None:
             raise InvalidRequestError(
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
-        # Outside the event loop, where vLLM tokenizes prompts.
-        tokens = await asyncio.get_running_loop().run_in_executor(
-            serving.renderer._executor, response_template, template, serving.renderer.tokenizer, max_model_len
-        )
+        tokenize = make_async(response_template, serving.renderer._executor)  # in vLLM's own threads for that
+        tokens = await tokenize(template, serving.renderer.tokenizer, serving.model_config.max_model_len)
         xargs["response_template"] = json.dumps(tokens)  # vLLM reads a batch of chats anew, and takes no null
         request.vllm_xargs = xargs
     elif isinstance(given := xargs.get("response_template"), str | list):
-        check_length("response_template", given, max_model_len)
+        check_length("response_template", given, serving.model_config.max_model_len)
     if length := _options(xargs).returned_length:
         bound = length_of(request)
         set_length(request, length if bound is None else min(bound, length))

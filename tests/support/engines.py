@@ -94,12 +94,14 @@ def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[Reques
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
 
 
-def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "demo", **settings: Any) -> list[Any]:
+def demo_answers(
+    engines: EngineFactory, examples: Sequence[Any], model: str = "demo", threshold: Any = None, **settings: Any
+) -> list[Any]:
     """The answers of one engine in this process to the questions of examples, in blocks of 8."""
     defaults = {"skip_tokenizer_init": False, "dtype": "auto", "max_model_len": 512, "trace": False}
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    params = DiffusionParams(gen_length=32, block_length=8)
-    outputs = engines(model, **defaults, **settings).chat(chats, params, use_tqdm=False)
+    params = DiffusionParams(gen_length=32, block_length=8, threshold=threshold)
+    outputs = engines(model, **(defaults | settings)).chat(chats, params, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
 
 

@@ -1,8 +1,7 @@
-"""Additions to vLLM's HTTP application for our models.
+"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, the API key where vLLM asks for none.
 
-The playground, a check of request bodies, and the API key for routes that vLLM leaves open. vLLM's own hook for routes,
-``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would have to list every other
-plugin there too. So ours are added together with vLLM's routes.
+vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would
+have to list every other plugin there too.
 """
 
 from typing import Any
@@ -20,7 +19,7 @@ from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 def extend_app(
     register: Original, args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
 ) -> None:
-    """Add what this module is about to vLLM's application."""
+    """Add ours together with vLLM's routes."""
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return

@@ -10,7 +10,7 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -46,28 +46,38 @@ def _event_of(chunk: dict[str, Any]) -> str:
     return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def stream_with_fields(
-    make_events: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
-    results: AsyncIterator[Any],
-    choices_of: Callable[[Any], list[tuple[int, Any]]],
-    head: dict[str, Any],
-    *,
-    with_trace: bool = False,
-) -> AsyncGenerator[str, None]:
+def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
+    if not is_ours(self):
+        return stream(self, request, *args, **kwargs)
+    return stream_with_fields(stream, inspect.signature(stream).bind(self, request, *args, **kwargs).arguments)
+
+
+async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGenerator[str, None]:
     """vLLM's stream of a response with our fields, and with chunks that show running blocks.
 
-    vLLM's generator, of ``make_events``, pulls a result and yields its chunks, or none if nothing is new. It runs in a
-    task of its own, so that our chunks can be sent while it waits for the next result. ``choices_of`` gives the
-    numbered completions of a result; ``head`` is what all chunks share.
+    vLLM's generator, ``stream`` of what is ``given``, pulls a result and yields its chunks, or none if nothing is new.
+    It runs in a task of its own, so that our chunks can be sent while it waits for the next result.
     """
+    request, with_trace = given["request"], _asks_for_trace(given["request"])
+    is_chat = "created_time" not in given  # else the chunks say when the stream begins
+    head = {
+        "id": given["request_id"],
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": int(time.time()) if is_chat else given["created_time"],
+        "model": given["model_name"],
+    }
+    if not is_chat:
+        _settle_length(request)
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
     fields: dict[int, dict[str, Any]] = {}
     """By choice, of the completions that vLLM is going to make chunks of."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
-        async for result in results:
-            choices = choices_of(result)
+        async for result in given["result_generator"]:
+            prompt, output = (0, result) if is_chat else result
+            choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
             shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
             for index, c in shown:
                 step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
@@ -78,7 +88,7 @@ async def stream_with_fields(
                 yield result
 
     async def run() -> None:
-        async with send, aclosing(make_events(passed_on())) as events:
+        async with send, aclosing(stream(**{**given, "result_generator": passed_on()})) as events:
             async for event in events:
                 await send.send(_with_fields(event, fields))
 
@@ -103,31 +113,6 @@ def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     for choice in choices:
         choice |= fields.get(choice["index"], {})
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
-
-
-def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
-    if not is_ours(self):
-        return stream(self, request, *args, **kwargs)
-    given = inspect.signature(stream).bind(self, request, *args, **kwargs).arguments
-    is_chat = "created_time" not in given  # else the chunks say when the stream begins
-    head = {
-        "id": given["request_id"],
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()) if is_chat else given["created_time"],
-        "model": given["model_name"],
-    }
-    if not is_chat:
-        _settle_length(request)
-
-    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream(**{**given, "result_generator": results})
-
-    def choices_of(result: Any) -> list[tuple[int, Any]]:
-        prompt, output = (0, result) if is_chat else result
-        return [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
-
-    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=_asks_for_trace(request))
 
 
 def _settle_length(request: Any) -> None:
