@@ -4,12 +4,14 @@ import math
 import re
 from collections.abc import Sequence
 from itertools import groupby, islice, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm import LLM, RequestOutput
-
-from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+    from dllm_engine.params import DiffusionParams
 
 Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""
@@ -105,8 +107,8 @@ def filled_in(
 
 
 def fill_in(
-    llm: LLM, prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: DiffusionParams
-) -> list[RequestOutput]:
+    llm: "LLM", prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: "DiffusionParams"
+) -> list["RequestOutput"]:
     """As ``LLM.fill_in`` of this package, by a request for each combination of sizes."""
     if len(prompts) != len(templates):
         raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
@@ -134,7 +136,7 @@ def fill_in(
     return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
 
 
-def answered(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
+def answered(llm: "LLM", prompts: list[Any], params: Any) -> list["RequestOutput"]:
     """Responses to prompts, or to messages, by parameters of all or of each."""
     chats = [isinstance(prompt, list) for prompt in prompts]
     if any(chats) and not all(chats):
@@ -142,7 +144,7 @@ def answered(llm: LLM, prompts: list[Any], params: Any) -> list[RequestOutput]:
     return llm.chat(prompts, params, use_tqdm=False) if any(chats) else llm.generate(prompts, params, use_tqdm=False)
 
 
-def _mean_logprob(output: RequestOutput) -> float:
+def _mean_logprob(output: "RequestOutput") -> float:
     """Per token filled in."""
     completion = output.outputs[0]
     return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)

@@ -23,7 +23,7 @@ def extend_app(
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    # It would stop an engine without experts.
+    # A route that would stop an engine without experts.
     app.router.routes[:] = [each for each in app.router.routes if getattr(each, "path", "") != "/scale_elastic_ep"]
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
