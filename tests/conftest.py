@@ -105,10 +105,7 @@ def openai(client: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
-    """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
-
-    Files that share one are in ``IN_ONE_PROCESS``.
-    """
+    """``servers(program, *arguments)``: a real server, shared by all tests (see ``IN_ONE_PROCESS``) that ask for it."""
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
     factory.shutdown()

@@ -138,10 +138,6 @@ def respond_if_valid(
     return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
 
-_REQUEST_ARGUMENTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
-"""Arguments of ``AsyncLLM.generate`` that ``process_inputs`` takes too."""
-
-
 def _checked_prompt(
     engine: Any, prompt: Any, params: SamplingParams, request_id: str, arguments: dict[str, Any]
 ) -> Any:
@@ -149,7 +145,8 @@ def _checked_prompt(
     event loop, and it is checked then."""
     if not is_ours(engine) or not isinstance(prompt, dict) or "type" not in prompt or _CHECKED in prompt:
         return prompt
-    carried = {name: arguments[name] for name in _REQUEST_ARGUMENTS if name in arguments}
+    names = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+    carried = {name: arguments[name] for name in names if name in arguments}
     request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
     return {**prompt, _CHECKED: request}
 

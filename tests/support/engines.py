@@ -37,10 +37,8 @@ class EngineFactory:
         return self._engines[key]
 
     def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> LLM:
-        """The one engine of a model and settings, whatever its cache options: they are those of the last call.
-
-        Requests carry the options from their admission on, so that an engine of its own would differ in nothing.
-        """
+        """The one engine of a model and settings, with the cache options of the last call. Requests carry these from
+        their admission on, so that an engine of its own would differ in nothing."""
         llm = self(model, **settings)
         set_cache_options(llm, cache_options or {})
         self._shared |= {key for key, engine in self._engines.items() if engine is llm}
@@ -57,11 +55,8 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
 
 
 def keep(llm: Any) -> Any:
-    """Return an engine that lives as long as the process.
-
-    vLLM's process groups belong to the process: an engine that ends takes them from all others, and one that a test
-    has dropped would end whenever its memory is collected.
-    """
+    """Return an engine that lives as long as the process: one that ends, or whose memory is collected, takes vLLM's
+    process groups from all others."""
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
