@@ -102,7 +102,7 @@ class BlockChanges:
     def __init__(self) -> None:
         self._window: tuple[int, int] | None = None
         self._known: list[tuple[int, str | None] | None] = []
-        self._percents: list[int | None] = []
+        self._percents: dict[int, int] = {}
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
@@ -110,7 +110,7 @@ class BlockChanges:
         length = len(block.token_ids)
         if (block.start, length) != self._window:
             self._window = block.start, length
-            self._known, self._percents = [None] * length, [None] * length
+            self._known, self._percents = [None] * length, {}
             sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
@@ -123,14 +123,10 @@ class BlockChanges:
         if block.pieces is not None and block.special is not None:
             form["pieces"] = [block.pieces[i] for i in changed]
             form["special"] = [block.start + i for i in changed if block.special[i]]
-        guessed = [i for i in range(length) if block.masked[i] and self._differs(i, block.confidences[i])]
-        for i in guessed:
-            self._percents[i] = round(100 * (block.confidences[i] or 0))
-        form["guess_positions"] = [block.start + i for i in guessed]
-        form["guess_percents"] = [self._percents[i] for i in guessed]
+        guesses = {i: 100 * c for i, c in enumerate(block.confidences) if block.masked[i] and c is not None}
+        # By a whole percent.
+        moved = [i for i, percent in guesses.items() if abs(percent - self._percents.get(i, float("inf"))) >= 1]
+        self._percents |= {i: round(guesses[i]) for i in moved}
+        form["guess_positions"] = [block.start + i for i in moved]
+        form["guess_percents"] = [self._percents[i] for i in moved]
         return form
-
-    def _differs(self, i: int, confidence: float | None) -> bool:
-        """Return True if a guess moved by a whole percent."""
-        known = self._percents[i]
-        return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)

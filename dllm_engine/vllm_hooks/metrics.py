@@ -78,12 +78,10 @@ def record_with_metrics(
     engine_idx: int | None = None,
 ) -> None:
     """Record the metrics of diffusion engines."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
     message = take_stats(scheduler_stats)
     record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
     if message is not None:
         counts = take_counts()
         for logger in self.stat_loggers:
-            if isinstance(logger, PrometheusStatLogger):
+            if hasattr(logger, "diffusion"):
                 logger.diffusion.record(message | counts, engine_idx or 0)
