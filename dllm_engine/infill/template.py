@@ -17,8 +17,6 @@ Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""
 MOST_CANDIDATES = 64
 """Most combinations of the sizes of a template's holes."""
-_LONGEST_ENTRY = 16
-"""Characters of a token id or null in JSON, with what separates it from the next."""
 
 
 def parse_template(text: str) -> list[Piece]:
@@ -84,9 +82,8 @@ def _check_pieces(pieces: Sequence[str | int], tokenizer: Any, max_model_len: in
 def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
     """Raise ``InvalidRequestError`` for more entries than a canvas has positions, before anybody looks at them; a text
     is JSON that holds them."""
-    unit, most = (
-        ("characters", _LONGEST_ENTRY * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
-    )
+    # A token id or null takes at most 16 characters, with what separates it from the next.
+    unit, most = ("characters", 16 * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
     if len(given) > most:
         raise InvalidRequestError(
             f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
