@@ -6,9 +6,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.version import __version__
-
 __all__ = ["LLM", "DiffusionParams", "__version__"]
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM

@@ -1,22 +1,20 @@
 """A batch run: a file of requests answered into a file of records, which an interrupted run resumes.
 
 An input line is a request, an output line is its record; its ``index`` is the number of the input line, from 0. A
-record is appended and synced to disk as soon as its request has finished. So whatever stops a run, the output says what
-is left to do. Each record also has digests of its input and settings, so that a run never resumes an output of another
-input or other settings.
+record is appended and synced to disk as soon as its request has finished. It has digests of its input and settings, so
+that a run never resumes an output of another input or other settings.
 """
 
 import fcntl
 import hashlib
 import json
 import os
-import stat
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict
@@ -72,10 +70,6 @@ class InputLine:
     def digest(self) -> str:
         return _digest(self.text)
 
-    def parse(self) -> BatchRequest:
-        """Raises pydantic's ``ValidationError``, a ``ValueError``, for a line that is no request."""
-        return BatchRequest.model_validate_json(self.text)
-
 
 Answer = tuple[InputLine, dict[str, Any]]
 """A line, and the fields of its record that do not follow from it: the request's id and how it ended."""
@@ -99,11 +93,8 @@ def read_input(path: Path) -> list[InputLine]:
 def answer_lines(
     llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
 ) -> Iterator[list[Answer]]:
-    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error.
-
-    The engine holds twice as many requests as it can run at once. So its steps are full, memory stays bounded, and
-    answers come as requests finish.
-    """
+    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error. The engine
+    holds twice as many requests as it can run at once: its steps are full, and memory stays bounded."""
     from vllm.exceptions import VLLMClientError
 
     window = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
@@ -114,7 +105,7 @@ def answer_lines(
         while pending and len(running) < window:
             line, fields = pending.popleft(), {}
             try:
-                request = line.parse()
+                request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}
                 own = params.clone()
                 if own.seed is not None:  # equal prompts get different responses, and a resumed run the same ones
@@ -155,9 +146,6 @@ def outcome(completion: Any) -> dict[str, Any]:
     }
 
 
-_RECORD_START = b'{"index": '
-
-
 class _Record(BaseModel):
     """An output line, as far as a run is resumed by it."""
 
@@ -170,21 +158,20 @@ class _Record(BaseModel):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """The output of a run, opened so that it resumes an earlier run.
+    """The output of a run, which resumes an earlier one; pipes and devices can be written but not resumed.
 
     Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
-    holds anything but records of the same input and settings. Pipes and devices can be written but not resumed.
+    holds anything but records of the same input and settings.
     """
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
         self.path = path
         self.num_errors = 0
         self._settings = settings
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        self._file: BinaryIO = os.fdopen(descriptor, "rb+", buffering=0)
+        self._file = path.open("ab+", buffering=0)
         # An engine's process that is forked would keep the lock when this process is killed.
         os.register_at_fork(after_in_child=self._file.close)
-        self._is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        self._is_regular = path.is_file()
         try:
             finished = self._resume(lines) if self._is_regular else set()
         except BaseException:
@@ -205,7 +192,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         with self.path.open("rb") as existing:
             for number, raw in enumerate(existing, start=1):
                 is_torn = not raw.endswith(b"\n")
-                if is_torn and raw.startswith(_RECORD_START[: len(raw)]):
+                if is_torn and raw.startswith(b'{"index": '[: len(raw)]):
                     break
                 try:
                     record = None if is_torn else _Record.model_validate_json(raw)

@@ -14,8 +14,7 @@ from dllm_engine.decisions.fields import schema_of
 from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
-from dllm_engine.infill.answers import answered, fill_in
-from dllm_engine.infill.template import Piece
+from dllm_engine.infill.template import Piece, answered, fill_in
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register

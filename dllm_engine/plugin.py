@@ -10,9 +10,7 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 def register() -> None:
     """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
-
-    An incompatible vLLM serves other models as if this package were not installed, and does not know ours.
-    """
+    An incompatible vLLM serves other models as if this package were not installed, and does not know ours."""
     try:
         check_release()
         patch.apply(table.EVERY_PROCESS)

@@ -1,17 +1,12 @@
 """Streaming by denoising step: the running blocks as they are after each step, before their text is final.
 
-A request asks with ``stream_granularity="step"``. The model runner reports the blocks, the scheduler sends them with an
-output that has no new tokens, and ``vllm_hooks`` hands them on: whole as ``RequestOutput.outputs[i].provisional``, to
-HTTP clients what changed.
+A request asks with ``stream_granularity="step"``, and gets them whole as ``RequestOutput.outputs[i].provisional``, over
+HTTP what changed.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-
-MASK_MARK = "░"
-"""Stands for a masked position in the text of a block."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +40,7 @@ class ProvisionalBlock:
     pieces: list[str | None] | None = None
     """Text of each token, including end tokens; None for a masked position. The field is None without a tokenizer."""
     special: list[bool] | None = None
-    """True for end tokens and other special tokens, which the text leaves out; the field is None without a
-    tokenizer."""
+    """True for special tokens, which the text leaves out; the field is None without a tokenizer."""
 
     @property
     def text(self) -> str | None:
@@ -62,16 +56,15 @@ class ProvisionalBlock:
         if self.pieces is None or self.special is None:
             return None
         return "".join(
-            MASK_MARK if piece is None else "" if special else piece
+            "░" if piece is None else "" if special else piece
             for piece, special in zip(self.pieces[first:], self.special[first:], strict=True)
         )
 
 
 class BlockReader:
-    """Reads the running blocks of one response."""
+    """Reads the running blocks of one response; ``tokenizer`` is None where the engine has none."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer``: None where the engine has none."""
         self._special = None if tokenizer is None else frozenset(tokenizer.all_special_ids)
         self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))  # each step reads the same tokens again
 
@@ -82,19 +75,34 @@ class BlockReader:
         marks = zip(message["token_ids"], message["masked"], strict=True)
         tokens = [None if masked else token for token, masked in marks]
         special = [token in self._special for token in tokens]
-        return ProvisionalBlock(**message, pieces=pieces_of(tokens, self._decode), special=special)
+        return ProvisionalBlock(**message, pieces=self._pieces(tokens), special=special)
+
+    def _pieces(self, tokens: list[int | None]) -> list[str | None]:
+        """The text of each token; None for None, which stands for a mask. Where several tokens without a mask between
+        them make one character, the last of them gets it and the others the empty string."""
+        pieces: list[str | None] = []
+        pending: tuple[int, ...] = ()
+        for token in tokens:
+            if token is None:
+                pieces.append(None)
+                pending = ()
+                continue
+            pending = (*pending, token)
+            text = self._decode(pending)
+            # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
+            is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
+            pieces.append("" if is_part else text)
+            pending = pending if is_part else ()
+        return pieces
 
 
 class BlockChanges:
-    """Changes of the running blocks since the last event that an HTTP client got.
-
-    They are counted from what the client was sent, so that a slow client may miss steps.
-    """
+    """Changes of the running blocks since the last event that an HTTP client got; a slow one may miss steps."""
 
     def __init__(self) -> None:
         self._window: tuple[int, int] | None = None
         self._known: list[tuple[int, str | None] | None] = []
-        self._percents: list[int | None] = []
+        self._percents: dict[int, int] = {}
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
@@ -102,7 +110,7 @@ class BlockChanges:
         length = len(block.token_ids)
         if (block.start, length) != self._window:
             self._window = block.start, length
-            self._known, self._percents = [None] * length, [None] * length
+            self._known, self._percents = [None] * length, {}
             sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
@@ -115,36 +123,10 @@ class BlockChanges:
         if block.pieces is not None and block.special is not None:
             form["pieces"] = [block.pieces[i] for i in changed]
             form["special"] = [block.start + i for i in changed if block.special[i]]
-        guessed = [i for i in range(length) if block.masked[i] and self._differs(i, block.confidences[i])]
-        for i in guessed:
-            self._percents[i] = round(100 * (block.confidences[i] or 0))
-        form["guess_positions"] = [block.start + i for i in guessed]
-        form["guess_percents"] = [self._percents[i] for i in guessed]
+        guesses = {i: 100 * c for i, c in enumerate(block.confidences) if block.masked[i] and c is not None}
+        # By a whole percent.
+        moved = [i for i, percent in guesses.items() if abs(percent - self._percents.get(i, float("inf"))) >= 1]
+        self._percents |= {i: round(guesses[i]) for i in moved}
+        form["guess_positions"] = [block.start + i for i in moved]
+        form["guess_percents"] = [self._percents[i] for i in moved]
         return form
-
-    def _differs(self, i: int, confidence: float | None) -> bool:
-        """Return True if a guess moved by a whole percent."""
-        known = self._percents[i]
-        return confidence is not None and (known is None or abs(100 * confidence - known) >= 1)
-
-
-def pieces_of(tokens: Sequence[int | None], decode: Callable[[tuple[int, ...]], str]) -> list[str | None]:
-    """The text of each token; None for None, which stands for a mask.
-
-    Where several tokens without a mask between them make one character, the last of them gets it and the others the
-    empty string.
-    """
-    pieces: list[str | None] = []
-    pending: tuple[int, ...] = ()
-    for token in tokens:
-        if token is None:
-            pieces.append(None)
-            pending = ()
-            continue
-        pending = (*pending, token)
-        text = decode(pending)
-        # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
-        is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
-        pieces.append("" if is_part else text)
-        pending = pending if is_part else ()
-    return pieces

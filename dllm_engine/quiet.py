@@ -16,7 +16,6 @@ _VARIABLES = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_
 _ARGUMENTS = ("log_level", "logging_config", "log_config_file")
 _MARK = "DLLM_QUIET"
 """Variable that tells the engine's processes to be quiet; not for users."""
-_CLEAR_LINE = "\r\x1b[K"
 
 
 def quiet_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def progress_line(text: str, *, shown: bool = True) -> Iterator[None]:
         yield
     finally:
         if shown:
-            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clears the line
 
 
 def keep_our_warnings() -> None:

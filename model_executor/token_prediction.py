@@ -8,7 +8,6 @@ top-p and top-k, which need the whole distribution, gather the logits of the row
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch

@@ -39,8 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
-    "tests/serving/test_dllm_serve.py": "tests/serving/test_playground.py",
-    "tests/serving/test_blocks.py": "tests/serving/test_playground.py",
+    "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
 }
 """Files whose tests share with those of another file what takes long to start: a server, Ray, or the process that has
 imported vLLM and that ranks are forked from."""
@@ -106,10 +105,7 @@ def openai(client: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
-    """``servers(program, *arguments)``: a real server, shared by all tests that ask for the same one.
-
-    Files that share one are in ``IN_ONE_PROCESS``.
-    """
+    """``servers(program, *arguments)``: a real server, shared by all tests (see ``IN_ONE_PROCESS``) that ask for it."""
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
     factory.shutdown()

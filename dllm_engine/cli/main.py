@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dllm_engine import __version__
 from dllm_engine.cli import bench, chat, check, demo_path, evaluate, generate, lm_eval, models, plan, serve, tune
 from dllm_engine.cli.arguments import CommandParser
 from dllm_engine.text import one_line
-from dllm_engine.version import __version__
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate, "lm-eval": lm_eval, "tune": tune}

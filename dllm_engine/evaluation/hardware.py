@@ -12,7 +12,7 @@ import torch
 import vllm
 from vllm.platforms import current_platform
 
-from dllm_engine.version import __version__
+from dllm_engine import __version__
 
 
 def provenance() -> dict[str, Any]:

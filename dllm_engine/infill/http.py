@@ -3,26 +3,19 @@
 import json
 from typing import Any
 
-from vllm.renderers import TokenizeParams
+from vllm.utils.async_utils import make_async
 
-from dllm_engine.infill.template import check_length, checked_texts, filled_in, joined
+from dllm_engine.infill.template import check_length, filled_in, response_template
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
 
-OPENAI_LENGTH = 16
-"""Tokens of a completion that names no ``max_tokens``, by OpenAI's documentation."""
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Names of the length in the request classes; the first that is set counts."""
 
 
 async def settle_template(request: Any, serving: Any) -> None:
-    """Turn ``suffix``, or ``template`` in ``vllm_xargs``, into ``response_template``, and set the length of a request
-    that has a template: a longer one is an upper bound. Raises ``InvalidRequestError``.
-
-    Args:
-        request: a request object of vLLM's server, which is changed.
-        serving: the server's object that has it, with the tokenizer.
-    """
+    """Turn ``suffix``, or ``template`` in ``vllm_xargs``, of a request object of vLLM's server into
+    ``response_template``, and set the length of a request that has one: a longer one is an upper bound."""
     xargs = dict(getattr(request, "vllm_xargs", None) or {})
     template, suffix = xargs.pop("template", None), getattr(request, "suffix", None)
     if suffix is not None:
@@ -35,8 +28,9 @@ async def settle_template(request: Any, serving: Any) -> None:
             raise InvalidRequestError(
                 f"template is a {type(template).__name__}, not a list of texts and of holes' numbers of tokens"
             )
-        # As JSON: vLLM reads a batch of chats anew, and vllm_xargs takes no null.
-        xargs["response_template"] = json.dumps(await _response_template(template, serving))
+        tokenize = make_async(response_template, serving.renderer._executor)  # in vLLM's own threads for that
+        tokens = await tokenize(template, serving.renderer.tokenizer, serving.model_config.max_model_len)
+        xargs["response_template"] = json.dumps(tokens)  # vLLM reads a batch of chats anew, and takes no null
         request.vllm_xargs = xargs
     elif isinstance(given := xargs.get("response_template"), str | list):
         check_length("response_template", given, serving.model_config.max_model_len)
@@ -77,16 +71,7 @@ def _around_suffix(request: Any, suffix: str, xargs: dict[str, Any], template: A
         raise InvalidRequestError(f"suffix is a {type(suffix).__name__}, not a text")
     # vLLM would render it as a prompt of a model that was trained to continue prompts.
     request.suffix = None
-    return [OPENAI_LENGTH if length is None else length, suffix]
-
-
-async def _response_template(pieces: list[str | int], serving: Any) -> list[int | None]:
-    """``response_template``, whose texts are tokenized outside the event loop, as prompts are."""
-    renderer = serving.renderer
-    texts = checked_texts(pieces, renderer.tokenizer, serving.model_config.max_model_len)
-    params = TokenizeParams(max_total_tokens=None, add_special_tokens=False)
-    tokenized = await renderer.tokenize_prompts_async([{"prompt": text} for text in texts], params)
-    return joined(pieces, [prompt["prompt_token_ids"] for prompt in tokenized], renderer.tokenizer)
+    return [16 if length is None else length, suffix]  # by OpenAI's documentation
 
 
 def _options(xargs: dict[str, Any]) -> RequestOptions:

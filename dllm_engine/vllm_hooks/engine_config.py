@@ -21,11 +21,9 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
 from dllm_engine.text import did_you_mean
-from dllm_engine.vllm_hooks import patch, table
-from dllm_engine.vllm_hooks.input_processor import limit_responses
+from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
-from dllm_engine.vllm_hooks.server.bodies import leave_completion_length_open
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -74,6 +72,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
         from vllm.config.compilation import CompilationMode, CUDAGraphMode
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.platforms import current_platform
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
@@ -122,8 +121,9 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         # Of vLLM's layers only the one that quantizes activations gains by its kernel; the others are ours.
         compilation.custom_ops = ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
-        limit_responses(model_config.dllm_response_limit)
-        leave_completion_length_open()
+        input_processor.response_limit = model_config.dllm_response_limit
+        # Completions without it get the default length of chat completions, instead of OpenAI's 16.
+        CompletionRequest.model_fields["max_tokens"].default = None
         patch.apply(table.SERVING)
 
 

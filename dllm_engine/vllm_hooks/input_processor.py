@@ -1,6 +1,5 @@
 """Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -24,12 +23,8 @@ from dllm_engine.structured_output.requests import (
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _FILTERS = "dllm_engine_filters"
-
-
-class CheckedPrompt(dict[str, Any]):
-    """A rendered prompt that is already checked, with the request that ``process_inputs`` made of it."""
-
-    request: EngineCoreRequest | None = None
+_CHECKED = "dllm_engine_request"
+"""Key of a rendered prompt that is already checked, for the request that ``process_inputs`` made of it."""
 
 
 def process_checked_inputs(
@@ -38,9 +33,8 @@ def process_checked_inputs(
     """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
         return process_inputs(self, request_id, prompt, params, *args, **kwargs)
-    if isinstance(prompt, CheckedPrompt) and prompt.request is not None:
-        # vLLM modifies a request, so this one is used once only.
-        request, prompt.request = prompt.request, None
+    # vLLM modifies a request, so this one is used once only.
+    if isinstance(prompt, dict) and (request := prompt.pop(_CHECKED, None)) is not None:
         request.request_id = request_id
         return request
     if kwargs.get("lora_request") is not None:
@@ -149,22 +143,17 @@ def respond_if_valid(
     return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
 
 
-_REQUEST_ARGUMENTS = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
-"""Arguments of ``AsyncLLM.generate`` that ``process_inputs`` takes too."""
-
-
 def _checked_prompt(
     engine: Any, prompt: Any, params: SamplingParams, request_id: str, arguments: dict[str, Any]
 ) -> Any:
     """The prompt with its checked request. A raw prompt is returned as it is: vLLM's generator renders it outside the
     event loop, and it is checked then."""
-    rendered = isinstance(prompt, dict) and "type" in prompt
-    if not is_ours(engine) or not rendered or isinstance(prompt, CheckedPrompt):
+    if not is_ours(engine) or not isinstance(prompt, dict) or "type" not in prompt or _CHECKED in prompt:
         return prompt
-    carried = {name: arguments[name] for name in _REQUEST_ARGUMENTS if name in arguments}
-    checked = CheckedPrompt(prompt)
-    checked.request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
-    return checked
+    names = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+    carried = {name: arguments[name] for name in names if name in arguments}
+    request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
+    return {**prompt, _CHECKED: request}
 
 
 def remember_filters(verify: Original, self: SamplingParams) -> None:
@@ -195,27 +184,20 @@ def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: A
     return beam_search(self, *args, **kwargs)
 
 
-_response_limit: float | None = None
-
-
-def limit_responses(response_limit: int | None) -> None:
-    """Note that this process serves one of our models, so that its server refuses lengths that vLLM would clip: those
-    above ``response_limit``, if it was started with a limit."""
-    global _response_limit
-    _response_limit = math.inf if response_limit is None else response_limit
+response_limit: int | None = None
+"""The longest response of this process's server, if it was started with a limit."""
 
 
 def refuse_clipping(
     clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
 ) -> int:
     """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
-    config. It would shorten one to the rest of the context too, which the request's check refuses."""
-    if _response_limit is None or max_tokens is None:
+    config, and do not shorten one to our default of it. What exceeds the context is refused by the request's check."""
+    if max_tokens is None:
         return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
-    if max_tokens > _response_limit:
+    if response_limit is not None and max_tokens > response_limit:
         raise InvalidRequestError(
-            f"max_tokens={max_tokens} is above this server's limit of {_response_limit} (max_new_tokens of its "
+            f"max_tokens={max_tokens} is above this server's limit of {response_limit} (max_new_tokens of its "
             f"generation config)"
         )
-    # Our default of max_new_tokens is only for requests that state no length.
     return max_tokens

@@ -1,11 +1,65 @@
-"""Metrics of diffusion engines in vLLM's front ends. Engines of other models are untouched."""
+"""Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``.
 
+The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in vLLM's ``SchedulerStats``, in a dictionary
+for key-value connectors, which diffusion engines refuse, and are taken out again here.
+"""
+
+from dataclasses import fields
 from typing import Any
 
-from dllm_engine.metrics import DiffusionMetrics
-from dllm_engine.scheduler.engine_stats import take_stats
+from dllm_engine.scheduler.engine_stats import EngineStats, MetricSpec, take_stats
 from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+
+PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
+"""By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
+OF_FRONT_END = {
+    "constrained_requests": MetricSpec("counter", "requests", "Requests with structured output that were admitted."),
+    "automaton_builds": MetricSpec(
+        "counter", "automata", "Automata built for structured output, or given up at a limit."
+    ),
+    "automaton_build_seconds": MetricSpec("counter", "seconds", "Seconds that building these automata took."),
+}
+"""Counted where requests are checked (``structured_output/automata.py``), not by the scheduler."""
+METRICS: dict[str, MetricSpec] = {f.name: f.metadata["metric"] for f in fields(EngineStats)} | OF_FRONT_END
+
+
+class DiffusionMetrics:
+    """The metrics of the engines behind one front end."""
+
+    def __init__(self, logger: Any) -> None:
+        """``logger``: vLLM's, with ``prometheus_client``'s classes or stand-ins for them (Ray has its own)."""
+        classes = {"counter": logger._counter_cls, "gauge": logger._gauge_cls, "histogram": logger._histogram_cls}
+        labels = ["model_name", "engine"]
+        self._values_per_engine: dict[int, list[Any]] = logger.per_engine_labelvalues
+        self._metrics: dict[str, Any] = {}
+        for name, spec in METRICS.items():
+            of_kind: Any = {"gauge": {"multiprocess_mode": "mostrecent"}, "histogram": {"buckets": spec.buckets}}
+            metric = self._metrics[name] = classes[spec.kind](
+                name=PREFIX[spec.of_vllm] + name,
+                documentation=spec.meaning,
+                labelnames=[*labels, spec.label] if spec.label else labels,
+                **of_kind.get(spec.kind, {}),
+            )
+            for engine_values in self._values_per_engine.values():
+                for label_values in [[value] for value in spec.values] if spec.label else [[]]:
+                    metric.labels(*engine_values, *label_values)  # so that it is shown from the start
+
+    def record(self, message: dict[str, Any], engine: int) -> None:
+        """Add one message of an engine."""
+        labels = self._values_per_engine[engine]
+        for name, spec in METRICS.items():
+            metric, amount = self._metrics[name], message[name]
+            if spec.label:
+                for value, part in amount.items():
+                    metric.labels(*labels, value).inc(part)
+            elif spec.kind == "counter":
+                metric.labels(*labels).inc(amount)
+            elif spec.kind == "gauge":
+                metric.labels(*labels).set(amount)
+            else:
+                for observation in amount:
+                    metric.labels(*labels).observe(observation)
 
 
 def init_with_metrics(init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -24,12 +78,10 @@ def record_with_metrics(
     engine_idx: int | None = None,
 ) -> None:
     """Record the metrics of diffusion engines."""
-    from vllm.v1.metrics.loggers import PrometheusStatLogger
-
     message = take_stats(scheduler_stats)
     record(self, scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)
     if message is not None:
         counts = take_counts()
         for logger in self.stat_loggers:
-            if isinstance(logger, PrometheusStatLogger):
+            if hasattr(logger, "diffusion"):
                 logger.diffusion.record(message | counts, engine_idx or 0)

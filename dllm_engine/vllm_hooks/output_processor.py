@@ -21,8 +21,15 @@ def process_messages(
         message = output.kv_transfer_params or {}
         state = self.request_states.get(output.request_id)
         if state is not None and FIGURES_KEY in message:
-            _note(state, message)
             output.kv_transfer_params = None
+            # For the completion that the state makes next.
+            state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
+            state.detokenizer.is_complete = COMPLETE_KEY in message
+            state.provisional = None
+            if PROVISIONAL_KEY in message:
+                if not hasattr(state, "block_reader"):
+                    state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
+                state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
         if output.new_token_ids or output.finish_reason is not None or PROVISIONAL_KEY not in message:
             settled.append(output)
         elif state is not None:
@@ -34,17 +41,6 @@ def process_messages(
     processed = process_outputs(self, settled, *args, **kwargs)
     processed.request_outputs[:0] = shown
     return processed
-
-
-def _note(state: Any, message: dict[str, Any]) -> None:
-    """Keep a message for the completion that vLLM's ``RequestState`` makes next."""
-    state.diffusion = DiffusionFigures(**message[FIGURES_KEY])
-    state.detokenizer.is_complete = COMPLETE_KEY in message
-    state.provisional = None
-    if PROVISIONAL_KEY in message:
-        if not hasattr(state, "block_reader"):
-            state.block_reader = BlockReader(state.logprobs_processor.tokenizer)
-        state.provisional = state.block_reader.read(message[PROVISIONAL_KEY])
 
 
 def detokenize_all(update: Original, self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:

@@ -4,8 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +25,8 @@ def apply(replacements: Mapping[str, str]) -> None:
     """Replace functions, all or none, also where another module of vLLM has imported one. A second call changes
     nothing. Raises ``IncompatibleVLLMError`` naming a function that is missing or takes other parameters.
 
-    Args:
-        replacements: by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours, relative
-            to this package. It is called with the original and what the original is called with; the parameters that
-            it names must be the original's first ones.
+    ``replacements`` has, by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours in
+    this package. It is called with the original and what that is called with; it names the original's first parameters.
     """
     new = []
     for target, path in replacements.items():
@@ -48,8 +45,7 @@ def _original(target: str) -> tuple[Any, str, Any]:
     module, _, path = target.partition(":")
     owner_path, _, name = path.rpartition(".")
     try:
-        owner = import_module(module)
-        owner = attrgetter(owner_path)(owner) if owner_path else owner
+        owner = resolve_name(f"{module}:{owner_path}")
         return owner, name, vars(owner)[name]  # its own, not one that it inherits
     except (ImportError, AttributeError, KeyError) as error:
         raise unfit(f"It replaces {target}, which is not there: {error}") from error
@@ -57,8 +53,7 @@ def _original(target: str) -> tuple[Any, str, Any]:
 
 def _replacement(target: str, path: str, original: Any) -> Any:
     """Our function for an original; raises where the original takes other parameters."""
-    module, _, name = path.partition(":")
-    ours: Callable[..., Any] = getattr(import_module(f"{__package__}.{module}"), name)
+    ours: Callable[..., Any] = resolve_name(f"{__package__}.{path}")
     named = list(inspect.signature(ours).parameters.values())[1:]
     expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     names = list(inspect.signature(original).parameters)

@@ -1,6 +1,6 @@
 """Releases of vLLM that this package works with; others are refused."""
 
-from dllm_engine.version import __version__
+from dllm_engine import __version__
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""

@@ -2,7 +2,7 @@
 
 All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. Two
 changes are not in the table, because they are no functions: the default of ``max_tokens`` in ``CompletionRequest``
-(``server/bodies.py``), and the routes that ask for the API key (``server/app.py``).
+(``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
@@ -15,7 +15,6 @@ _PROCESSOR = "vllm.v1.engine.output_processor"
 EVERY_PROCESS = {
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "input_processor:process_checked_inputs",
-    "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     f"{_PROCESSOR}:RequestState._new_completion_output": "output_processor:complete_with_figures",
     f"{_PROCESSOR}:OutputProcessor.process_outputs": "output_processor:process_messages",
     "vllm.outputs:RequestOutput.add": "output_processor:merge_with_figures",
@@ -41,6 +40,7 @@ SERVING = {
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
     f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
     f"{_CHAT}.protocol:ChatCompletionRequest.resolve_reasoning_ended": "input_processor:resolve_by_prompt",
+    "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",
     f"{_BEAM_SEARCH}.offline:BeamSearchOfflineMixin.beam_search": "input_processor:refuse_beam_search",

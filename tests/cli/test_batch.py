@@ -39,7 +39,7 @@ def test_blank_lines_are_skipped_but_counted(tmp_path):
 def test_requests_are_parsed():
     messages = {"messages": [{"role": "user", "content": "a", "name": "Tom"}]}
     for asked in ({"prompt": "a"}, {"prompt": "", "id": "x"}, {"prompt": "a", "id": 7}, messages):
-        assert InputLine(0, json.dumps(asked | {"answer": "b"}).encode()).parse() == BatchRequest(**asked)
+        assert BatchRequest.model_validate_json(json.dumps(asked | {"answer": "b"})) == BatchRequest(**asked)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_requests_are_parsed():
 )
 def test_bad_lines_say_what_is_wrong(text, problem):
     with pytest.raises(ValueError) as raised:
-        InputLine(0, text).parse()
+        BatchRequest.model_validate_json(text)
     assert problem in one_line(raised.value)
 
 

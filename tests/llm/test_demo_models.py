@@ -1,16 +1,17 @@
 """The shipped models beside the demo model: a guide, which loads without this package, and one of block diffusion."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dllm_engine import DiffusionParams
 from dllm_engine.demo import DEMO_BLOCKS, DEMO_BLOCKS_DIR, DEMO_GUIDE_DIR
 from dllm_engine.demo.tasks import TASKS, make_examples
 from scripts.train_demo.recipes import RECIPES
+from tests.support.engines import demo_answers
 
 MAX_BYTES = 4 * 1024 * 1024
 RESPONSE_TOKENS = 32
@@ -58,33 +59,17 @@ def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
 # ``demo-blocks``: a trained model whose attention goes by blocks, and the training that makes it
 
 
-PER_TASK = 4
-
-
-@pytest.fixture(scope="module")
-def answers(engines):
-    """``answers(method, threshold)``: the completions of the same examples of every task, in their order."""
-    examples = [example for task in TASKS for example in make_examples(task, PER_TASK, SEED)]
-    chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-
-    def complete(method, threshold):
-        llm = engines(DEMO_BLOCKS, cache_method=method, skip_tokenizer_init=False, max_model_len=512)
-        outputs = llm.chat(chats, DiffusionParams(threshold=threshold), use_tqdm=False)
-        return examples, [output.outputs[0] for output in outputs]
-
-    return complete
-
-
 @pytest.mark.parametrize("threshold", [None, 0.9])
-def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_fewer_passes(answers, threshold):
-    examples, cached = answers("block", threshold)
-    _, plain = answers("none", threshold)
+def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_fewer_passes(engines, threshold):
+    examples = [example for task in TASKS for example in make_examples(task, 4, SEED)]
+    answers = partial(demo_answers, engines, examples, DEMO_BLOCKS, dtype="float32")
+    cached, plain = (answers(threshold, cache_method=method) for method in ("block", "none"))
     assert [list(each.token_ids) for each in cached] == [list(each.token_ids) for each in plain]
     right = sum(each.text.strip() == example.answer for each, example in zip(cached, examples, strict=True))
     assert right >= 0.9 * len(examples)
     assert {each.finish_reason for each in cached} == {"stop"}, "an end token ends every answer"
     if threshold:
-        single = answers("block", None)[1]
+        single = answers(cache_method="block")
         assert sum(c.diffusion.forward_passes for c in cached) < sum(s.diffusion.forward_passes for s in single)
 
 

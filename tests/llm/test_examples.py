@@ -1,16 +1,13 @@
 """The examples that need no server, in this process."""
 
-import importlib.util
+import importlib
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.support.engines import keep
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @pytest.fixture
@@ -18,10 +15,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "ERROR")  # the examples set it for good
 
     def run(name):
-        spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-        program = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, program)
-        spec.loader.exec_module(program)
+        program = importlib.import_module(f"examples.{name}")
         started = program.LLM
 
         def start(*args, **settings):

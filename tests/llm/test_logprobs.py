@@ -1,6 +1,8 @@
 """Log-probabilities of tokens when they were committed, under the model's own softmax; and ``return_order``, which says
 by which forward pass each was."""
 
+from functools import partial
+
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
@@ -68,8 +70,7 @@ def test_vllms_flat_form(engines, tiny_llada):
     assert list(flat.logprobs) == list(nested.logprobs)
 
 
-def ordered(llm, **settings):
-    return complete(llm, **({"return_order": True} | settings))
+ordered = partial(complete, return_order=True)
 
 
 @pytest.mark.parametrize(

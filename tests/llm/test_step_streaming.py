@@ -2,16 +2,10 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from vllm.outputs import CompletionOutput, RequestOutput
-from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from dllm_engine import DiffusionParams
-from dllm_engine.figures import DiffusionFigures
-from dllm_engine.plugin import register
 from dllm_engine.provisional import BlockChanges, BlockReader
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
@@ -187,20 +181,3 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
         here = range(block.start, block.start + 8)
         assert [pieces.get(p) for p in here] == block.pieces
         assert [confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
-
-
-def output(tokens=(), *, passes, finished=False):
-    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None)
-    made.diffusion, made.provisional = DiffusionFigures(passes, passes, passes, 0), SimpleNamespace(step=passes)
-    return RequestOutput("r", None, [1], None, [made], finished=finished)
-
-
-def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
-    register()
-    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    for each in (output([5], passes=1), output(passes=2), output([6], passes=3), output(passes=4)):
-        collector.put(each)
-    merged = collector.get_nowait().outputs[0]
-    assert (merged.token_ids, merged.text) == ([5, 6], "xx")
-    assert (merged.diffusion.forward_passes, merged.provisional.step) == (4, 4)
-    assert collector.get_nowait() is None

@@ -55,7 +55,9 @@ class Watched:
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     started = []
 
     def run(*arguments):
@@ -71,9 +73,7 @@ def start(tmp_path):
 
 # Two ranks: what is left waits in the middle of a step for the one that is gone.
 @pytest.mark.parametrize(("name", "ranks"), [("EngineCore", "1"), ("Worker", "2")])
-def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks):
     watched = start("--tensor-parallel-size", ranks)
     watched.server.wait_until_ready()
     answers = [watched.ask() for _ in range(NUM_CLIENTS)]

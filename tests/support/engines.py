@@ -37,10 +37,8 @@ class EngineFactory:
         return self._engines[key]
 
     def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> LLM:
-        """The one engine of a model and settings, whatever its cache options: they are those of the last call.
-
-        Requests carry the options from their admission on, so that an engine of its own would differ in nothing.
-        """
+        """The one engine of a model and settings, with the cache options of the last call. Requests carry these from
+        their admission on, so that an engine of its own would differ in nothing."""
         llm = self(model, **settings)
         set_cache_options(llm, cache_options or {})
         self._shared |= {key for key, engine in self._engines.items() if engine is llm}
@@ -57,11 +55,8 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
 
 
 def keep(llm: Any) -> Any:
-    """Return an engine that lives as long as the process.
-
-    vLLM's process groups belong to the process: an engine that ends takes them from all others, and one that a test
-    has dropped would end whenever its memory is collected.
-    """
+    """Return an engine that lives as long as the process: one that ends, or whose memory is collected, takes vLLM's
+    process groups from all others."""
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
@@ -94,12 +89,14 @@ def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[Reques
     return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
 
 
-def demo_answers(engines: EngineFactory, examples: Sequence[Any], model: str = "demo", **settings: Any) -> list[Any]:
+def demo_answers(
+    engines: EngineFactory, examples: Sequence[Any], model: str = "demo", threshold: Any = None, **settings: Any
+) -> list[Any]:
     """The answers of one engine in this process to the questions of examples, in blocks of 8."""
     defaults = {"skip_tokenizer_init": False, "dtype": "auto", "max_model_len": 512, "trace": False}
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
-    params = DiffusionParams(gen_length=32, block_length=8)
-    outputs = engines(model, **defaults, **settings).chat(chats, params, use_tqdm=False)
+    params = DiffusionParams(gen_length=32, block_length=8, threshold=threshold)
+    outputs = engines(model, **(defaults | settings)).chat(chats, params, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
 
 

@@ -1,6 +1,7 @@
 """vLLM's HTTP application without an engine, or with one in this process."""
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
@@ -87,6 +88,19 @@ def openai_client(client: "TestClient") -> Any:
     from openai import OpenAI
 
     return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+
+
+def refusal(answer: Any) -> str:
+    """The message of an answer with status 400."""
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["message"]
+
+
+def chunks_of(answer: Any) -> list[dict[str, Any]]:
+    """Of a stream that ends as OpenAI's do."""
+    *events, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def answered_meanwhile(

@@ -26,10 +26,8 @@ from tests.support.engines import freeze_imports
 
 
 class Process(multiprocessing.context.ForkProcess):
-    """A fork that runs the program's file again before its own work, as a spawned process does.
-
-    So a program that starts an engine without ``if __name__ == "__main__"`` fails here too.
-    """
+    """A fork that runs the program's file again before its own work, as a spawned process does: a program that starts
+    an engine without ``if __name__ == "__main__"`` fails here too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

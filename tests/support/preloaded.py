@@ -1,8 +1,7 @@
-"""Programs that start at once: what a short program does most of its time is to import vLLM.
+"""Programs that start at once: forks of a process of the test run that has imported vLLM.
 
-A server process has imported everything; all processes of a test run have one. It forks for each program, and the fork
-goes on as a new interpreter would: it runs the program as ``__main__``, with its own arguments, variables, folder,
-streams and session. Where the program starts others with ``sys.executable``, as Ray does, they are forks as well.
+A fork goes on as a new interpreter would: it runs the program as ``__main__``, with its own arguments, variables,
+folder, streams and session. Where the program starts others with ``sys.executable``, as Ray does, they are forks too.
 
 As a script: ``serve SOCKET PID`` is the server, until that process ends, and ``run SOCKET ARGUMENT...`` stands for
 ``python ARGUMENT...``.

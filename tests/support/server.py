@@ -33,10 +33,7 @@ def free_port() -> int:
 
 class Server:
     """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``, in a session of its own.
-
-    ``preloaded``: in a process that has imported vLLM already, with an engine that is forked, as on a GPU. Otherwise as
-    users start it.
-    """
+    ``preloaded``: in a process that has imported vLLM, with an engine that is forked; otherwise as users start it."""
 
     def __init__(
         self,

@@ -20,10 +20,8 @@ def import_once() -> Any:
 
 @contextmanager
 def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator[LLM]:
-    """An engine of two ranks, ended afterwards; no page is written beyond what is reserved, and none is left.
-
-    vLLM would spawn each worker and let it import everything anew; here they are forked from a process that has.
-    """
+    """An engine of two ranks, ended afterwards; no page is written beyond what is reserved, and none is left. vLLM
+    would spawn each worker and let it import everything anew; here they are forked from a process that has."""
     ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
     with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", import_once):
         llm = start_engine(model, **(ranks | settings))
@@ -37,8 +35,7 @@ def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Ite
 
 
 def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
-    """Pages reserved when a step is planned, and allocated and reserved after it; a list that fills as the engine
-    runs."""
+    """Pages reserved when a step is planned, and allocated and reserved after it, as the engine runs."""
     scheduler, seen = scheduler_of(llm), []
     schedule, update = scheduler.schedule, scheduler.update_from_output
     planned = 0

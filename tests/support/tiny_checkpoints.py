@@ -48,16 +48,10 @@ SDAR_MOE_CONFIG = SDAR_CONFIG | {"architectures": ["SDARMoeForCausalLM"], "model
 SDAR_MOE_CONFIG |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 SDAR_MOE_CONFIG |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
 LLADA2_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"}
-LLADA2_CONFIG |= {
-    "block_size": 8,
-    "intermediate_size": 112,
-    "head_dim": 16,
-    "partial_rotary_factor": 0.5,
-    "use_qk_norm": True,
-}
+LLADA2_CONFIG |= {"block_size": 8, "intermediate_size": 112, "head_dim": 16, "partial_rotary_factor": 0.5}
 LLADA2_CONFIG |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 1}
 LLADA2_CONFIG |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-LLADA2_CONFIG |= {"moe_router_enable_expert_bias": True, "rope_theta": 600000}
+LLADA2_CONFIG |= {"moe_router_enable_expert_bias": True, "rope_theta": 600000, "use_qk_norm": True}
 ALL_KINDS_OF_EXPERTS: Config = {"moe_layer_freq": [0, 1], "shared_expert_intermediate_size": 32}
 ALL_KINDS_OF_EXPERTS |= {"moe_router_enable_expert_bias": True, "num_key_value_heads": 2}
 """A dense layer and one with all that layers with experts may have."""

@@ -1,8 +1,7 @@
-"""Additions to vLLM's HTTP application for our models.
+"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, the API key where vLLM asks for none.
 
-The playground, a check of request bodies, and the API key for routes that vLLM leaves open. vLLM's own hook for routes,
-``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would have to list every other
-plugin there too. So ours are added together with vLLM's routes.
+vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would
+have to list every other plugin there too.
 """
 
 from typing import Any
@@ -15,24 +14,21 @@ from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
 
-REMOVED_ROUTES = ("/scale_elastic_ep",)
-"""Routes of vLLM that would stop an engine without experts."""
-UNGUARDED_ROUTES = ("/invocations", "/generative_scoring")
-"""Routes that answer prompts and that vLLM leaves open even when an API key is set."""
-
 
 def extend_app(
     register: Original, args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
 ) -> None:
-    """Add what this module is about to vLLM's application."""
+    """Add ours together with vLLM's routes."""
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in REMOVED_ROUTES]
+    # A route that would stop an engine without experts.
+    app.router.routes[:] = [each for each in app.router.routes if getattr(each, "path", "") != "/scale_elastic_ep"]
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
-    authenticate.GUARDED_PREFIX = (*dict.fromkeys((*authenticate.GUARDED_PREFIX, *UNGUARDED_ROUTES)),)
+    # These answer prompts, and vLLM leaves them open.
+    authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"})
     from dllm_engine.decisions import http as decisions
     from dllm_engine.evaluation import likelihood_route
 

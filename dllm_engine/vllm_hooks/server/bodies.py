@@ -19,13 +19,6 @@ from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
-_FIELDS_OF_VLLM = {"top_p", "top_k"}
-"""Request options that the body of a request has fields for."""
-_MESSAGES_ROUTE = "/v1/messages"
-"""The route that ignores fields it does not know. Others have ``VLLM_OPTIONS``, or their models keep such fields."""
-_TOKENS_ROUTE = "/inference/v1/generate"
-_DECISIONS_ROUTE = "/v1/decisions"
-
 
 class BodyCheck:
     """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and ignores unknown fields."""
@@ -37,60 +30,53 @@ class BodyCheck:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
+        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+
         try:
             body = await Request(scope, receive).body()
+            _check_body(body, scope["path"].removeprefix(scope.get("root_path", "")))
         except ClientDisconnect:
+            return
+        except VLLMValidationError as error:
+            refusal = create_error_response(error)
+            await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(scope, receive, send)
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
-        await (_refusal(body, scope["path"].removeprefix(scope.get("root_path", ""))) or self.app)(
-            scope, receive_again, send
-        )
+        await self.app(scope, receive_again, send)
 
 
-def _refusal(body: bytes, path: str) -> Any:
-    """The response to a body that is refused; None for one that goes to vLLM."""
+def _check_body(body: bytes, path: str) -> None:
+    """Raise ``VLLMValidationError`` for a body that is refused."""
     try:
         fields = json.loads(body)
-        if isinstance(fields, dict):
-            _check_places(fields, path)
-            if not isinstance(given := fields.get("structured_outputs"), dict | None):
-                raise VLLMValidationError(
-                    f'structured_outputs is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}',
-                    parameter="structured_outputs",
-                )
-        return None
     except RecursionError:
-        refused = InvalidRequestError("the body has too many lists and objects within each other")
-    except VLLMValidationError as error:
-        refused = error
+        raise InvalidRequestError("the body has too many lists and objects within each other") from None
     except ValueError:  # vLLM says what is wrong with it
-        return None
-    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-
-    response = create_error_response(refused)
-    return JSONResponse(response.model_dump(), status_code=response.error.code)
-
-
-def _check_places(fields: dict[str, Any], path: str) -> None:
-    """Raise ``InvalidRequestError`` for options of ours where vLLM would ignore them."""
-    own = fields.keys() - _FIELDS_OF_VLLM
-    if path == _DECISIONS_ROUTE:
-        own -= {"passes", "template"}
-    if not path.startswith(_MESSAGES_ROUTE):
-        own -= VLLM_OPTIONS
-    if path != _TOKENS_ROUTE:
-        check_place(own)
         return
-    places = ("sampling_params", "extra_args")
-    params = fields.get(places[0])
-    check_place(own, *places)
-    check_place(params.keys() - _FIELDS_OF_VLLM - VLLM_OPTIONS if isinstance(params, dict) else (), *places)
+    if not isinstance(fields, dict):
+        return
+    if not isinstance(given := fields.get("structured_outputs"), dict | None):
+        raise VLLMValidationError(
+            f'structured_outputs is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}',
+            parameter="structured_outputs",
+        )
+    known = {"top_p", "top_k"}  # fields of bodies
+    if path == "/v1/decisions":
+        known |= {"passes", "template"}
+    elif not path.startswith("/v1/messages"):  # others have these fields, or keep those that they do not know
+        known |= VLLM_OPTIONS
+    if path != "/inference/v1/generate":
+        check_place(fields.keys() - known)
+        return
+    params = fields.get("sampling_params")
+    inside = params.keys() if isinstance(params, dict) else set()
+    check_place((fields.keys() | inside) - known, "sampling_params", "extra_args")
     if "vllm_xargs" in fields:
-        raise InvalidRequestError(f"vllm_xargs: {path} takes options in {'.'.join(places)}; move them there")
+        raise InvalidRequestError(f"vllm_xargs: {path} takes options in sampling_params.extra_args; move them there")
 
 
 async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,10 +103,3 @@ def _check_num_responses(request: Any) -> None:
             f"prompts × n are {num_responses} responses, more than the {most} that a request may have; send several "
             "requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
         )
-
-
-def leave_completion_length_open() -> None:
-    """Give completions without ``max_tokens`` the default length of chat completions, instead of OpenAI's 16."""
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    CompletionRequest.model_fields["max_tokens"].default = None

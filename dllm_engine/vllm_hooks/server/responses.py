@@ -1,10 +1,8 @@
 """Fields that HTTP responses carry beside OpenAI's, in completions and chat completions alike.
 
-``choices[i].diffusion`` holds the figures of a choice. A streamed response has them in every chunk that brings tokens,
-counted up to that chunk; the last chunk has those of the whole response.
-
-``provisional`` is for responses that stream by step. Chunks of their own say what each denoising step changed in the
-running block. They bring no text and no tokens, so they have no choices, and clients that do not know them skip them.
+``choices[i].diffusion`` holds the figures of a choice, in a stream up to its chunk. ``provisional`` says what a
+denoising step changed in the running block, in chunks of its own, for responses that stream by step. These have no
+choices, so that clients that do not know them skip them.
 """
 
 import asyncio
@@ -12,7 +10,7 @@ import inspect
 import json
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -31,7 +29,7 @@ from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 DIFFUSION = "diffusion"
-_EVENT, _DONE = "data: ", "[DONE]"
+_EVENT = "data: "
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
@@ -48,33 +46,38 @@ def _event_of(chunk: dict[str, Any]) -> str:
     return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-async def stream_with_fields(
-    make_events: Callable[[AsyncIterator[Any]], AsyncGenerator[str, None]],
-    results: AsyncIterator[Any],
-    choices_of: Callable[[Any], list[tuple[int, Any]]],
-    head: dict[str, Any],
-    *,
-    with_trace: bool = False,
-) -> AsyncGenerator[str, None]:
+def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
+    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
+    if not is_ours(self):
+        return stream(self, request, *args, **kwargs)
+    return stream_with_fields(stream, inspect.signature(stream).bind(self, request, *args, **kwargs).arguments)
+
+
+async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGenerator[str, None]:
     """vLLM's stream of a response with our fields, and with chunks that show running blocks.
 
-    vLLM's generator pulls a result and yields its chunks, or none if nothing is new. It runs in a task of its own, so
-    that our chunks can be sent while it waits for the next result. It turns an error of the results into an event.
-
-    Args:
-        make_events: vLLM's generator of server-sent events from the engine's results.
-        results: the engine's results.
-        choices_of: the (choice, completion) pairs of a result.
-        head: the fields that all chunks share.
+    vLLM's generator, ``stream`` of what is ``given``, pulls a result and yields its chunks, or none if nothing is new.
+    It runs in a task of its own, so that our chunks can be sent while it waits for the next result.
     """
+    request, with_trace = given["request"], _asks_for_trace(given["request"])
+    is_chat = "created_time" not in given  # else the chunks say when the stream begins
+    head = {
+        "id": given["request_id"],
+        "object": "chat.completion.chunk" if is_chat else "text_completion",
+        "created": int(time.time()) if is_chat else given["created_time"],
+        "model": given["model_name"],
+    }
+    if not is_chat:
+        _settle_length(request)
     send, receive = anyio.create_memory_object_stream[str](0)
     changes: defaultdict[int, BlockChanges] = defaultdict(BlockChanges)
     fields: dict[int, dict[str, Any]] = {}
     """By choice, of the completions that vLLM is going to make chunks of."""
 
     async def passed_on() -> AsyncGenerator[Any, None]:
-        async for result in results:
-            choices = choices_of(result)
+        async for result in given["result_generator"]:
+            prompt, output = (0, result) if is_chat else result
+            choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
             shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
             for index, c in shown:
                 step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
@@ -85,7 +88,7 @@ async def stream_with_fields(
                 yield result
 
     async def run() -> None:
-        async with send, aclosing(make_events(passed_on())) as events:
+        async with send, aclosing(stream(**{**given, "result_generator": passed_on()})) as events:
             async for event in events:
                 await send.send(_with_fields(event, fields))
 
@@ -102,40 +105,14 @@ async def stream_with_fields(
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
     """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
-    data = event.removeprefix(_EVENT).rstrip()
-    if not event.startswith(_EVENT) or data == _DONE:
+    if not event.startswith(f"{_EVENT}{{"):
         return event
-    chunk = json.loads(data)
+    chunk = json.loads(event.removeprefix(_EVENT))
     # Chat begins with a chunk that only names the role.
     choices = [choice for choice in chunk.get("choices", ()) if "role" not in choice.get("delta", ())]
     for choice in choices:
         choice |= fields.get(choice["index"], {})
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
-
-
-def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
-    if not is_ours(self):
-        return stream(self, request, *args, **kwargs)
-    given = inspect.signature(stream).bind(self, request, *args, **kwargs).arguments
-    is_chat = "created_time" not in given  # else the chunks say when the stream begins
-    head = {
-        "id": given["request_id"],
-        "object": "chat.completion.chunk" if is_chat else "text_completion",
-        "created": int(time.time()) if is_chat else given["created_time"],
-        "model": given["model_name"],
-    }
-    if not is_chat:
-        _settle_length(request)
-
-    def events(results: AsyncIterator[Any]) -> AsyncGenerator[str, None]:
-        return stream(**{**given, "result_generator": results})
-
-    def choices_of(result: Any) -> list[tuple[int, Any]]:
-        prompt, output = (0, result) if is_chat else result
-        return [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
-
-    return stream_with_fields(events, given["result_generator"], choices_of, head, with_trace=_asks_for_trace(request))
 
 
 def _settle_length(request: Any) -> None:
@@ -150,27 +127,23 @@ def complete_with_fields(
     """Add figures to a completion."""
     _settle_length(request)
     response = to_response(self, final_res_batch, request, *args, **kwargs)
-    completions = [completion for result in final_res_batch for completion in result.outputs]
-    for choice, completion in zip(response.choices, completions, strict=True):
-        _set_fields(self, choice, completion, request)
-    return response
+    completions = (completion for result in final_res_batch for completion in result.outputs)
+    return _with_figures(response, completions, request, self)
 
 
 async def complete_chat_with_fields(
     to_response: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Add figures to a chat completion."""
-    completions: dict[int, Any] = {}
+    completions: list[Any] = []
 
     async def noted() -> AsyncGenerator[Any, None]:
         async for result in result_generator:
-            completions.update((completion.index, completion) for completion in result.outputs)
+            completions[:] = result.outputs  # the last result has all choices
             yield result
 
     response = await to_response(self, request, noted(), *args, **kwargs)
-    for choice in getattr(response, "choices", ()):  # an error has none
-        _set_fields(self, choice, completions[choice.index], request)
-    return response
+    return _with_figures(response, completions, request, self)
 
 
 def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str) -> None:
@@ -206,9 +179,10 @@ def _asks_for_trace(request: Any) -> bool:
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
-def _set_fields(serving: Any, choice: Any, completion: Any, request: Any) -> None:
-    """vLLM's response models keep fields that they do not know."""
-    fields = fields_of(completion, with_trace=_asks_for_trace(request))
-    fields |= template_fields(completion, request, serving)
-    for name, value in fields.items():
-        setattr(choice, name, value)
+def _with_figures(response: Any, completions: Iterable[Any], request: Any, serving: Any) -> Any:
+    """vLLM's response models keep fields that they do not know; an error has no choices."""
+    for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
+        fields = fields_of(completion, with_trace=_asks_for_trace(request))
+        for name, value in (fields | template_fields(completion, request, serving)).items():
+            setattr(choice, name, value)
+    return response

@@ -7,9 +7,6 @@ from types import FrameType
 
 import psutil
 
-INTERRUPTED, STOPPED = 130, 0
-"""Exit statuses after Ctrl-C and after SIGTERM, with which a supervisor stops a server."""
-
 
 def end_on_signals() -> None:
     """Let SIGTERM and Ctrl-C end this process, the main one of a server, until vLLM's server listens and installs its
@@ -22,7 +19,8 @@ def end_on_signals() -> None:
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
-    """Signal handler: end this process and its children. The exit status says which signal it was."""
+    """Signal handler: end this process and its children. The exit status is 130 after Ctrl-C, and 0 after SIGTERM, with
+    which a supervisor stops a server."""
     interrupted = number == signal.SIGINT
     # Not `print`: the signal may have interrupted one.
     os.write(2, b"dllm: interrupted\n" if interrupted else b"dllm: stopped\n")
@@ -31,4 +29,4 @@ def end_now(number: int, frame: FrameType | None = None) -> None:
             # Python's resource tracker ends by itself, and removes the others' shared memory.
             if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                 child.kill()
-    os._exit(INTERRUPTED if interrupted else STOPPED)
+    os._exit(130 if interrupted else 0)

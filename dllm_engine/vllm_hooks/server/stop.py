@@ -8,9 +8,6 @@ from typing import Any
 import psutil
 from vllm.exceptions import GenerationError, GracefulHTTPError
 
-ENGINE_DIED = 1
-"""Exit status of a server whose engine died."""
-
 
 class ServerStopping(GracefulHTTPError, GenerationError):
     """Ends a request when the server is asked to stop. It has both base classes so that vLLM does not take it for a
@@ -24,7 +21,7 @@ class ServerStopping(GracefulHTTPError, GenerationError):
 
 async def serve_and_tell(serve_http: Callable[..., Awaitable[Any]], app: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM's ``serve_http``, which returns what is awaited last. It would leave the clients of a server that stops
-    without an answer, and end with status 0 if its engine died, so that a supervisor would not start it again."""
+    without an answer, and end with status 0, not 1, if its engine died, so that no supervisor would start it again."""
     engine, was_stopped, loop = app.state.engine_client, False, asyncio.get_running_loop()
 
     def stop(*args: Any, **kwargs: Any) -> None:  # in a thread
@@ -36,7 +33,7 @@ async def serve_and_tell(serve_http: Callable[..., Awaitable[Any]], app: Any, *a
 
     async def fail() -> None:
         await closing
-        raise SystemExit(ENGINE_DIED)
+        raise SystemExit(1)
 
     if engine is not None:  # a server may only render prompts
         stop_engine, engine.shutdown, likelihoods = engine.shutdown, stop, app.state.likelihoods

@@ -1,12 +1,13 @@
-"""A server of a block diffusion model, asked by the real OpenAI client."""
+"""Servers of models that are written for them, asked by the real OpenAI client."""
 
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
+import openai
 import pytest
 
 from dllm_engine import DiffusionParams
-from tests.support.model_servers import PAGE_SIZE, blocks_server
+from tests.support.model_servers import KEY, PAGE_SIZE, blocks_server, keyed_server
 from tests.support.server import scrape
 
 pytestmark = pytest.mark.slow
@@ -68,3 +69,19 @@ def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
     assert ask(0) == alone[0]
     assert grown() == [0, len(shared) + 5, 0]
     assert scrape(server.url)["vllm:dllm_pages_reserved"] == 0
+
+
+def test_the_cache_is_the_one_asked_for_and_the_log_has_neither_prompts_nor_keys(servers):
+    server = keyed_server(servers)
+    messages = [{"role": "user", "content": "Reverse: Rome Tom Oslo"}]  # 10 tokens with the template
+    body = {"ignore_eos": True, "vllm_xargs": {"block_length": 8}}
+    chats = server.client(KEY).chat.completions
+    answer = chats.create(model="demo", messages=messages, max_tokens=32, extra_body=body)
+    figures = answer.choices[0].model_extra["diffusion"]
+    assert figures["tokens_retained"] == (10 + 24) // 2
+    assert figures["pages_held"] % 3 == 0, "17 tokens are three pages in each layer"
+    with pytest.raises(openai.AuthenticationError):
+        server.client("swordfish").models.list()
+    log = server.log.read_text()
+    assert "POST /v1/chat/completions" in log
+    assert not [word for word in ("Reverse", "Oslo", "sesame", "swordfish") if word in log]

@@ -1,10 +1,19 @@
-"""Settings of vLLM that diffusion engines do not honour are refused by name and value, with what to use."""
+"""Settings of vLLM that are not honoured are refused by name and value. Defaults of requests come from
+``generation_config.json`` and ``override_generation_config``."""
+
+import json
 
 import pytest
+from vllm import SamplingParams
 from vllm.config import KVEventsConfig
+from vllm.engine.arg_utils import EngineArgs
 
-from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
+from dllm_engine.plugin import register
+from dllm_engine.vllm_hooks import engine_config
+from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig, left_out_defaults
 from tests.support.engines import runner_of, scheduler_of, start_engine
+from tests.support.http_app import refusal, served
+from tests.support.tiny_checkpoints import write_llada
 
 REFUSED = {
     "leave it unset": {
@@ -82,3 +91,73 @@ def test_ranks_that_do_not_share_the_heads_evenly_are_refused(tiny_llada, size):
     """Four heads."""
     with pytest.raises(ValueError, match=rf"tensor.parallel.size.*{size}|{size}.*tensor.parallel.size"):
         start_engine(tiny_llada, tensor_parallel_size=size)
+
+
+QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
+USED = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llada(tmp_path_factory.mktemp("generation"))
+
+
+@pytest.fixture
+def configured(folder):
+    def configure(content, **settings):
+        register()
+        (folder / "generation_config.json").write_text(json.dumps(content))
+        return EngineArgs(str(folder), skip_tokenizer_init=True, **settings).create_model_config()
+
+    return configure
+
+
+@pytest.mark.parametrize(
+    ("stated", "left_out"),
+    [
+        *[({name: 0.1}, [f"{name}=0.1"]) for name in ("repetition_penalty", "presence_penalty", "min_p")],
+        ({"repetition_penalty": 1.0, "min_p": 0.0, "eos_token_id": [1, 2]}, []),
+    ],
+)
+def test_what_a_file_brings_and_is_not_supported_is_left_out_and_named(configured, stated, left_out):
+    model_config = configured(USED | stated)
+    assert left_out_defaults(model_config) == left_out
+    assert model_config.get_diff_sampling_param() == USED | {"max_tokens": 256}
+    assert left_out_defaults(configured(USED | stated, generation_config="vllm")) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"repetition_penalty": 1.05}, "repetition_penalty=1.05: penalties are not supported"),
+        ({"temprature": 0.5}, r"takes no 'temprature'.*'?temperature"),
+        ({"eos_token_id": 7}, "takes no 'eos_token_id'"),
+    ],
+    ids=str,
+)
+def test_an_override_that_is_not_supported_is_refused_by_name(configured, override, message):
+    with pytest.raises(ValueError, match=f"override_generation_config.*{message}"):
+        configured({}, override_generation_config=override)
+
+
+def test_an_override_of_neutral_values_is_none(configured):
+    override = {"repetition_penalty": 1.0, "min_p": 0.0, "frequency_penalty": 0, "temperature": None, "top_p": 0.9}
+    model_config = configured(USED, override_generation_config=override)
+    assert model_config.get_diff_sampling_param() == USED | {"top_p": 0.9, "max_tokens": 256}
+
+
+def test_an_engine_of_such_a_file_answers_and_says_once_what_it_leaves_out(folder, monkeypatch):
+    (folder / "generation_config.json").write_text(json.dumps(QWEN))
+    warnings = []
+    monkeypatch.setattr(engine_config.logger, "warning", lambda text, *given: warnings.append(text % given))
+    llm = start_engine(folder)
+    (warning,) = [text for text in warnings if "left out" in text]
+    assert "repetition_penalty=1.05, min_p=0.05" in warning
+    prompt = {"prompt_token_ids": [3, 1, 4]}
+    for params in (None, SamplingParams(max_tokens=4), llm.get_default_sampling_params()):
+        assert llm.generate(prompt, params)
+    body = {"model": str(folder), "prompt": [3, 1, 4], "max_tokens": 4}
+    ask = served(llm).post
+    assert ask("/v1/completions", json=body).status_code == 200
+    refused = ask("/v1/completions", json=body | {"repetition_penalty": 1.05})
+    assert "repetition_penalty=1.05" in refusal(refused)
