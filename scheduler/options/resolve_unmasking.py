@@ -100,6 +100,26 @@ def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
     return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
 
 
+def check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
+    """Refuse options that do not go with several blocks: the rule sets the number of positions of a step, and a span
+    lies in one block."""
+    if (threshold := options.block_add_threshold) is None:
+        return
+    for name, reason in (
+        ("slow_fast", "SlowFast sampling runs one block at a time"),
+        ("steps_per_block", "blocks that run at once share their steps"),
+    ):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
+            )
+    if parallel is None:
+        raise InvalidRequestError(
+            f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "
+            f"{', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
+        )
+
+
 def check_attention(options: RequestOptions, family: ModelFamily) -> None:
     """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
     where the family has neither; or for token editing where attention is to the whole canvas."""
