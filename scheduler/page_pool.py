@@ -72,11 +72,6 @@ class PagePool:
     def num_allocated(self) -> int:
         return self.num_pages - self._blocks.get_num_free_blocks()
 
-    @property
-    def usage(self) -> float:
-        """Share of the pages that is reserved, 0 to 1."""
-        return self.num_reserved / self.num_pages if self.num_pages else 0.0
-
     def find(self, keys: Sequence[BlockHash], num_tables: int) -> list[list[KVCacheBlock]]:
         """The pages of a prefix for each of ``num_tables`` tables, as far as all tables have them."""
         found = []

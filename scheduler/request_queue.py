@@ -43,6 +43,7 @@ class RequestQueue(SchedulerInterface):
     # Read by EngineCore.
     connector = None
     ec_connector = None
+    pause_state = PauseState.UNPAUSED
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class RequestQueue(SchedulerInterface):
         """Keys of the pages that the step in hand fills for good."""
         self.policy = SchedulingPolicy(scheduling.policy)
         self.waiting = create_request_queue(self.policy)
-        self.running: list[Request] = []
+        self.running: list[RequestState] = []
         self.states: dict[str, RequestState] = {}
         self.finished_req_ids: set[str] = set()
         self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
@@ -90,7 +91,6 @@ class RequestQueue(SchedulerInterface):
         """Last outputs of requests that failed, with their clients; sent with those of the step."""
         self._num_steps = 0
         self._stats = EngineStats()
-        self._pause_state = PauseState.UNPAUSED
         self.weights_incomplete_since: str | None = None
         """The call that began to change the weights, until another one completes them. No request is admitted then."""
         self.num_weight_changes = 0
@@ -117,13 +117,15 @@ class RequestQueue(SchedulerInterface):
     @property
     def admits(self) -> bool:
         """True if requests may begin: the engine is not paused, and has all of its weights."""
-        return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
+        return self.pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self) -> RequestState | None:
         """The request to admit next. While none may begin, those that were preempted go on."""
         if self.admits:
-            return self.waiting.peek_request() if self.waiting else None
-        return next((request for request in self.waiting if request.num_preemptions), None)
+            request = self.waiting.peek_request() if self.waiting else None
+        else:
+            request = next((request for request in self.waiting if request.num_preemptions), None)
+        return None if request is None else self.states[request.request_id]
 
     @property
     def num_begun(self) -> int:
@@ -131,7 +133,7 @@ class RequestQueue(SchedulerInterface):
         return len(self.running) + sum(request.num_preemptions > 0 for request in self.waiting)
 
     def _new_state(self, request: Request) -> RequestState:
-        if self.weights_incomplete_since is not None and self._pause_state == PauseState.UNPAUSED:
+        if self.weights_incomplete_since is not None and self.pause_state == PauseState.UNPAUSED:
             raise ValueError(
                 f"the engine's weights are incomplete since {self.weights_incomplete_since}; complete them with "
                 f"reload_weights or finish_weight_update. A paused engine keeps requests waiting meanwhile"
@@ -156,21 +158,20 @@ class RequestQueue(SchedulerInterface):
             ids = [request_ids]
         else:
             ids = list(dict.fromkeys(request_ids))
-        requests = [self.states[i].request for i in ids if i in self.states]
-        running = {r for r in requests if r.status == RequestStatus.RUNNING}
-        self.running = remove_all(self.running, running)
-        self.waiting.remove_requests([r for r in requests if r not in running])
-        for request in requests:
-            request.status = finished_status
-            self._free(request)
-        return requests
+        states = [self.states[i] for i in ids if i in self.states]
+        self.running = remove_all(self.running, set(states))
+        self.waiting.remove_requests([s.request for s in states if s.request.status != RequestStatus.RUNNING])
+        for state in states:
+            state.request.status = finished_status
+            self._free(state)
+        return [state.request for state in states]
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, state: RequestState) -> None:
         """Take a running request's pages. It waits to go on where it stands: the runner keeps its tokens, and fills new
         pages from them."""
-        self.running = remove_all(self.running, {request})
-        state = self.states[request.request_id]
-        self.pages.free(request.request_id)
+        request = state.request
+        self.running = remove_all(self.running, {state})
+        self.pages.free(state.request_id)
         state.page_counts, state.progress.retained = {}, 0
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -178,39 +179,41 @@ class RequestQueue(SchedulerInterface):
             request.record_event(EngineCoreEventType.PREEMPTED)
         self.waiting.prepend_request(request)
 
-    def _fail(self, request: Request, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None) -> None:
+    def _fail(
+        self, state: RequestState, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None
+    ) -> None:
         """End a request with an error. ``output``: the step that it may be part of."""
-        state = self.states[request.request_id]
-        logger.error("request %s failed: %s", request.request_id, failure.message)
+        logger.error("request %s failed: %s", state.request_id, failure.message)
         if output is not None:
-            output.drop(request.request_id)
+            output.drop(state.request_id)
         # Wherever it is: what failed may have been on its way from one to the other.
-        self.running = remove_all(self.running, {request})
-        self.waiting.remove_requests([request])
-        self._free(request)
-        self._send_error(request, failure, state.progress)
+        self.running = remove_all(self.running, {state})
+        self.waiting.remove_requests([state.request])
+        self._free(state)
+        self._send_error(state.request, failure, state.progress)
 
     @contextmanager
-    def _failing_alone(self, request: Request, output: DiffusionSchedulerOutput) -> Iterator[None]:
+    def _failing_alone(self, state: RequestState, output: DiffusionSchedulerOutput) -> Iterator[None]:
         """End a request whose work raises an error; the others go on."""
         try:
             yield
         except Exception as error:
-            self._fail(request, failure_of(request.request_id, error), output)
+            self._fail(state, failure_of(state.request_id, error), output)
 
     def _send_error(self, request: Request, failure: RequestFailure, progress: Progress) -> None:
         self._stats.requests_failed[failure.cause] += 1
         self._errors.append((request.client_index, failed_output(request, failure, progress)))
 
-    def _free(self, request: Request) -> None:
-        state = self.states.pop(request.request_id)
+    def _free(self, state: RequestState) -> None:
+        request_id = state.request_id
+        del self.states[request_id]
         if self.log_stats:  # else nobody empties its lists
             self._stats.add_ended(state.progress)
-        self.pages.free(request.request_id)
-        self.refreshes.forget(request.request_id)
-        self.finished_req_ids.add(request.request_id)
+        self.pages.free(request_id)
+        self.refreshes.forget(request_id)
+        self.finished_req_ids.add(request_id)
         if self.finished_req_ids_dict is not None:
-            self.finished_req_ids_dict[request.client_index].add(request.request_id)
+            self.finished_req_ids_dict[state.request.client_index].add(request_id)
 
     # Told to EngineCore
 
@@ -228,15 +231,11 @@ class RequestQueue(SchedulerInterface):
             next(iter(per_client.values())).scheduler_stats = stats
         return per_client
 
-    @property
-    def pause_state(self) -> PauseState:
-        return self._pause_state
-
     def set_pause_state(self, pause_state: PauseState) -> None:
-        self._pause_state = pause_state
+        self.pause_state = pause_state
 
     def get_num_unfinished_requests(self) -> int:
-        if self._pause_state == PauseState.PAUSED_ALL:
+        if self.pause_state == PauseState.PAUSED_ALL:
             return 0
         unfinished = len(self.running) + len(self.waiting) if self.admits else self.num_begun
         return unfinished + len(self._errors)
@@ -252,7 +251,8 @@ class RequestQueue(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def get_kv_cache_usage(self) -> float:
-        return self.pages.usage
+        """Share of the pages that is reserved, 0 to 1."""
+        return self.pages.num_reserved / max(self.pages.num_pages, 1)
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
@@ -261,7 +261,7 @@ class RequestQueue(SchedulerInterface):
         scheduler_stats = SchedulerStats(
             num_running_reqs=num_running,
             num_waiting_reqs=num_waiting,
-            kv_cache_usage=self.pages.usage,
+            kv_cache_usage=self.get_kv_cache_usage(),
             prefix_cache_stats=self.prefix_stats,
         )
         self.prefix_stats = PrefixCacheStats()
@@ -269,7 +269,7 @@ class RequestQueue(SchedulerInterface):
         stats.pages_total = self.pages.num_pages
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
-        stats.tokens_retained = sum(self.states[request.request_id].progress.retained for request in self.running)
+        stats.tokens_retained = sum(state.progress.retained for state in self.running)
         # The only free dictionaries of vLLM's message are those of key-value connectors.
         scheduler_stats.kv_connector_stats = {STATS_KEY: vars(stats)}
         return scheduler_stats
@@ -278,8 +278,8 @@ class RequestQueue(SchedulerInterface):
         """Let no request find the pages of those before it; whether that could be done, which it cannot while requests
         hold pages. ``reset_running_requests``: preempt those that can go on without them."""
         if reset_running_requests and self.method.keeps_for_good:
-            for request in reversed(self.running):
-                self._preempt(request)
+            for state in reversed(self.running):
+                self._preempt(state)
         self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
         return self.prefix_stats.reset or not self.shares_prefixes
 

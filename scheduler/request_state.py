@@ -19,7 +19,7 @@ from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """A request that waits or runs."""
 
@@ -35,6 +35,10 @@ class RequestState:
     """Origin of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
@@ -56,7 +60,7 @@ class RequestState:
         if not shown:
             return None
         message = figures_message(progress, with_trace=False) | shown
-        return EngineCoreOutput(self.request.request_id, new_token_ids=[], kv_transfer_params=message)
+        return EngineCoreOutput(self.request_id, new_token_ids=[], kv_transfer_params=message)
 
     def no_progress(self) -> RequestFailure | None:
         """The failure of a request whose running blocks take more steps than they can need."""

@@ -36,8 +36,7 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"it is no JSON: {error}") from None
 
 
-def read_slow_fast(value: Any) -> Any:
-    """Options of ``SlowFast``, checked, from JSON too; None stays None."""
+def _checked_slow_fast(value: Any) -> Any:
     given = _parsed(value)
     try:
         SlowFast.model_validate({} if given is None else given)
@@ -91,7 +90,7 @@ class RequestOptions(BaseModel):
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
     policy ``low_entropy``."""
-    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
+    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(_checked_slow_fast)] = None
     """Parallel unmasking (SlowFast sampling): slow passes find the span in which the model is confident; fast passes
     fill it and do not compute what is after it. A dictionary of options; those left out are as in the authors' code for
     the family, and ``{}`` leaves out all. For the policy ``low_confidence``."""

@@ -26,6 +26,7 @@ from dllm_engine.scheduler.options.request_options import (
     REASONING,
     InvalidRequestError,
     bytes_in,
+    parse_request_options,
     request_options,
 )
 from dllm_engine.scheduler.options.resolve_tokens import decision_template, response_template
@@ -209,7 +210,7 @@ def resolve_decoding(
             raise InvalidRequestError(
                 f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
             )
-        options = own.model_copy(update=with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
+        options = parse_request_options(with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
         if (guidance := _resolve_guidance(options, own, params, engine)) is not None:
             options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
         template = response_template(own, params.max_tokens)

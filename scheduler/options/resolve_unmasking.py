@@ -2,7 +2,7 @@
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import shortened
-from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
+from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.unmasking_policies import (
@@ -88,7 +88,7 @@ def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast 
     otherwise."""
     if options.slow_fast is None:
         return None
-    return SlowFast.model_validate({**family.slow_fast, **read_slow_fast(options.slow_fast)})
+    return SlowFast.model_validate({**family.slow_fast, **options.slow_fast})
 
 
 def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
