@@ -12,7 +12,7 @@ from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
-from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
+from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import CacheOptions
 from dllm_engine.text import choices, did_you_mean
 
@@ -215,7 +215,21 @@ class EngineOptions(BaseModel):
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
         """Sizes of the model and the pool's pages on one rank."""
-        return PoolGeometry.of_model(hf_config, self.page_size, tensor_parallel_size, self.guide_shape)
+
+        def on_rank(num_kv_heads: int) -> int:
+            # With more ranks than KV heads each head is on several of them.
+            return max(1, num_kv_heads // tensor_parallel_size)
+
+        guide = self.guide_shape
+        return PoolGeometry(
+            page_size=self.page_size,
+            num_layers=hf_config.num_hidden_layers,
+            num_kv_heads=on_rank(hf_config.num_key_value_heads),
+            head_dim=head_dim_of(hf_config),
+            hidden_size=hf_config.hidden_size,
+            total_kv_heads=hf_config.num_key_value_heads,
+            guide=guide and guide.model_copy(update={"num_kv_heads": on_rank(guide.num_kv_heads)}),
+        )
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":

@@ -59,25 +59,8 @@ class PoolGeometry:
     hidden_size: int
     total_kv_heads: int
     """KV heads of the whole model."""
-
     guide: GuideShape | None = None
-
-    @classmethod
-    def of_model(
-        cls, hf_config: Any, page_size: int, tensor_parallel_size: int, guide: GuideShape | None = None
-    ) -> "PoolGeometry":
-        if guide is not None:
-            guide = guide.model_copy(update={"num_kv_heads": max(1, guide.num_kv_heads // tensor_parallel_size)})
-        return cls(
-            page_size=page_size,
-            num_layers=hf_config.num_hidden_layers,
-            # With more ranks than KV heads each head is on several of them.
-            num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
-            head_dim=head_dim_of(hf_config),
-            hidden_size=hf_config.hidden_size,
-            total_kv_heads=hf_config.num_key_value_heads,
-            guide=guide,
-        )
+    """Sizes of the guide on this rank."""
 
     def kv_pages(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` of one layer, all heads of the rank."""

@@ -191,48 +191,40 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks). With several running blocks it is filled as
     well.
     """
-    window, step = spec.span_of(progress.running), progress.step
-    least = spec.tokens_per_step or 0
+    window, step, span = spec.span_of(progress.running), progress.step, progress.span
     begins_masked = step == 0 and not spec.is_given(window.start)
-    first_needed = window_alone and spec.shifts_logits and begins_masked
+    quota = UnmaskQuota(window, progress.num_masked, 1.0)
+    quota.first_needed = window_alone and spec.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
-        # The guide, or the probabilities of fields, decide how many; schedules have no say.
-        return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
+        return quota  # the guide, or the probabilities of fields, decide how many; schedules have no say
+    quota.parallel, quota.least = spec.parallel, spec.tokens_per_step or 0
     if spec.block_add_threshold is not None:
-        leftmost = spec.block_span(progress.leftmost)
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
-    if (span := progress.span) is not None:
-        threshold, enough = span.passing
-        return UnmaskQuota(
-            Span(span.start, window.stop if span.is_slow else span.end),
-            progress.num_masked,
-            1.0,
-            ParallelRule("slow_fast", threshold),
-            least,
-            first_needed,
-            enough=enough,
-            observed=span.options.span_threshold if span.is_slow and not span.settled else None,
-        )
+        quota.guaranteed = spec.block_span(progress.leftmost)
+        return quota
+    if span is not None:
+        threshold, quota.enough = span.passing
+        quota.parallel = ParallelRule("slow_fast", threshold)
+        quota.candidates = Span(span.start, window.stop if span.is_slow else span.end)
+        quota.observed = span.options.span_threshold if span.is_slow and not span.settled else None
+        return quota
+    quota.first_needed = False  # here such a step fills that position alone, or all
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
     if spec.schedule == "timestep" and in_blocks and begins_masked and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
-    may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
-    guaranteed = window if may_pass_none else None
+    if spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none:
+        quota.guaranteed = window
     if spec.tokens_per_step is not None:
-        count = min(spec.tokens_per_step, progress.num_masked)
-        ratio = count / max(progress.num_masked, 1)
-        return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
-    if step >= steps - 1:
-        count, ratio = progress.num_masked, 1.0
-    elif spec.schedule == "uniform":
-        count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
-        ratio = count / max(progress.num_masked, 1)
-    else:
-        count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
+        quota.count = min(spec.tokens_per_step, progress.num_masked)
+    elif step < steps - 1 and spec.schedule == "uniform":
+        quota.count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
+    elif step < steps - 1:
+        quota.count = timestep_count(progress.num_masked, steps, step)
+    by_time_grid = spec.schedule == "timestep" and spec.tokens_per_step is None
+    quota.ratio = timestep_ratio(steps, step) if by_time_grid else quota.count / max(progress.num_masked, 1)
     if spec.block_steps and spec.parallel is not None:
-        least = count
-    return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
+        quota.least = quota.count
+    return quota
 
 
 def cut(progress: Progress, span: Span) -> Span:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
@@ -134,10 +135,7 @@ def timestep_ratio(steps: int, step: int) -> float:
 
 def timestep_count(num_masked: int, steps: int, step: int) -> int:
     """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often 0 in the first steps."""
-    import torch
-
-    product = torch.tensor(num_masked, dtype=torch.float32) * torch.tensor(timestep_ratio(steps, step))
-    return int(product)
+    return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
 
 
 MOST_TOKENS = (1 << 31) - 1
