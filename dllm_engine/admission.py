@@ -1,10 +1,8 @@
 """Checks of a request before it enters the engine. A request that fails is answered with 400 and loses nothing."""
 
-import inspect
 import math
 from collections.abc import Sequence
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -49,8 +47,7 @@ def check_types(params: SamplingParams) -> None:
         value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
-        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        classes = [each for each in kinds if inspect.isclass(each) and each.__module__ != "builtins"]
+        classes = [each for each in (kind, *get_args(kind)) if getattr(each, "__module__", "").startswith("vllm")]
         try:
             if not classes:
                 msgspec.convert(value, kind)
@@ -186,8 +183,9 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
 def settled_params(
     params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
 ) -> SamplingParams:
-    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
-    request where they travel: vLLM resets its own fields on the way to the engine."""
+    """The parameters with a length (a template's, the model's default or what fits), with an automaton for what the
+    text must match, and with the filters of a greedy request where they travel: vLLM resets its own fields on the way
+    to the engine."""
     params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
@@ -195,17 +193,10 @@ def settled_params(
         params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
         params, bound = params.clone(), params.max_tokens
-        length = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
+        length = request_options(params).returned_length
+        if not length:
+            default: int = vllm_config.model_config.override_generation_config["max_new_tokens"]
+            # At least 1, so that the check of the request explains.
+            length = max(min(default, vllm_config.model_config.max_model_len - len(prompt_token_ids)), 1)
         params.max_tokens = length if bound is None else min(bound, length)
     return params
-
-
-def open_gen_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:
-    """Response length of a request that names none: that of its template, the model's default, or what fits.
-
-    At least 1, so that the check of the request explains.
-    """
-    if length := request_options(params).returned_length:
-        return length
-    default: int = model_config.override_generation_config["max_new_tokens"]
-    return max(min(default, model_config.max_model_len - prompt_length), 1)

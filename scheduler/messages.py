@@ -70,12 +70,10 @@ class ShownWindow:
 
 
 class Commits(NamedTuple):
-    """Origin of response tokens: an entry per token, in the order of the response."""
+    """Origin of response tokens in their order, as in ``DiffusionFigures``."""
 
-    forward_passes: list[int]
-    """Forward pass that filled each token, counted from 1; 0: the token was given."""
-    logprobs: list[float]
-    """Log-probability of each token in that pass."""
+    committed_at: list[int]
+    committed_logprobs: list[float]
 
 
 @dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
@@ -166,16 +164,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     reports: list[dict[str, StepResult]] = field(default_factory=list)
 
 
-def figures_message(
-    progress: Progress,
-    *,
-    commits: Commits | None = None,
-    decision: dict[str, Any] | None = None,
-    with_trace: bool = True,
-    error: str | None = None,
-) -> dict[str, Any]:
+def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
     """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
-    figures = {
+    counts = {
         "denoising_steps": progress.num_denoised,
         "forward_passes": progress.num_forwards,
         "tokens_unmasked": progress.num_unmasked,
@@ -183,13 +174,8 @@ def figures_message(
         "tokens_computed": progress.num_rows_computed,
         "pages_held": progress.pages_held,
         "tokens_retained": progress.tokens_retained,
-        "committed_at": commits.forward_passes if commits is not None else [],
-        "committed_logprobs": commits.logprobs if commits is not None else [],
-        "trace": progress.trace if with_trace else {},
-        "decision": decision or {},
-        "error": error,
     }
-    return {FIGURES_KEY: figures}
+    return {FIGURES_KEY: counts | others}
 
 
 def provisional_message(spec: DecodingSpec, progress: Progress, shown: ShownWindow) -> dict[str, Any]:

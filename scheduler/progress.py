@@ -37,8 +37,8 @@ class Progress:
     """True if the response ends with the running blocks, so that no other block joins."""
     num_forwards: int = 0
     """Forward passes so far, over the whole response."""
-    num_prefills: int = 0
-    """Forward passes that only fed a part of a long prompt."""
+    num_denoised: int = 0
+    """Denoising steps so far: forward passes but for those that only fed a part of a long prompt."""
     num_unmasked: int = 0
     """Response tokens unmasked so far."""
     num_edited: int = 0
@@ -69,11 +69,6 @@ class Progress:
         """Masked tokens left in the window."""
         return sum(self.masked)
 
-    @property
-    def num_denoised(self) -> int:
-        """Denoising steps so far, over the whole response."""
-        return self.num_forwards - self.num_prefills
-
     def passed_multiple_of(self, interval: int) -> bool:
         """Return True if the last pass brought the number of unmasked tokens to a multiple of ``interval``, or past
         one."""
@@ -101,8 +96,8 @@ class Progress:
             self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
         self.num_forwards += 1
         if prefills:
-            self.num_prefills += 1
             return
+        self.num_denoised += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
         self.post_steps += not self.num_masked
@@ -112,12 +107,10 @@ class Progress:
 
     def _settle(self, spec: DecodingSpec) -> None:
         """Let the next blocks join. Blocks without a mask take no step."""
-        self._note_complete()
-        while self._join(spec) and not self.num_masked:
-            self._note_complete()
-
-    def _note_complete(self) -> None:
-        self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+        is_settled = False
+        while not is_settled:
+            self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+            is_settled = not self._join(spec) or self.num_masked > 0
 
     def _join(self, spec: DecodingSpec) -> bool:
         """Let the next block join if enough of the last one is decided; return True if it joins."""

@@ -262,9 +262,7 @@ class DecodingSpec:
     @cached_property
     def masks_per_block(self) -> tuple[int, ...]:
         """Masks of each block before its first step."""
-        if not self.template:
-            return tuple(self.block_span(block).size for block in range(self.num_blocks))
-        canvas = (*self.template, *[None] * (self.canvas_length - self.response_span.stop))
+        canvas = (*self.response_template, *[None] * (self.canvas_length - self.response_span.stop))
         spans = (self.block_span(block) for block in range(self.num_blocks))
         return tuple(
             canvas[start - self.prompt_length : stop - self.prompt_length].count(None) for start, stop in spans

@@ -1,5 +1,6 @@
 """A request in the scheduler: vLLM's object, its settings, its progress, and what its client gets to see."""
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,7 @@ class RequestState:
     """Pages per table that the request holds."""
     pages_settled: bool = False
     """True if the runner has reported the final number of pages."""
-    commits: Commits | None = None
+    commits: Commits = field(default_factory=lambda: Commits([], []))
     """Origin of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
     """Number of the last step that ran it; those left out longest go first."""
@@ -51,16 +52,14 @@ class RequestState:
         if report.tokens is not None:
             self._accept(report.tokens)
             if report.commits is not None:
-                passes, logprobs = self.commits or Commits([], [])
                 # New lists: an output that waits to be sent holds the old ones.
-                self.commits = Commits(passes + report.commits.forward_passes, logprobs + report.commits.logprobs)
+                self.commits = Commits(*map(operator.add, self.commits, report.commits))
             if self.request.status is RequestStatus.FINISHED_STOPPED and report.tokens[-1] not in spec.end_tokens:
                 shown |= {COMPLETE_KEY: True}
             return self._output(report.tokens, report, shown)
         if not shown:
             return None
-        message = figures_message(progress, with_trace=False) | shown
-        return EngineCoreOutput(self.request_id, new_token_ids=[], kv_transfer_params=message)
+        return EngineCoreOutput(self.request_id, new_token_ids=[], kv_transfer_params=figures_message(progress) | shown)
 
     def no_progress(self) -> RequestFailure | None:
         """The failure of a request whose running blocks take more steps than they can need."""
@@ -90,6 +89,7 @@ class RequestState:
     def _output(self, tokens: list[int], report: StepReport, shown: dict[str, Any]) -> EngineCoreOutput:
         request = self.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
+        details = {"trace": self.progress.trace, "decision": report.decision or {}} | self.commits._asdict()
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
@@ -98,7 +98,7 @@ class RequestState:
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(self.progress, commits=self.commits, decision=report.decision) | shown,
+            kv_transfer_params=figures_message(self.progress, **details) | shown,
             trace_headers=request.trace_headers,
         )
 
@@ -111,6 +111,6 @@ def failed_output(request: Request, failure: RequestFailure, progress: Progress)
         new_token_ids=[],
         finish_reason=request.get_finished_reason(),
         events=request.take_events(),
-        kv_transfer_params=figures_message(progress, error=failure.message),
+        kv_transfer_params=figures_message(progress, trace=progress.trace, error=failure.message),
         trace_headers=request.trace_headers,
     )
