@@ -35,18 +35,16 @@ class NewRequest:
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
-    """vLLM's message with a plan per scheduled request. Of vLLM's own fields it fills the numbers of rows and the
-    requests that ended."""
+    """vLLM's message, of whose own fields it fills the numbers of rows and the requests that ended."""
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
     page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
-    """Most steps to run before reporting. The runner stops earlier if a step has tokens to send, or lets a block
-    join."""
+    """The most steps to run before reporting: fewer if one has tokens to send, or lets a block join."""
     progress: dict[str, Progress] = field(default_factory=dict)
-    """Progress of each request, from which the runner plans the steps after the first."""
+    """From which the runner plans the steps after the first."""
 
     def drop(self, request_id: str) -> None:
         """Take a request out of the step again."""
@@ -93,20 +91,18 @@ class StepReport:
     num_edited: int = 0
     """Decided tokens that the step replaced."""
     revises: bool = False
-    """True if decided tokens of the running block may still change."""
+    """As in ``Progress``."""
     seen: SeenOfBlock | None = None
-    """Observation of SlowFast sampling, if the request uses it."""
     ends: bool = False
     """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: int | None = None
     """Key slots that the request keeps in the table that its layers share, on the rank with the most; None: not settled
     by this step."""
     logprobs: LogprobsLists | None = None
-    """Log-probabilities of ``tokens``, if the request asks."""
     commits: Commits | None = None
-    """Origin of ``tokens``, if the request asks."""
+    """Both of ``tokens``, if the request asks."""
     shown: ShownWindow | None = None
-    """The running blocks, if the request streams by step."""
+    """If the request streams by step."""
     decision: dict[str, Any] | None = None
     """Value, probability and distribution of each field, after the last pass of a decision."""
 
@@ -133,11 +129,11 @@ meet them alone, so the process ends."""
 
 
 class RequestFailure(NamedTuple):
-    """Reason why a request ends with an error."""
+    """End of a request with an error."""
 
     cause: FailureCause
     message: str
-    """Message for the client."""
+    """For the client."""
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
@@ -154,7 +150,6 @@ def failure_of(request_id: str, error: Exception) -> RequestFailure:
 
 
 StepResult = StepReport | RequestFailure
-"""A failure ends the request."""
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Pages that the tables of a request take. A page is a fixed number of bytes; its content depends on the kind of
-table."""
+"""Pages that the tables of a request take. A page has the bytes of ``page_size`` tokens of one layer's keys and values,
+on one rank; its content depends on the kind of table."""
 
 import math
 from dataclasses import dataclass
@@ -40,16 +40,13 @@ class GuideShape(BaseModel):
     """Its tokens that pages are reserved for, per token of the diffusion model."""
 
     def num_tokens(self, num_tokens: int) -> int:
-        """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
+        """Its tokens for so many of the diffusion model."""
         return math.ceil(num_tokens * self.tokens_per_token)
 
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Sizes of a model on one tensor-parallel rank, and of the pool's pages there.
-
-    A page has the bytes of ``page_size`` tokens of one layer's keys and values.
-    """
+    """Sizes of a model on one tensor-parallel rank, and of the pool's pages there."""
 
     page_size: int
     num_layers: int
@@ -80,7 +77,6 @@ class PoolGeometry:
         return {PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)] * guide.num_layers}
 
     def _per_page(self, size: int, what: str) -> int:
-        """Number of ``what``, of ``size`` numbers each, that fit a page."""
         per_token = 2 * self.num_kv_heads * self.head_dim
         if not (per_page := self.page_size * per_token // size):
             raise ValueError(
@@ -100,6 +96,5 @@ def pages_for(amount: int, per_page: int) -> int:
 
 
 def head_dim_of(hf_config: Any) -> int:
-    """The size of a model's heads, which need not fill its hidden size."""
     stated: int | None = getattr(hf_config, "head_dim", None)
     return stated or hf_config.hidden_size // hf_config.num_attention_heads

@@ -19,12 +19,9 @@ Tables = Sequence[Sequence[KVCacheBlock]]
 
 
 def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
-    """Keys of these pages of a text, as far as its hashes tell.
+    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell.
 
     What a page holds depends on all tokens up to the end of the last block that it touches, and on the block length.
-
-    Args:
-        hashes: vLLM's, of every ``page_size`` tokens and all before them.
     """
     keys = []
     for page in pages:
@@ -39,28 +36,23 @@ def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, 
 class PagePool:
     """Reserves pages for a request at admission and allocates them when they are needed.
 
-    A request may only allocate what it reserved. One that has reserved the most that it can ever need never finds the
-    pool empty; another one asks for more with ``grow``.
+    A request that has reserved the most that it can ever need never finds the pool empty; another one asks for more
+    with ``grow``.
     """
 
     def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
-        """
-        Args:
-            num_pages: counts vLLM's null block, which is never handed out.
-            hash_block_size: tokens that a hash of vLLM's is of; those of a page where requests share pages.
-            shares: whether they do.
-        """
+        """``num_pages`` counts vLLM's null block, which is never handed out. ``hash_block_size``: tokens per hash of
+        vLLM's, and per page if requests share pages."""
         self._blocks = BlockPool(num_pages, enable_caching=shares, hash_block_size=hash_block_size)
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
         self._num_held = 0
         """Pages of all tables; a shared one counts once for each."""
         self._num_keyed: dict[str, int] = {}
-        """Pages of each table of a request that have their keys."""
+        """Pages of each table of a request that others can find."""
 
     @property
     def num_pages(self) -> int:
-        """Pages that can be handed out."""
         return self._blocks.num_gpu_blocks - 1
 
     @property
@@ -104,7 +96,6 @@ class PagePool:
         return True
 
     def num_keyed(self, request_id: str) -> int:
-        """Pages of each table of a request that others can find."""
         return self._num_keyed.get(request_id, 0)
 
     def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
@@ -122,10 +113,8 @@ class PagePool:
         return self._blocks.reset_prefix_cache()
 
     def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
-        """Resize a request's page tables, in pages; returns the page ids of each.
-
-        A table grows and shrinks at its end. Raises ``ValueError`` beyond the request's reservation.
-        """
+        """Resize a request's page tables at their ends; returns the page ids of each. Raises ``ValueError`` beyond the
+        request's reservation."""
         if sum(table_sizes) > self._reserved[request_id]:
             raise ValueError(
                 f"request {request_id} wants {sum(table_sizes)} pages, but reserved {self._reserved[request_id]}"
@@ -146,7 +135,7 @@ class PagePool:
         self._reserved[request_id] = sum(map(len, self._tables[request_id]))
 
     def free(self, request_id: str) -> None:
-        """Return a request's pages and its reservation; nothing happens for a request that has none."""
+        """Return a request's pages and its reservation, if it has any."""
         self._reserved.pop(request_id, None)
         self._num_keyed.pop(request_id, None)
         tables = self._tables.pop(request_id, [])
