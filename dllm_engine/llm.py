@@ -89,15 +89,11 @@ class LLM(vllm.LLM):
         *,
         sizes: Sequence[int] = (),
     ) -> list[vllm.RequestOutput]:
-        """Write what belongs between two texts.
+        """Write what belongs between two texts, or between equally many of each; returns as ``fill_in``.
 
         Args:
-            prefix, suffix: the texts, or equally many of each.
             params: as for ``generate``; ``gen_length`` is the number of tokens between them.
             sizes: several numbers of tokens instead; the one is kept whose tokens the model is surest of.
-
-        Returns:
-            As ``fill_in``.
         """
         params = params or DiffusionParams()
         if bool(sizes) == (params.gen_length is not None):
@@ -139,7 +135,7 @@ class LLM(vllm.LLM):
         passes: int = 1,
         top_k: int = TOP_K,
     ) -> list[DecisionOutput]:
-        """Decide typed fields together, with the probabilities that the model gives their values.
+        """Decide typed fields of each prompt together, with the probabilities that the model gives their values.
 
         Args:
             prompts: a text, or several prompts, each as for ``generate``, or messages as for ``chat``.
@@ -149,9 +145,6 @@ class LLM(vllm.LLM):
             passes: the most forward passes. Each but the last commits the fields that it is surest of, and the others
                 are predicted again.
             top_k: values that are reported of a field with a pattern.
-
-        Returns:
-            One per prompt.
 
         Raises:
             ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
@@ -165,18 +158,14 @@ class LLM(vllm.LLM):
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Log-probabilities of masked tokens given all others, from forward passes without a cache.
+        """Per canvas the log-probabilities of its masked tokens given all others, from forward passes without a cache.
 
         Args:
             canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
                 as fit into one forward pass (``max_num_batched_tokens``).
-
-        Yields:
-            Per canvas the log-probability of each masked position's token.
 
         Raises:
             ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.

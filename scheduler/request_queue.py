@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from pydantic import ByteSize
 from vllm.config import VllmConfig
@@ -12,13 +13,11 @@ from vllm.logger import init_logger
 from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -38,8 +37,6 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestQueue(SchedulerInterface):
-    """Holds the requests that wait and run, their pages, and what is to be told of those that ended."""
-
     # Read by EngineCore.
     connector = None
     ec_connector = None
@@ -78,7 +75,6 @@ class RequestQueue(SchedulerInterface):
         self.watermark = int(scheduling.watermark * self.pages.num_pages) if self.method.keeps_for_good else 0
         """Pages left for running requests to grow into, when another one is admitted beside them."""
         self.prefix_stats = PrefixCacheStats()
-        """Of the prefixes looked up since the last message."""
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
         self.policy = SchedulingPolicy(scheduling.policy)
@@ -275,31 +271,20 @@ class RequestQueue(SchedulerInterface):
         return scheduler_stats
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Let no request find the pages of those before it; whether that could be done, which it cannot while requests
-        hold pages. ``reset_running_requests``: preempt those that can go on without them."""
+        """Let no request find the pages of those before it; returns False if that cannot be done, because requests hold
+        pages. ``reset_running_requests``: preempt those that can go on without them."""
         if reset_running_requests and self.method.keeps_for_good:
             for state in reversed(self.running):
                 self._preempt(state)
         self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
         return self.prefix_stats.reset or not self.shares_prefixes
 
-    def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """There is no encoder and nothing to release; speculative decoding, and structured output as vLLM computes it,
+        are refused before."""
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Structured output is refused at admission."""
-        return None
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Speculative decoding is refused at start-up."""
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
-    ) -> None:
-        """Speculative decoding is refused at start-up."""
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
+    reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing
+    update_draft_token_ids = update_draft_token_ids_in_output = _do_nothing
 
 
 def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:

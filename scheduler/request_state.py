@@ -1,4 +1,4 @@
-"""A request in the scheduler: vLLM's object, its settings, its progress, and what its client gets to see."""
+"""A request in the scheduler, and what its client gets to see."""
 
 import operator
 from dataclasses import dataclass, field
@@ -29,13 +29,12 @@ class RequestState:
     progress: Progress
     seed: int
     page_counts: PageCounts = field(default_factory=dict)
-    """Pages per table that the request holds."""
     pages_settled: bool = False
     """True if the runner has reported the final number of pages."""
     commits: Commits = field(default_factory=lambda: Commits([], []))
-    """Origin of the tokens sent so far, if the request asks."""
+    """Of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
-    """Number of the last step that ran it; those left out longest go first."""
+    """Number of the last step that ran it."""
 
     @property
     def request_id(self) -> str:

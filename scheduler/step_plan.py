@@ -16,7 +16,7 @@ from dllm_engine.scheduler.unmasking_policies import (
 
 
 class RefreshState(Enum):
-    """Refresh state of a request's cache in one step."""
+    """Use of a request's cache in one step."""
 
     FULL = "full"
     """Compute the whole canvas; the cache is untouched."""
@@ -37,8 +37,7 @@ class Scope(Enum):
 
 
 class RowRule(Enum):
-    """Rule that selects the rows of ``StepPlan.span`` to feed to the model. The runner resolves every rule except
-    ``ALL``, because they depend on tokens."""
+    """Rows of ``StepPlan.span`` that are fed to the model. All but ``ALL`` depend on tokens; the runner finds them."""
 
     ALL = "all"
     MASKED_BEFORE = "masked_before"
@@ -70,31 +69,27 @@ class UnmaskQuota:
     candidates: Span
     count: int
     ratio: float
-    """``count`` as a share of the masked candidates, for policies that draw each position independently
-    (``origin``)."""
+    """``count`` as a share of the masked candidates, for policies that draw each position (``origin``)."""
     parallel: ParallelRule | None = None
-    """Rule of parallel unmasking, which replaces ``count``."""
+    """Replaces ``count``."""
     least: int = 0
-    """Minimum number for ``parallel``."""
+    """Minimum for ``parallel``."""
     first_needed: bool = False
     """True if the first position must be filled in this step, because no later step can predict it."""
     guaranteed: Span | None = None
-    """Span in which at least one candidate is filled: the most confident one if the rule allows none. None: no such
-    span."""
+    """Span in which at least one candidate is filled: the most confident one if the rule allows none."""
     enough: int = 1
     """If ``parallel`` allows fewer positions than this, only the most confident one is unmasked."""
     observed: float | None = None
-    """Report the farthest candidate of at least this confidence; None: report none."""
+    """Report the farthest candidate of at least this confidence."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A set of positions, of which every layer retains ``count``."""
+    """Canvas positions, ascending, of which every layer retains ``count``."""
 
     spans: tuple[Span, ...]
-    """Canvas positions, ascending."""
     count: int
-    """Number of positions that a layer retains."""
 
     @property
     def num_positions(self) -> int:
@@ -102,7 +97,6 @@ class Retention:
 
     @classmethod
     def whole(cls, *spans: Span) -> "Retention":
-        """Retain all positions of ``spans``."""
         return cls(spans, sum(span.size for span in spans))
 
 
@@ -114,7 +108,6 @@ class StepPlan:
     scope: Scope
     rows: RowRule
     span: Span
-    """Canvas positions that ``rows`` selects from."""
     max_rows: int
     """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
@@ -127,8 +120,7 @@ class StepPlan:
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     predicts: Span | None = None
-    """Masked positions that are predicted; None: the candidates of the quota. Positions behind the candidates are not
-    filled; the layer pass observes them."""
+    """Masked positions that are predicted; None: the quota's candidates. The layer pass observes those behind them."""
     adds: tuple[Retention, ...] = ()
     """Tokens that an UPDATE step adds to pages, behind the tokens that it reads. Empty for methods that keep the whole
     canvas by position."""
@@ -136,19 +128,17 @@ class StepPlan:
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
     update of 0 rows still renews the values that rows are compared by."""
     post_step: int = 0
-    """Token editing: number of the step among those of its block that begin without a mask, from 1; 0: it is none of
-    them."""
+    """Token editing: number of the step among those of its block that begin without a mask, from 1; 0: it has one."""
     prefills: bool = False
     """True for a part of a long prompt, which only adds to pages and is no denoising step."""
     skips: bool = False
-    """True if layers drop rows (ES-dLLM)."""
+    """True if layers drop rows."""
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
     """Tokens outside the window that the copy holds per layer; the window follows them."""
 
     @property
     def predicted(self) -> Span:
-        """Masked positions whose rows are computed."""
         return self.quota.candidates if self.predicts is None else self.predicts
 
 
@@ -245,7 +235,7 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """Plan of a step that computes all rows of ``span``. The span is ``cut`` unless the step adds to pages.
+    """Plan of a step that computes all rows of ``span``, which is ``cut`` unless the step adds to pages.
     ``window_alone`` as in ``unmask_quota``."""
     span = span if adds else cut(progress, span)
     return StepPlan(

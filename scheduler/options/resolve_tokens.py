@@ -69,10 +69,8 @@ def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
 
 
 def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
-    """``spec`` with the request's end tokens, and what is added to the logits of which tokens.
-
-    Raises ``InvalidRequestError`` for numbers that cannot be honoured.
-    """
+    """``spec`` with the request's end tokens, and what is added to the logits of which tokens; raises
+    ``InvalidRequestError`` for a ``min_tokens`` that it cannot have."""
     ends = end_token_ids(params, hf_config)
     first_end, biases = spec.prompt_length, []
     if spec.template:
