@@ -171,16 +171,12 @@ class LLM(vllm.LLM):
             ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.
         """
         limit = self.model_config.max_model_len
-
-        def checked() -> Iterator[Canvas]:
-            for tokens, masked in canvases:
+        for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
+            for tokens, masked in batch:
                 if not 1 <= len(tokens) <= limit:
                     raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
                 if not all(0 <= position < len(tokens) for position in masked):
                     raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
-                yield tokens, masked
-
-        for batch in batches_of(checked(), self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             logprobs, _ = self.collective_rpc("masked_logprobs", args=tuple(map(list, zip(*batch, strict=True))))
             if logprobs is None:
                 raise ValueError(

@@ -68,8 +68,7 @@ class DiffusionScheduler(RequestQueue):
             self._admit(output, budget)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
-        if output.plans and self._can_run_on(output, canvases):
-            self._run_on(output)
+        self._run_on(output, canvases)
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return output
 
@@ -129,18 +128,18 @@ class DiffusionScheduler(RequestQueue):
             number += 1
         return preempted
 
-    def _can_run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> bool:
-        """True if the runner may run several steps: no request waits, and every step of every request has room."""
-        return (
-            self.options.steps_per_dispatch > 1
-            and not self.waiting
-            and output.plans.keys() == canvases.keys()
-            and sum(canvases.values()) <= self.max_rows
-            and not self.refreshes.binds(canvases)
-            and not any(state.spec.streams_steps for state in self.running)
-        )
-
-    def _run_on(self, output: DiffusionSchedulerOutput) -> None:
+    def _run_on(self, output: DiffusionSchedulerOutput, canvases: dict[str, int]) -> None:
+        """Let the runner run several steps, if no request waits and every step of every request has room."""
+        if (
+            self.options.steps_per_dispatch == 1
+            or self.waiting
+            or not output.plans
+            or output.plans.keys() != canvases.keys()
+            or sum(canvases.values()) > self.max_rows
+            or self.refreshes.binds(canvases)
+            or any(state.spec.streams_steps for state in self.running)
+        ):
+            return
         output.num_steps = self.options.steps_per_dispatch
         for state in list(self.running):
             with self._failing_alone(state, output):

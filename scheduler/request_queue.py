@@ -148,12 +148,9 @@ class RequestQueue(SchedulerInterface):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
-        if request_ids is None:
-            ids = list(self.states)
-        elif isinstance(request_ids, str):
-            ids = [request_ids]
-        else:
-            ids = list(dict.fromkeys(request_ids))
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        ids = dict.fromkeys(self.states if request_ids is None else request_ids)
         states = [self.states[i] for i in ids if i in self.states]
         self.running = remove_all(self.running, set(states))
         self.waiting.remove_requests([s.request for s in states if s.request.status != RequestStatus.RUNNING])
@@ -219,12 +216,10 @@ class RequestQueue(SchedulerInterface):
             for client, ids in self.finished_req_ids_dict.items():
                 per_client.setdefault(client, EngineCoreOutputs()).finished_requests = ids
             self.finished_req_ids_dict.clear()
-        stats = self.make_stats()
-        if stats is not None:
+        if (stats := self.make_stats()) is not None:
             # One front end gets them, also when nobody has output in this step.
-            if not per_client:
-                per_client[0] = EngineCoreOutputs()
-            next(iter(per_client.values())).scheduler_stats = stats
+            client = next(iter(per_client), 0)
+            per_client.setdefault(client, EngineCoreOutputs()).scheduler_stats = stats
         return per_client
 
     def set_pause_state(self, pause_state: PauseState) -> None:

@@ -87,8 +87,8 @@ def _fit(
     options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
 ) -> tuple[int, int, int]:
     """(block_length, steps, positions). What the request did not name itself is fitted to its response: no block is
-    longer, and each block gets a step, each token at most one. Blocks that attention goes by stay as long as they are,
-    and the last one may add positions behind the response."""
+    longer, unless attention goes by it, and each block gets a step, each token at most one. The last block of those
+    that attention goes by may add positions behind the response."""
     block_length = options.block_length or family.block_length_of(gen_length)
     begun = added = 0
     if family.attention == "block_causal":
@@ -153,10 +153,8 @@ def _check_guide(options: RequestOptions, engine: EngineOptions) -> None:
 def _resolve_guidance(
     options: RequestOptions, own: RequestOptions, params: SamplingParams, engine: EngineOptions
 ) -> Guidance | None:
-    """Settings of the guide for a request; None: the request is not guided.
-
-    ``own``: options that the request itself names. What the guide has no use for it only minds there.
-    """
+    """Settings of the guide for a request; None: the request is not guided. What the guide has no use for is refused
+    only where the request itself (``own``) names it."""
     _check_guide(options, engine)
     if engine.guide_model is None:
         return None

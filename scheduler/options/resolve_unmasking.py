@@ -23,6 +23,14 @@ _MEASURED = {
     "confidence_eos_eot_inf": (CONFIDENCES, "changes probabilities, entropies and margins"),
 }
 """Options that need a policy of certain measures, and what they do with these."""
+_NEEDS_LATER_BLOCKS = {
+    "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text (template, "
+    "suffix)",
+    "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
+    "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+    "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
+}
+"""Options that need attention to the whole canvas, and why."""
 
 
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
@@ -96,8 +104,7 @@ def _rule(options: RequestOptions, family: ModelFamily) -> ParallelRule | None:
 
 
 def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast | None:
-    """The request's options of SlowFast sampling, with the family's defaults for what it leaves open; None: it decodes
-    otherwise."""
+    """The request's options of SlowFast sampling, with the family's defaults; None: it decodes otherwise."""
     if options.slow_fast is None:
         return None
     return SlowFast.model_validate({**family.slow_fast, **options.slow_fast})
@@ -124,8 +131,7 @@ def check_several_blocks(options: RequestOptions, parallel: ParallelRule | None)
 
 
 def check_attention(options: RequestOptions, family: ModelFamily) -> None:
-    """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
-    where the family has neither; or for token editing where attention is to the whole canvas."""
+    """Raise ``InvalidRequestError`` for what the family's attention does not allow."""
     if family.attention == "full":
         if options.edit_threshold is not None:
             raise InvalidRequestError(
@@ -133,14 +139,7 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
                 f"goes by blocks, and {family.name} attends to the whole canvas; leave it unset"
             )
         return
-    reasons = {
-        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text "
-        "(template, suffix)",
-        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
-        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
-        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
-    }
-    for name, reason in reasons.items():
+    for name, reason in _NEEDS_LATER_BLOCKS.items():
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
@@ -149,10 +148,8 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
 
 
 def resolve_post_steps(options: RequestOptions, own: RequestOptions) -> int:
-    """The steps that a block may take after its last mask; 0: decided tokens stay.
-
-    ``own``: options that the request itself names. A default of the engine may be without ``edit_threshold``.
-    """
+    """The steps that a block may take after its last mask; 0: decided tokens stay. A default of the engine may be
+    without ``edit_threshold``."""
     if options.edit_threshold is not None:
         return RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
     if own.max_post_steps is not None:
