@@ -9,14 +9,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
-from tests.scheduler.test_diffusion_scheduler import (
-    HF_CONFIG,
-    assert_empty,
-    request,
-    run,
-    scheduler_with,
-    step,
-)
+from tests.scheduler.test_diffusion_scheduler import HF_CONFIG, assert_empty, request, run, scheduler_with, step
 
 SDAR = SimpleNamespace(**vars(HF_CONFIG) | {"model_type": "sdar", "block_size": 4})
 """Two layers: a page of each holds a block, so that a block takes two pages."""
