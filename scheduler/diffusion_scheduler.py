@@ -18,8 +18,7 @@ from dllm_engine.scheduler.messages import (
     DiffusionSchedulerOutput,
     NewRequest,
     RequestFailure,
-    StepResult,
-    failure_of,
+    StepReport,
 )
 from dllm_engine.scheduler.methods.base import guide_pages
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, pages_for
@@ -217,30 +216,29 @@ class DiffusionScheduler(RequestQueue):
             state = self.states.get(request_id)
             if state is None:  # aborted while the step ran, or ended in a step before this one
                 continue
-            taken = self._take_in(state, result)
-            if isinstance(taken, RequestFailure):
-                self._fail(state, taken)
-            elif taken is not None:
-                outputs[state.request.client_index].append(taken)
+            if isinstance(result, RequestFailure):
+                self._fail(state, result)
+                continue
+            with self._failing_alone(state):
+                output = self._take_in(state, result)
+                if (failure := state.no_progress()) is not None:
+                    self._fail(state, failure)
+                elif output is not None:
+                    outputs[state.request.client_index].append(output)
             if state.request.is_finished() and request_id in self.states:
                 self.running = remove_all(self.running, {state})
                 self._free(state)
-        for client_index, output in self._errors:
-            outputs[client_index].append(output)
+        for client_index, error in self._errors:
+            outputs[client_index].append(error)
         self._errors.clear()
         return self._outputs_per_client(outputs)
 
-    def _take_in(self, state: RequestState, result: StepResult) -> EngineCoreOutput | RequestFailure | None:
-        """Apply the result of a step to a request: the output for its client, or its error if it fails."""
-        if isinstance(result, RequestFailure):
-            return result
-        try:
-            if result.kv_slots is not None:
-                self._settle_pages(state, result.kv_slots)
-            self._stats.add_step(state.spec, result)
-            output = state.advance(result)
-            if keys := self._new_keys(state, state.progress.retained):
-                self.pages.add_keys(state.request_id, keys)
-            return state.no_progress() or output
-        except Exception as error:
-            return failure_of(state.request_id, error)
+    def _take_in(self, state: RequestState, report: StepReport) -> EngineCoreOutput | None:
+        """Apply the report of a step to a request; returns the output for its client, if any."""
+        if report.kv_slots is not None:
+            self._settle_pages(state, report.kv_slots)
+        self._stats.add_step(state.spec, report)
+        output = state.advance(report)
+        if keys := self._new_keys(state, state.progress.retained):
+            self.pages.add_keys(state.request_id, keys)
+        return output

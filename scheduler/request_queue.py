@@ -186,8 +186,8 @@ class RequestQueue(SchedulerInterface):
         self._send_error(state.request, failure, state.progress)
 
     @contextmanager
-    def _failing_alone(self, state: RequestState, output: DiffusionSchedulerOutput) -> Iterator[None]:
-        """End a request whose work raises an error; the others go on."""
+    def _failing_alone(self, state: RequestState, output: DiffusionSchedulerOutput | None = None) -> Iterator[None]:
+        """End a request whose work raises an error; the others go on. ``output`` as for ``_fail``."""
         try:
             yield
         except Exception as error:
