@@ -41,8 +41,7 @@ _KINDS = get_type_hints(SamplingParams)
 
 
 def check_types(params: SamplingParams) -> None:
-    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, or a number that cannot be sent.
-    vLLM's server checks the types of most fields; in Python nobody does."""
+    """Refuse a field of another type than vLLM declares, or a number that cannot be sent; in Python vLLM does not."""
     for name in SamplingParams.__struct_fields__:
         value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

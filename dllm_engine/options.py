@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTIONS_KEY = "dllm"
-"""Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
-defaults of its own for requests."""
+"""Key of our options in ``additional_config``, and of defaults of requests in a checkpoint's config.json."""
 
 _MOST_SHOWN = 10
 """Errors in a message: a list may have one for each entry."""
@@ -130,9 +129,8 @@ class EngineOptions(BaseModel):
     """Request options for requests that do not set them."""
 
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
-        """The options with the method that suits the family for ``"auto"``, and with what the method's paper has for a
-        model where cache options are left open. Raises ``ValueError`` as ``parse``, and for what does not suit the
-        family's attention."""
+        """The options with the family's method for ``"auto"``, and with the settings of the method's paper for a model
+        where cache options are open. Raises ``ValueError`` as ``parse``, and for what does not suit the family."""
         name = DEFAULT_METHODS[family.attention] if self.cache_method == AUTO else self.cache_method
         if name not in (suited := methods_for(family.attention)):
             reason = (

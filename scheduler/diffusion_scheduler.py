@@ -33,9 +33,8 @@ class DiffusionScheduler(RequestQueue):
     """Continuous batching of requests at different denoising steps.
 
     A running request costs its plan's rows in every step. Requests are admitted, first come first served or by
-    priority, while ``max_num_seqs``, the row budget ``max_num_batched_tokens`` and the page pool have room. Where what
-    they hold grows, and the pool is empty, the newest one is preempted. Refreshes of long requests beside short ones
-    are bounded (``RefreshBudget``).
+    priority, while ``max_num_seqs``, ``max_num_batched_tokens`` and the page pool have room. Where what they hold grows
+    and the pool is empty, the newest one is preempted.
     """
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
@@ -151,8 +150,7 @@ class DiffusionScheduler(RequestQueue):
         return {state.request_id: state.spec.canvas_length for state in self.running}
 
     def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
-        """Keys of the pages that the first tokens of a request fill for good, without those that others can find
-        already."""
+        """Keys of the pages that a request's first tokens fill for good, without those that others can find already."""
         if not self.shares_prefixes:
             return []
         size = self.geometry.page_size
@@ -170,8 +168,7 @@ class DiffusionScheduler(RequestQueue):
         return sorted(planned, key=lambda pair: (pair[0].last_scheduled, by_rows * pair[1].max_rows))
 
     def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
-        """A step, or the part of it that takes no more rows than ``room``. With ``batch_invariant`` the part is the one
-        that a request running alone gets."""
+        """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of a request that runs alone."""
         return self.method.fitted(plan, spec, self.max_rows if self.options.batch_invariant else room)
 
     def _schedule_one(self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:

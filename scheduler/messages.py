@@ -96,8 +96,7 @@ class StepReport:
     ends: bool = False
     """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: int | None = None
-    """Key slots that the request keeps in the table that its layers share, on the rank with the most; None: not settled
-    by this step."""
+    """Key slots kept in the table that layers share, on the rank with the most; None: not settled by this step."""
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None
     """Both of ``tokens``, if the request asks."""
@@ -137,8 +136,7 @@ class RequestFailure(NamedTuple):
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """Return the failure of the request whose work raised ``error``, or raise an error that concerns the whole
-    process."""
+    """The failure of the request whose work raised ``error``; raises what concerns the whole process."""
     if isinstance(error, _OF_THE_PROCESS):
         raise error
     logger.error("request %s ends with an error, the others go on", request_id, exc_info=error)

@@ -68,8 +68,7 @@ class PoolGeometry:
         return pages_for(num_rows, self._per_page(self.hidden_size, f"row of {self.hidden_size} features"))
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of a text of ``num_tokens``; raises ``ValueError`` where a page holds no token of
-        the guide's."""
+        """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds no token of the guide's."""
         guide = self.guide
         assert guide is not None
         what = f"token of the guide's {guide.num_kv_heads} KV heads of {guide.head_dim}"

@@ -19,10 +19,8 @@ Tables = Sequence[Sequence[KVCacheBlock]]
 
 
 def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
-    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell.
-
-    What a page holds depends on all tokens up to the end of the last block that it touches, and on the block length.
-    """
+    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a page holds depends on all tokens
+    up to the end of the last block that it touches, and on the block length."""
     keys = []
     for page in pages:
         block_end = -(-(page + 1) * page_size // block_length) * block_length
@@ -34,11 +32,8 @@ def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, 
 
 
 class PagePool:
-    """Reserves pages for a request at admission and allocates them when they are needed.
-
-    A request that has reserved the most that it can ever need never finds the pool empty; another one asks for more
-    with ``grow``.
-    """
+    """Reserves pages for a request at admission and allocates them when they are needed. A request that did not reserve
+    the most that it can ever need asks for more with ``grow``."""
 
     def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
         """``num_pages`` counts vLLM's null block, which is never handed out. ``hash_block_size``: tokens per hash of

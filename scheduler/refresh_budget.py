@@ -25,8 +25,7 @@ class RefreshBudget:
         self._owed: dict[str, float] = {}
 
     def begin_step(self, canvases: Mapping[str, int]) -> None:
-        """``canvases``: canvas lengths of all running requests. Those with no smaller one beside them owe
-        nothing."""
+        """Requests with no smaller one beside them owe nothing. ``canvases``: lengths, of all running requests."""
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
             if canvases[request_id] < _MUCH_SMALLER * smallest:

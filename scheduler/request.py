@@ -55,8 +55,7 @@ class CacheOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Guidance:
-    """Settings of Guided Diffusion (arXiv 2505.21467), as ``RequestOptions`` explains them, some with ``guide_`` before
-    their names."""
+    """Settings of Guided Diffusion (arXiv 2505.21467): request options, without ``guide_`` before their names."""
 
     speculation_length: int = 32
     top_k: int = 1
@@ -87,8 +86,7 @@ class TokenBias:
 
 @dataclass(frozen=True)
 class DecodingSpec:
-    """A request's settings with every default filled in; lengths in tokens. ``RequestOptions`` explains the fields that
-    it has too."""
+    """A request's settings with every default filled in; ``RequestOptions`` explains the fields that it has too."""
 
     prompt_length: int
     gen_length: int
@@ -187,8 +185,7 @@ class DecodingSpec:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """Canvas positions that are computed with ``window``: all, except masked blocks too far behind it, or blocks
-        that attention by blocks does not reach."""
+        """Canvas positions computed with ``window``: not blocks too far behind it, or that attention does not reach."""
         if self.is_block_causal:
             return Span(0, window.stop)
         if self.suffix_blocks is None:
@@ -231,8 +228,7 @@ class DecodingSpec:
 
     @property
     def extreme_windows(self) -> list[Blocks]:
-        """Sets of running blocks with the largest page demand of any method. Demand rises or falls evenly with the
-        start and the number of the running blocks."""
+        """Running blocks with the largest page demand, which rises or falls evenly with their start and number."""
         last = self.num_blocks - 1
         one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
         return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
@@ -300,7 +296,7 @@ class DecodingSpec:
         """Upper bound on the forward passes until running blocks are finished, or joined by another block.
 
         Before the last step of the schedule a pass may fill no position: a time grid may ask for none, and chance may
-        give none. After it, every second pass fills at least one. ES-dLLM may drop the row of the only candidate in one
-        pass, not in two. Token editing may add passes.
+        give none. After it, every second pass fills at least one: ES-dLLM may drop the row of the only candidate in one
+        pass, not in two.
         """
         return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size + self.max_post_steps

@@ -160,8 +160,7 @@ class RequestQueue(SchedulerInterface):
         return [state.request for state in states]
 
     def _preempt(self, state: RequestState) -> None:
-        """Take a running request's pages. It waits to go on where it stands: the runner keeps its tokens, and fills new
-        pages from them."""
+        """Take a running request's pages. The runner keeps its tokens, from which it fills new pages later."""
         request = state.request
         self.running = remove_all(self.running, {state})
         self.pages.free(state.request_id)
@@ -275,8 +274,7 @@ class RequestQueue(SchedulerInterface):
         return self.prefix_stats.reset or not self.shares_prefixes
 
     def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
-        """There is no encoder and nothing to release; speculative decoding, and structured output as vLLM computes it,
-        are refused before."""
+        """Nothing to do: encoders, speculative decoding and vLLM's structured output are refused before."""
 
     reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing
     update_draft_token_ids = update_draft_token_ids_in_output = _do_nothing

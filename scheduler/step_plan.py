@@ -41,13 +41,11 @@ class RowRule(Enum):
 
     ALL = "all"
     MASKED_BEFORE = "masked_before"
-    """Rows that predict the positions that were masked when the previous step began, including those that it
-    unmasked."""
+    """Rows that predict the positions that were masked when the previous step began."""
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
     """As ``MASKED_BEFORE``, and the last row of the canvas, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
-    """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
-    to the end of ``span``."""
+    """As ``ALL``, from the row on that predicted the leftmost position unmasked in the previous step."""
     CHOSEN = "chosen"
     """Rows chosen by the layer pass of the previous step (``LayerPass.next_rows``)."""
 
@@ -122,8 +120,7 @@ class StepPlan:
     predicts: Span | None = None
     """Masked positions that are predicted; None: the quota's candidates. The layer pass observes those behind them."""
     adds: tuple[Retention, ...] = ()
-    """Tokens that an UPDATE step adds to pages, behind the tokens that it reads. Empty for methods that keep the whole
-    canvas by position."""
+    """Tokens added to pages, behind those that the step reads. Empty for methods that keep the whole canvas."""
     num_updated: int | None = None
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
     update of 0 rows still renews the values that rows are compared by."""
@@ -176,10 +173,9 @@ def revises(plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int
 def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
     """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time grid), or ``tokens_per_step``.
 
-    ``window_alone``: later steps feed no row before the window. With shifted logits such a step cannot predict the
-    first position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
-    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks). With several running blocks it is filled as
-    well.
+    ``window_alone``: later steps feed no row before the window. With shifted logits they cannot predict the first
+    position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
+    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks), or with several running blocks as well.
     """
     window, step, span = spec.span_of(progress.running), progress.step, progress.span
     begins_masked = step == 0 and not spec.is_given(window.start)
@@ -218,8 +214,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """The part of ``span`` that a step computes. Fast passes of SlowFast sampling, except the first, leave out the
-    positions behind the span that they fill."""
+    """``span`` as far as a step computes it: fast passes of SlowFast sampling, after the first, end with what they fill."""
     state = progress.span
     return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
 

@@ -73,8 +73,7 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
 def _depends_on_no_count(
     plan: StepPlan, progress: Progress, spec: DecodingSpec, plan_next: Callable[[DecodingSpec, Progress], StepPlan]
 ) -> bool:
-    """Return True if the next steps do the same work however many tokens this one fills, and each fills one at
-    least."""
+    """Return True if the next steps do the same work whatever this one fills, and each fills one position at least."""
     by_rule = plan.quota.parallel is not None and spec.block_add_threshold is None and spec.slow_fast is None
     if not by_rule or progress.num_masked < 2:
         return False

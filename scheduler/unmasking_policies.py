@@ -1,7 +1,5 @@
-"""Number and order of the tokens that a denoising step unmasks: schedules, policies and rules of parallel unmasking.
-
-This module has no tensors. ``model_executor/unmasking/`` computes the values that policies and rules use.
-"""
+"""Number and order of the tokens that a step unmasks: schedules, policies and rules of parallel unmasking, without
+tensors. ``model_executor/unmasking/`` computes the values that policies and rules use."""
 
 import math
 import statistics
@@ -97,11 +95,9 @@ TIMESTEP_EPS = 1e-3
 
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
-    """Denoising steps of each block, when ``steps`` are spread over blocks of so many masks each.
-
-    Every block gets one, and the rest by the masks it has beyond its first, rounded to the largest remainders, earlier
-    blocks first. So a step per mask of the response is one in every block, and equal blocks get equally many.
-    """
+    """Steps of each block, when ``steps`` are spread over blocks of so many masks: one each, and the rest by the masks
+    beyond the first, rounded to the largest remainders, earlier blocks first. So a step per mask of the response is one
+    per mask in every block, and equal blocks get equally many."""
     others = [count - 1 for count in masks]
     extra, total = steps - len(masks), max(sum(others), 1)
     shares = [divmod(extra * count, total) for count in others]

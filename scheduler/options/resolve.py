@@ -1,5 +1,4 @@
-"""Resolution of a request's parameters into a ``DecodingSpec``: defaults of engine, checkpoint and family, checked
-together."""
+"""Resolution of a request's parameters, with the defaults of engine, checkpoint and family, into a ``DecodingSpec``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -86,9 +85,8 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
 def _fit(
     options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
 ) -> tuple[int, int, int]:
-    """(block_length, steps, positions). What the request did not name itself is fitted to its response: no block is
-    longer, unless attention goes by it, and each block gets a step, each token at most one. The last block of those
-    that attention goes by may add positions behind the response."""
+    """(block_length, steps, positions). What the request did not name is fitted to its response: no block is longer,
+    and each gets a step. Blocks that attention goes by may be longer, and add positions behind the response."""
     block_length = options.block_length or family.block_length_of(gen_length)
     begun = added = 0
     if family.attention == "block_causal":
@@ -119,8 +117,7 @@ def _fit(
 
 
 def _resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
-    """The engine's cache options with what the request lowers; raises ``InvalidRequestError`` for what the cache method
-    does not do."""
+    """The engine's cache options with what the request lowers; refuses what the cache method does not do."""
     if options.suffix_blocks is not None and not engine.method.trims_suffix:
         raise InvalidRequestError(
             f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
@@ -272,8 +269,7 @@ def resolve_decoding(
 
 
 def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
-    """Raise ``InvalidRequestError`` with the numbers if a step has too few rows for the least that it computes of the
-    request: the canvas, or a block where steps can be fed in parts."""
+    """Refuse a request if a step has no room for its canvas, or for one block where steps go in parts."""
     if spec.decision is not None:
         num_rows = spec.canvas_length - (spec.blocks_start if engine.method.keeps_for_good else 0)
         what, remedy = f"the {num_rows} positions of a decision's pass", "shorten the prompt, or ask for fewer fields"

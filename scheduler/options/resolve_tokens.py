@@ -43,8 +43,7 @@ def response_template(own: RequestOptions, max_tokens: int) -> tuple[int | None,
 
 
 def decision_template(packed: bytes, own: RequestOptions, params: SamplingParams) -> tuple[int | None, ...]:
-    """The response of ``Decision.packed``; raises ``InvalidRequestError`` for what only generation has, and where
-    nothing is left to decide."""
+    """The response of ``Decision.packed``; refuses what only generation has, and where nothing is left to decide."""
     named = own.model_dump(exclude_none=True, exclude={"passes", "trace"})
     named |= {name: value for name, unused in _UNUSED.items() if (value := getattr(params, name)) not in (unused, {})}
     for name, value in named.items():
@@ -69,8 +68,7 @@ def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
 
 
 def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
-    """``spec`` with the request's end tokens, and what is added to the logits of which tokens; raises
-    ``InvalidRequestError`` for a ``min_tokens`` that it cannot have."""
+    """``spec`` with the request's end tokens, and what is added to the logits of which tokens."""
     ends = end_token_ids(params, hf_config)
     first_end, biases = spec.prompt_length, []
     if spec.template:
@@ -103,8 +101,7 @@ def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -
 
 
 def check_token_numbers(params: SamplingParams, vocab_size: int) -> None:
-    """Raise ``InvalidRequestError`` for token ids that the vocabulary has not, and for what cannot be added to
-    logits."""
+    """Refuse token ids that the vocabulary has not, and what cannot be added to logits."""
     biases = params.logit_bias or {}
     if len(biases) > MOST_BIASES:
         raise InvalidRequestError(f"logit_bias has {len(biases)} tokens; leave some out, at most {MOST_BIASES} can be")

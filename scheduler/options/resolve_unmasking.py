@@ -111,8 +111,7 @@ def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast 
 
 
 def check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
-    """Refuse options that do not go with several blocks: the rule sets the number of positions of a step, and a span
-    lies in one block."""
+    """Refuse what does not go with several blocks: the rule counts a step's positions, and a span is in one block."""
     if (threshold := options.block_add_threshold) is None:
         return
     for name, reason in (
@@ -148,8 +147,7 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
 
 
 def resolve_post_steps(options: RequestOptions, own: RequestOptions) -> int:
-    """The steps that a block may take after its last mask; 0: decided tokens stay. A default of the engine may be
-    without ``edit_threshold``."""
+    """Steps that a block may take after its last mask. Only a default may be without ``edit_threshold``."""
     if options.edit_threshold is not None:
         return RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
     if own.max_post_steps is not None:
