@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ByteSize
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
@@ -19,7 +17,6 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
@@ -32,6 +29,7 @@ from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.text import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -46,12 +44,10 @@ class RequestQueue(SchedulerInterface):
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        structured_output_manager: StructuredOutputManager,
-        block_size: int,
         hash_block_size: int,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
         include_finished_set: bool = False,
         log_stats: bool = False,
+        **unused: Any,
     ) -> None:
         self.options = EngineOptions.from_vllm_config(vllm_config)
         self.family = family_of(vllm_config.model_config.hf_config)
@@ -286,7 +282,7 @@ def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"
     tokens = num_pages // geometry.num_layers * geometry.page_size
-    page, pool = (ByteSize(number).human_readable() for number in (page_bytes, num_pages * page_bytes))
+    page, pool = readable_size(page_bytes), readable_size(num_pages * page_bytes)
     return (
         f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({page} each, together {pool}) "
         f"retain {tokens:,} tokens of each of the {geometry.num_layers} layers"

@@ -214,7 +214,7 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """``span`` as far as a step computes it: fast passes of SlowFast sampling, after the first, end with what they fill."""
+    """``span`` as a step computes it: fast passes of SlowFast sampling, after the first, end with what they fill."""
     state = progress.span
     return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
 

@@ -170,25 +170,22 @@ class RequestOptions(BaseModel):
         return template.count(None) if self.return_given is False else len(template)
 
 
+_OTHER_COUNTS = ("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS)
+_DEFAULTS_LEFT_OUT = {
+    **dict.fromkeys(COUNT_OPTIONS, (*_OTHER_COUNTS, "steps", "block_add_threshold")),
+    **dict.fromkeys(PARALLEL_OPTIONS, (*_OTHER_COUNTS, "alg_temp")),
+    **dict.fromkeys(GUIDE_OPTIONS, ("guided",)),
+    "slow_fast": (*_OTHER_COUNTS, "alg_temp", "block_add_threshold"),
+    "block_add_threshold": ("steps_per_block",),
+    "alg_temp": (*PARALLEL_OPTIONS, "block_add_threshold"),
+}
+"""By what a request names, the defaults that it does not get. Steps, tokens per step and rules of parallel unmasking are
+alternatives, and so are a rule and drawing by confidences; who names steps, tokens per step or SlowFast sampling runs
+one block at a time; and who says how the guide decides wants it."""
+
+
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
-    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
-    step or SlowFast sampling runs one block at a time. Positions are drawn by their confidences, or a rule takes them.
-    Who says how the guide decides wants it."""
-    left_out: set[str] = set()
-    counts = chosen.keys() & {*COUNT_OPTIONS}
-    if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
-        left_out.update(("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS))
-    if "block_add_threshold" in chosen:
-        left_out.add("steps_per_block")
-    if counts:
-        left_out.update(("steps", "block_add_threshold"))
-    if chosen.keys() & {*GUIDE_OPTIONS}:
-        left_out.add("guided")
-    if "slow_fast" in chosen:
-        left_out.add("block_add_threshold")
-    if chosen.get("alg_temp"):
-        left_out.update((*PARALLEL_OPTIONS, "block_add_threshold"))
-    elif chosen.keys() & {*PARALLEL_OPTIONS}:
-        left_out.add("alg_temp")
+    """Request options with defaults for what they leave open."""
+    named = [name for name, value in chosen.items() if (name, value) != ("alg_temp", 0)]
+    left_out = {default for name in named for default in _DEFAULTS_LEFT_OUT.get(name, ())}
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

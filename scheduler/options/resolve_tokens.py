@@ -69,28 +69,22 @@ def end_token_ids(params: SamplingParams, hf_config: object) -> frozenset[int]:
 
 def with_tokens(spec: DecodingSpec, params: SamplingParams, hf_config: object) -> DecodingSpec:
     """``spec`` with the request's end tokens, and what is added to the logits of which tokens."""
-    ends = end_token_ids(params, hf_config)
-    first_end, biases = spec.prompt_length, []
-    if spec.template:
-        # Where something given follows.
-        biases.append(TokenBias.barring(ends, spec.last_given))
-    if params.min_tokens:
-        if params.min_tokens > spec.num_sent:
-            raise InvalidRequestError(
-                f"min_tokens={params.min_tokens} is out of range: {spec.num_sent} tokens come back; it must be 0 … "
-                f"{spec.num_sent}"
-            )
-        first_end = spec.place_of_sent(params.min_tokens)
-        # Also those that `ignore_eos` lets pass, as in vLLM.
-        every_end = ends.union(every_end_token(hf_config), params.all_stop_token_ids)
-        biases.append(TokenBias.barring(every_end, first_end))
-    if barred := barred_tokens(hf_config):
-        biases.append(TokenBias.barring(barred, spec.canvas_length))
-    if spec.logits_eos_inf:
-        biases.append(TokenBias.barring(model_end_tokens(hf_config), spec.canvas_length))
-    if params.logit_bias:
-        given = sorted((token, number) for token, number in params.logit_bias.items() if number)
-        biases.append(TokenBias(spec.canvas_length, tuple(given)))
+    if params.min_tokens > spec.num_sent:
+        raise InvalidRequestError(
+            f"min_tokens={params.min_tokens} is out of range: {spec.num_sent} tokens come back; it must be 0 … "
+            f"{spec.num_sent}"
+        )
+    ends, first_end = end_token_ids(params, hf_config), spec.place_of_sent(params.min_tokens)
+    # Also those that `ignore_eos` lets pass, as in vLLM.
+    every_end = ends.union(every_end_token(hf_config), params.all_stop_token_ids)
+    given = sorted((token, number) for token, number in (params.logit_bias or {}).items() if number)
+    biases = (
+        TokenBias.barring(ends if spec.template else (), spec.last_given),
+        TokenBias.barring(every_end if params.min_tokens else (), first_end),
+        TokenBias.barring(barred_tokens(hf_config), spec.canvas_length),
+        TokenBias.barring(model_end_tokens(hf_config) if spec.logits_eos_inf else (), spec.canvas_length),
+        TokenBias(spec.canvas_length, tuple(given)),
+    )
     return replace(
         spec,
         end_tokens=ends,
