@@ -179,7 +179,7 @@ _DEFAULTS_LEFT_OUT = {
     "block_add_threshold": ("steps_per_block",),
     "alg_temp": (*PARALLEL_OPTIONS, "block_add_threshold"),
 }
-"""By what a request names, the defaults that it does not get. Steps, tokens per step and rules of parallel unmasking are
+"""By what a request names, the defaults that it does not get. Steps, tokens per step and parallel unmasking are
 alternatives, and so are a rule and drawing by confidences; who names steps, tokens per step or SlowFast sampling runs
 one block at a time; and who says how the guide decides wants it."""
 
