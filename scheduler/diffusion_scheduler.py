@@ -154,7 +154,7 @@ class DiffusionScheduler(RequestQueue):
         if not self.shares_prefixes:
             return []
         size = self.geometry.page_size
-        pages = range(self.pages.num_keyed(state.request_id), num_tokens // size)
+        pages = range(self.pages.num_keyed[state.request_id], num_tokens // size)
         return prefix_keys(state.request.block_hashes, size, state.spec.block_length, pages)
 
     def _plans_in_order(self, output: DiffusionSchedulerOutput) -> list[tuple[RequestState, StepPlan]]:

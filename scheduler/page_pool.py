@@ -5,6 +5,7 @@ the pool when its request ends, and is found by the next request with that key u
 """
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ class PagePool:
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
         self._num_held = 0
         """Pages of all tables; a shared one counts once for each."""
-        self._num_keyed: dict[str, int] = {}
+        self.num_keyed: Counter[str] = Counter()
         """Pages of each table of a request that others can find."""
 
     @property
@@ -80,7 +81,7 @@ class PagePool:
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [list(table) for table in found]
         self._num_held += sum(map(len, found))
-        self._num_keyed[request_id] = len(found[0]) if found else 0
+        self.num_keyed[request_id] = len(found[0]) if found else 0
 
     def grow(self, request_id: str, num_pages: int) -> bool:
         """Raise a request's reservation to ``num_pages``, if it has less; whether the pool has room for that."""
@@ -90,18 +91,15 @@ class PagePool:
         self._reserved[request_id] += max(more, 0)
         return True
 
-    def num_keyed(self, request_id: str) -> int:
-        return self._num_keyed.get(request_id, 0)
-
     def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
         """Let others find the next pages of each table of a request, which are filled for good."""
-        before = self._num_keyed[request_id]
+        before = self.num_keyed[request_id]
         after, size = before + len(keys), self._blocks.hash_block_size
         # All that ``BlockPool`` reads of a request.
         request = cast(Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys]))
         for number, table in enumerate(self._tables[request_id]):
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
-        self._num_keyed[request_id] = after
+        self.num_keyed[request_id] = after
 
     def forget_keys(self) -> bool:
         """Let no page be found any more; whether that could be done, which it cannot while requests hold pages."""
@@ -132,7 +130,7 @@ class PagePool:
     def free(self, request_id: str) -> None:
         """Return a request's pages and its reservation, if it has any."""
         self._reserved.pop(request_id, None)
-        self._num_keyed.pop(request_id, None)
+        self.num_keyed.pop(request_id, None)
         tables = self._tables.pop(request_id, [])
         self._num_held -= sum(map(len, tables))
         pages = chain.from_iterable(map(enumerate, tables))

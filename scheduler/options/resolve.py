@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -73,10 +72,7 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
             raise ValueError(
                 f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
             )
-    try:
-        options = RequestOptions.model_validate(defaults)
-    except ValidationError as error:
-        raise ValueError(f"{where}: {explain(error, 'request default')}") from None
+    options = parse_request_options(defaults, f"{where}: request default")
     for family in FAMILIES.values():
         check_several_blocks(options, resolve_unmasking(options, family)[1])
     return options
