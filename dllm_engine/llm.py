@@ -31,9 +31,6 @@ class LLM(vllm.LLM):
 
     It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
     ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
-
-    Raises:
-        ValueError: an unknown or out-of-range option, named with its value and range.
     """
 
     def __init__(
@@ -113,8 +110,7 @@ class LLM(vllm.LLM):
 
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
-            templates: one per prompt, of given texts, and of holes by their number of tokens. A hole may have several
-                numbers to choose from.
+            templates: one per prompt, of texts, and of holes by their number of tokens, or several to choose from.
             params: as for ``generate``, without ``gen_length``.
 
         Returns:
@@ -166,9 +162,6 @@ class LLM(vllm.LLM):
         Args:
             canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
                 as fit into one forward pass (``max_num_batched_tokens``).
-
-        Raises:
-            ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.
         """
         limit = self.model_config.max_model_len
         for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):

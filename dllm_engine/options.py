@@ -70,7 +70,6 @@ def shortened(value: object) -> str:
 
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
-"""Engine options about the guide model."""
 AUTO = "auto"
 """As ``cache_method``: what suits the model."""
 PAPER = "paper"
@@ -202,8 +201,6 @@ class EngineOptions(BaseModel):
             raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
-        """Sizes of the model and the pool's pages on one rank."""
-
         def on_rank(num_kv_heads: int) -> int:
             # With more ranks than KV heads each head is on several of them.
             return max(1, num_kv_heads // tensor_parallel_size)

@@ -47,10 +47,9 @@ class DiffusionScheduler(RequestQueue):
         self._being_filled.clear()
         self.refreshes.begin_step(self._canvases())
         budget = self.max_rows
-        planned = self._plans_in_order(output)
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room()
-        planned = [(state, plan) for state, plan in planned if state.request.status == RequestStatus.RUNNING]
+        planned = self._plans_in_order(output)
         due = sum(plan.max_rows for _, plan in planned)
         for state, plan in planned:
             due -= plan.max_rows
@@ -172,7 +171,6 @@ class DiffusionScheduler(RequestQueue):
         return self.method.fitted(plan, spec, self.max_rows if self.options.batch_invariant else room)
 
     def _schedule_one(self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
-        """Put the request's next step into ``output``."""
         state.last_scheduled = self._num_steps
         output.plans[state.request_id] = plan
         # What it reads without having written it was found.

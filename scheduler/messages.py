@@ -47,7 +47,6 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     """From which the runner plans the steps after the first."""
 
     def drop(self, request_id: str) -> None:
-        """Take a request out of the step again."""
         for table in (self.plans, self.new_requests, self.page_tables, self.num_scheduled_tokens):
             table.pop(request_id, None)
 
@@ -82,16 +81,13 @@ class StepReport:
     rows_computed: int
     num_unmasked: int
     masked: list[int]
-    """Masked tokens left in each running block."""
     tokens: list[int] | None
     """Response tokens to send now, in order; None: none. Tokens of complete blocks with no mask before them, or up to
     an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     num_edited: int = 0
-    """Decided tokens that the step replaced."""
     revises: bool = False
-    """As in ``Progress``."""
     seen: SeenOfBlock | None = None
     ends: bool = False
     """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
@@ -99,14 +95,12 @@ class StepReport:
     """Key slots kept in the table that layers share, on the rank with the most; None: not settled by this step."""
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None
-    """Both of ``tokens``, if the request asks."""
+    """Of ``tokens``, as ``logprobs``. These and the next are there if the request asks."""
     shown: ShownWindow | None = None
-    """If the request streams by step."""
     decision: dict[str, Any] | None = None
     """Value, probability and distribution of each field, after the last pass of a decision."""
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
-        """Advance the progress of a request by this step."""
         retained = self.plan.retained if self.plan.state is RefreshState.UPDATE else None
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.

@@ -51,13 +51,11 @@ class PoolGeometry:
     page_size: int
     num_layers: int
     num_kv_heads: int
-    """KV heads of this rank."""
     head_dim: int
     hidden_size: int
     total_kv_heads: int
     """KV heads of the whole model."""
     guide: GuideShape | None = None
-    """Sizes of the guide on this rank."""
 
     def kv_pages(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` of one layer, all heads of the rank."""

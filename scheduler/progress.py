@@ -31,11 +31,9 @@ class Progress:
     completed_at: list[int] = field(default_factory=list)
     """Per complete block at the beginning of the response: forward passes until no mask was left in it or before it."""
     span: SpanState | None = None
-    """State of SlowFast sampling in the running block; None: the request uses another rule."""
     ended: bool = False
     """True if the response ends with the running blocks, so that no other block joins."""
     num_forwards: int = 0
-    """Forward passes so far, over the whole response."""
     num_denoised: int = 0
     """Denoising steps so far: forward passes but for those that only fed a part of a long prompt."""
     num_unmasked: int = 0

@@ -74,7 +74,6 @@ class TokenBias:
 
     @classmethod
     def barring(cls, tokens: Iterable[int], stop: int) -> "TokenBias":
-        """Tokens that are not chosen before ``stop``."""
         return cls(stop, tuple((token, -math.inf) for token in sorted(tokens)))
 
     @cached_property
@@ -109,7 +108,6 @@ class DecodingSpec:
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
-    """None unless ``parallel`` is that rule."""
     block_steps: int | None = None
     """The option ``steps_per_block``; with ``parallel``, this schedule sets the minimum of each step."""
     tokens_per_step: int | None = None
@@ -222,7 +220,6 @@ class DecodingSpec:
         return Span(window.start - window.start % self.block_length, window.stop)
 
     def predicting_span(self, blocks: Blocks) -> Span:
-        """Rows that predict these blocks."""
         start, stop = self.span_of(blocks)
         return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 

@@ -50,7 +50,6 @@ class RequestQueue(SchedulerInterface):
         **unused: Any,
     ) -> None:
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        self.family = family_of(vllm_config.model_config.hf_config)
         self.hf_config = vllm_config.model_config.hf_config
         scheduling = vllm_config.scheduler_config
         self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
@@ -135,7 +134,7 @@ class RequestQueue(SchedulerInterface):
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
-        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
+        spec = resolve_decoding(params, len(request.prompt_token_ids), family_of(self.hf_config), self.options)
         spec = with_tokens(spec, params, self.hf_config)
         check_rows(spec, self.options, self.max_rows)
         check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
@@ -243,22 +242,20 @@ class RequestQueue(SchedulerInterface):
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
             return None
-        num_running, num_waiting = self.get_request_counts()
-        scheduler_stats = SchedulerStats(
-            num_running_reqs=num_running,
-            num_waiting_reqs=num_waiting,
-            kv_cache_usage=self.get_kv_cache_usage(),
-            prefix_cache_stats=self.prefix_stats,
-        )
-        self.prefix_stats = PrefixCacheStats()
         stats, self._stats = self._stats, EngineStats()
         stats.pages_total = self.pages.num_pages
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
         stats.tokens_retained = sum(state.progress.retained for state in self.running)
-        # The only free dictionaries of vLLM's message are those of key-value connectors.
-        scheduler_stats.kv_connector_stats = {STATS_KEY: vars(stats)}
-        return scheduler_stats
+        prefix_stats, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.get_kv_cache_usage(),
+            prefix_cache_stats=prefix_stats,
+            # The only free dictionaries of vLLM's message are those of key-value connectors.
+            kv_connector_stats={STATS_KEY: vars(stats)},
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Let no request find the pages of those before it; returns False if that cannot be done, because requests hold
@@ -277,7 +274,6 @@ class RequestQueue(SchedulerInterface):
 
 
 def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:
-    """The engine's cache method and pages, for its log."""
     method = f"cache_method={options.cache_method!r} {options.cache.model_dump() or ''}".strip()
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"

@@ -109,7 +109,6 @@ class StepPlan:
     max_rows: int
     """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
-    """Canvas positions of the running blocks."""
     quota: UnmaskQuota
     forward: int
     """Number of this denoising step over the whole response, from 0; also the counter of its random numbers."""
@@ -125,7 +124,7 @@ class StepPlan:
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
     update of 0 rows still renews the values that rows are compared by."""
     post_step: int = 0
-    """Token editing: number of the step among those of its block that begin without a mask, from 1; 0: it has one."""
+    """Token editing: number, from 1, of a step among those of its block that begin without a mask; 0: any other."""
     prefills: bool = False
     """True for a part of a long prompt, which only adds to pages and is no denoising step."""
     skips: bool = False

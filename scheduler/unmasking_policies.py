@@ -49,7 +49,6 @@ class ParallelUnmasking:
     """Values that `dllm tune` tries, the most careful first."""
 
     def suits(self, policy: UnmaskingPolicy) -> bool:
-        """Return True if a policy has the measure that the rule needs."""
         return policy.measures == self.measures and not (self.untempered and policy.tempered)
 
 

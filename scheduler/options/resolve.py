@@ -31,7 +31,6 @@ from dllm_engine.scheduler.options.resolve_tokens import decision_template, resp
 from dllm_engine.scheduler.options.resolve_unmasking import (
     check_attention,
     check_several_blocks,
-    resolve_post_steps,
     resolve_slow_fast,
     resolve_unmasking,
 )
@@ -45,6 +44,8 @@ _UNGUIDED = (
     *(*COUNT_OPTIONS, *END_OPTIONS, *PARALLEL_OPTIONS),
 )
 """Request options about what a step fills, which the guide decides for a guided request."""
+_POST_STEPS = 16
+"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _KEPT = {
     *("tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold", *END_OPTIONS),
     *("edit_threshold", "suffix_blocks", "delay_eos", "return_given", "return_order", "passes"),
@@ -188,9 +189,7 @@ def resolve_decoding(
         raise InvalidRequestError(
             "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
         )
-    if params.max_tokens is None:
-        raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    if params.max_tokens < 1:
+    if params.max_tokens is None or params.max_tokens < 1:
         raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
     options, guidance, decision = own, None, bytes_in(params, DECISION)
     if decision is not None:
@@ -217,6 +216,11 @@ def resolve_decoding(
     unmasking, parallel = resolve_unmasking(options, family)
     check_several_blocks(options, parallel)
     check_attention(options, family)
+    max_post_steps = _POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    if options.edit_threshold is None and own.max_post_steps is not None:
+        raise InvalidRequestError(
+            f"max_post_steps={max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
+        )
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
@@ -240,7 +244,7 @@ def resolve_decoding(
         top_k=top_k,
         parallel=parallel,
         slow_fast=resolve_slow_fast(options, family),
-        max_post_steps=resolve_post_steps(options, own),
+        max_post_steps=0 if options.edit_threshold is None else max_post_steps,
         guidance=guidance,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
         early_stop=bool(options.early_stop) and family.attention == "full",

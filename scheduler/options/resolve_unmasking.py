@@ -15,8 +15,6 @@ from dllm_engine.scheduler.unmasking_policies import (
 )
 from dllm_engine.text import choices
 
-RELEASED_POST_STEPS = 16
-"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _MEASURED = {
     "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
     "alg_temp": (CONFIDENCES, "draws positions by their probability, entropy or margin"),
@@ -144,14 +142,3 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
                 f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
                 f"or use a model that attends to the whole canvas"
             )
-
-
-def resolve_post_steps(options: RequestOptions, own: RequestOptions) -> int:
-    """Steps that a block may take after its last mask. Only a default may be without ``edit_threshold``."""
-    if options.edit_threshold is not None:
-        return RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
-    if own.max_post_steps is not None:
-        raise InvalidRequestError(
-            f"max_post_steps={own.max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
-        )
-    return 0
