@@ -13,7 +13,7 @@ from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
@@ -90,11 +90,10 @@ def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_conf
             "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
             "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
         )
-    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+    geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
     # One block is vLLM's null block. The number is None until the engine has reported it.
-    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
-        geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
-        check_page_demand(spec, engine, geometry, num_blocks - 1)
+    num_pages = None if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is None else num_blocks - 1
+    check_room(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens, geometry, num_pages)
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:

@@ -22,7 +22,7 @@ from dllm_engine.families import family_of
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import with_tokens
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
@@ -136,8 +136,7 @@ class RequestQueue(SchedulerInterface):
             raise ValueError("a prompt of token ids and sampling parameters are needed")
         spec = resolve_decoding(params, len(request.prompt_token_ids), family_of(self.hf_config), self.options)
         spec = with_tokens(spec, params, self.hf_config)
-        check_rows(spec, self.options, self.max_rows)
-        check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
+        check_room(spec, self.options, self.max_rows, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return RequestState(request, spec, Progress.begin(spec), seed)
 

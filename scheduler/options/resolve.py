@@ -268,8 +268,11 @@ def resolve_decoding(
     return spec
 
 
-def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
-    """Refuse a request if a step has no room for its canvas, or for one block where steps go in parts."""
+def check_room(
+    spec: DecodingSpec, engine: EngineOptions, max_rows: int, geometry: PoolGeometry, num_pages: int | None
+) -> None:
+    """Refuse a request if a step has no room for its canvas, or for one block where steps go in parts, or if the pool
+    could never hold its pages. ``num_pages``: those of the pool; None: not known yet."""
     if spec.decision is not None:
         num_rows = spec.canvas_length - (spec.blocks_start if engine.method.keeps_for_good else 0)
         what, remedy = f"the {num_rows} positions of a decision's pass", "shorten the prompt, or ask for fewer fields"
@@ -282,12 +285,7 @@ def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None
             f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; {remedy}, or raise "
             f"max_num_batched_tokens"
         )
-
-
-def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:
-    """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
-    demand = engine.method.page_demand(spec, geometry)
-    if demand > num_pages:
+    if num_pages is not None and (demand := engine.method.page_demand(spec, geometry)) > num_pages:
         retain_less = "lower retention_ratio, " if hasattr(engine.cache, "retention_ratio") else ""
         raise InvalidRequestError(
             f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "
