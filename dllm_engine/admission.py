@@ -181,9 +181,8 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
 def settled_params(
     params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
 ) -> SamplingParams:
-    """The parameters with a length (a template's, the model's default or what fits), with an automaton for what the
-    text must match, and with the filters of a greedy request where they travel: vLLM resets its own fields on the way
-    to the engine."""
+    """The parameters with a length (a template's, the model's or what fits), an automaton for what the text must
+    match, and the filters of a greedy request where vLLM does not reset them on the way to the engine."""
     params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}

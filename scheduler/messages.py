@@ -46,10 +46,6 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     progress: dict[str, Progress] = field(default_factory=dict)
     """From which the runner plans the steps after the first."""
 
-    def drop(self, request_id: str) -> None:
-        for table in (self.plans, self.new_requests, self.page_tables, self.num_scheduled_tokens):
-            table.pop(request_id, None)
-
 
 @dataclass(frozen=True)
 class ShownWindow:

@@ -15,9 +15,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
-Tables = Sequence[Sequence[KVCacheBlock]]
-"""The pages of each table of a request."""
-
 
 def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
     """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a page holds depends on all tokens
@@ -70,12 +67,12 @@ class PagePool:
             found.append(pages)
         return [list(table) for table in zip(*found, strict=True)]
 
-    def can_reserve(self, num_pages: int, found: Tables = ()) -> bool:
-        """``found``: those of them that the request takes from ``find``."""
+    def can_reserve(self, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> bool:
+        """``found``: those of them that the request takes from ``find``, by table."""
         held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(found))
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
-    def reserve(self, request_id: str, num_pages: int, found: Tables = ()) -> None:
+    def reserve(self, request_id: str, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> None:
         """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables begin with ``found``."""
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])

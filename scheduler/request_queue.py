@@ -171,7 +171,8 @@ class RequestQueue(SchedulerInterface):
         """End a request with an error. ``output``: the step that it may be part of."""
         logger.error("request %s failed: %s", state.request_id, failure.message)
         if output is not None:
-            output.drop(state.request_id)
+            for table in (output.plans, output.new_requests, output.page_tables, output.num_scheduled_tokens):
+                table.pop(state.request_id, None)
         # Wherever it is: what failed may have been on its way from one to the other.
         self.running = remove_all(self.running, {state})
         self.waiting.remove_requests([state.request])

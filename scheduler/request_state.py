@@ -1,6 +1,5 @@
 """A request in the scheduler, and what its client gets to see."""
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,9 +49,10 @@ class RequestState:
         report.advance(progress, spec)
         if report.tokens is not None:
             self._accept(report.tokens)
-            if report.commits is not None:
+            if (commits := report.commits) is not None:
                 # New lists: an output that waits to be sent holds the old ones.
-                self.commits = Commits(*map(operator.add, self.commits, report.commits))
+                passes, logprobs = self.commits
+                self.commits = Commits(passes + commits.committed_at, logprobs + commits.committed_logprobs)
             if self.request.status is RequestStatus.FINISHED_STOPPED and report.tokens[-1] not in spec.end_tokens:
                 shown |= {COMPLETE_KEY: True}
             return self._output(report.tokens, report, shown)
