@@ -1,10 +1,8 @@
 """Checks of a request before it enters the engine. A request that fails is answered with 400 and loses nothing."""
 
-import inspect
 import math
 from collections.abc import Sequence
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -14,7 +12,7 @@ from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
@@ -42,14 +40,12 @@ _KINDS = get_type_hints(SamplingParams)
 
 
 def check_types(params: SamplingParams) -> None:
-    """Raise ``InvalidRequestError`` for a field of another type than vLLM declares, or a number that cannot be sent.
-    vLLM's server checks the types of most fields; in Python nobody does."""
+    """Refuse a field of another type than vLLM declares, or a number that cannot be sent; in Python vLLM does not."""
     for name in SamplingParams.__struct_fields__:
         value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
-        kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-        classes = [each for each in kinds if inspect.isclass(each) and each.__module__ != "builtins"]
+        classes = [each for each in (kind, *get_args(kind)) if getattr(each, "__module__", "").startswith("vllm")]
         try:
             if not classes:
                 msgspec.convert(value, kind)
@@ -93,11 +89,10 @@ def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_conf
             "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
             "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
         )
-    check_rows(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens)
+    geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
     # One block is vLLM's null block. The number is None until the engine has reported it.
-    if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is not None:
-        geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
-        check_page_demand(spec, engine, geometry, num_blocks - 1)
+    num_pages = None if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is None else num_blocks - 1
+    check_room(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens, geometry, num_pages)
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
@@ -185,8 +180,8 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
 def settled_params(
     params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
 ) -> SamplingParams:
-    """The parameters with a length, with an automaton for what the text must match, and with the filters of a greedy
-    request where they travel: vLLM resets its own fields on the way to the engine."""
+    """The parameters with a length (a template's, the model's or what fits), an automaton for what the text must
+    match, and the filters of a greedy request where vLLM does not reset them on the way to the engine."""
     params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
@@ -194,17 +189,10 @@ def settled_params(
         params.extra_args = filters | (params.extra_args or {})
     if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
         params, bound = params.clone(), params.max_tokens
-        length = open_gen_length(params, len(prompt_token_ids), vllm_config.model_config)
+        length = request_options(params).returned_length
+        if not length:
+            default: int = vllm_config.model_config.override_generation_config["max_new_tokens"]
+            # At least 1, so that the check of the request explains.
+            length = max(min(default, vllm_config.model_config.max_model_len - len(prompt_token_ids)), 1)
         params.max_tokens = length if bound is None else min(bound, length)
     return params
-
-
-def open_gen_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:
-    """Response length of a request that names none: that of its template, the model's default, or what fits.
-
-    At least 1, so that the check of the request explains.
-    """
-    if length := request_options(params).returned_length:
-        return length
-    default: int = model_config.override_generation_config["max_new_tokens"]
-    return max(min(default, model_config.max_model_len - prompt_length), 1)

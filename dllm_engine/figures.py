@@ -1,9 +1,5 @@
-"""Per-request figures and their way from the scheduler to the caller.
-
-vLLM's ``EngineCoreOutput`` is a fixed struct; of its fields only ``kv_transfer_params``, a free dictionary, passes
-every executor and wire format. The scheduler puts a request's figures there, and ``vllm_hooks`` hands them on, as
-``RequestOutput.outputs[i].diffusion`` and to HTTP clients.
-"""
+"""Figures of a request: the scheduler sends them (``scheduler/messages.py``), and ``vllm_hooks`` hands them on, as
+``RequestOutput.outputs[i].diffusion`` and to HTTP clients."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -30,9 +30,6 @@ class LLM(vllm.LLM):
 
     It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
     ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
-
-    Raises:
-        ValueError: an unknown or out-of-range option, named with its value and range.
     """
 
     def __init__(
@@ -88,15 +85,11 @@ class LLM(vllm.LLM):
         *,
         sizes: Sequence[int] = (),
     ) -> list[vllm.RequestOutput]:
-        """Write what belongs between two texts.
+        """Write what belongs between two texts, or between equally many of each; returns as ``fill_in``.
 
         Args:
-            prefix, suffix: the texts, or equally many of each.
             params: as for ``generate``; ``gen_length`` is the number of tokens between them.
             sizes: several numbers of tokens instead; the one is kept whose tokens the model is surest of.
-
-        Returns:
-            As ``fill_in``.
         """
         params = params or DiffusionParams()
         if bool(sizes) == (params.gen_length is not None):
@@ -116,8 +109,7 @@ class LLM(vllm.LLM):
 
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
-            templates: one per prompt, of given texts, and of holes by their number of tokens. A hole may have several
-                numbers to choose from.
+            templates: one per prompt, of texts, and of holes by their number of tokens, or several to choose from.
             params: as for ``generate``, without ``gen_length``.
 
         Returns:
@@ -138,7 +130,7 @@ class LLM(vllm.LLM):
         passes: int = 1,
         top_k: int = TOP_K,
     ) -> list[DecisionOutput]:
-        """Decide typed fields together, with the probabilities that the model gives their values.
+        """Decide typed fields of each prompt together, with the probabilities that the model gives their values.
 
         Args:
             prompts: a text, or several prompts, each as for ``generate``, or messages as for ``chat``.
@@ -148,9 +140,6 @@ class LLM(vllm.LLM):
             passes: the most forward passes. Each but the last commits the fields that it is surest of, and the others
                 are predicted again.
             top_k: values that are reported of a field with a pattern.
-
-        Returns:
-            One per prompt.
 
         Raises:
             ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
@@ -164,33 +153,22 @@ class LLM(vllm.LLM):
 
     @property
     def has_chat_template(self) -> bool:
-        """True if the tokenizer can turn messages into a prompt."""
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Log-probabilities of masked tokens given all others, from forward passes without a cache.
+        """Per canvas the log-probabilities of its masked tokens given all others, from forward passes without a cache.
 
         Args:
             canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
                 as fit into one forward pass (``max_num_batched_tokens``).
-
-        Yields:
-            Per canvas the log-probability of each masked position's token.
-
-        Raises:
-            ValueError: a canvas that is empty or beyond ``max_model_len``, or a position outside of it.
         """
         limit = self.model_config.max_model_len
-
-        def checked() -> Iterator[Canvas]:
-            for tokens, masked in canvases:
+        for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
+            for tokens, masked in batch:
                 if not 1 <= len(tokens) <= limit:
                     raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
                 if not all(0 <= position < len(tokens) for position in masked):
                     raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
-                yield tokens, masked
-
-        for batch in batches_of(checked(), self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             logprobs, _ = self.collective_rpc("masked_logprobs", args=tuple(map(list, zip(*batch, strict=True))))
             if logprobs is None:
                 raise ValueError(

@@ -12,7 +12,7 @@ from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
 from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
 from dllm_engine.scheduler.methods.base import CacheMethod
-from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry
+from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import CacheOptions
 from dllm_engine.text import choices, did_you_mean
 
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 OPTIONS_KEY = "dllm"
-"""Key of ``additional_config`` under which the options travel, and of a checkpoint's config.json under which it has
-defaults of its own for requests."""
+"""Key of our options in ``additional_config``, and of defaults of requests in a checkpoint's config.json."""
 
 _MOST_SHOWN = 10
 """Errors in a message: a list may have one for each entry."""
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
-    """Errors of all fields as one text: name, value and allowed values; and the ``known`` names for an unknown one.
-    ``what``: how fields are called, such as ``engine option``; may be empty."""
+    """Errors of all fields as one text. ``what``: a word for a field, such as ``engine option``; may be empty.
+    ``known``: names to tell for an unknown one."""
     known, lines = list(known), []
     for detail in error.errors()[:_MOST_SHOWN]:
         name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
@@ -71,7 +70,6 @@ def shortened(value: object) -> str:
 
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")
-"""Engine options about the guide model."""
 AUTO = "auto"
 """As ``cache_method``: what suits the model."""
 PAPER = "paper"
@@ -130,45 +128,34 @@ class EngineOptions(BaseModel):
     """Request options for requests that do not set them."""
 
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
-        """The cache options that were left open filled with what the method's paper has for a model.
-
-        Raises ``ValueError`` as ``parse``, and where the method is not for the family's attention.
-        """
-        if self.cache_method == AUTO:
-            raw = self.model_dump() | {"cache_method": DEFAULT_METHODS[family.attention]}
-            return self.parse(raw).with_paper_settings(model, family)
-        if self.cache_method not in (suited := methods_for(family.attention)):
+        """The options with the family's method for ``"auto"``, and with the settings of the method's paper for a model
+        where cache options are open. Raises ``ValueError`` as ``parse``, and for what does not suit the family."""
+        name = DEFAULT_METHODS[family.attention] if self.cache_method == AUTO else self.cache_method
+        if name not in (suited := methods_for(family.attention)):
             reason = (
                 "a position attends to the whole canvas"
                 if family.attention == "full"
                 else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
                 "approximates those of models that attend to the whole canvas"
             )
-            raise ValueError(
-                f"cache_method={self.cache_method!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}"
-            )
+            raise ValueError(f"cache_method={name!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}")
         if family.attention != "full":
-            for name, ignored in {"guide_model": None, "dense_attention": AUTO}.items():
-                if (value := getattr(self, name)) != ignored:
+            for option, ignored in {"guide_model": None, "dense_attention": AUTO}.items():
+                if (value := getattr(self, option)) != ignored:
                     raise ValueError(
-                        f"{name}={value!r}: attention of {family.name} goes by blocks, which it does not serve; leave "
-                        f"{name} unset"
+                        f"{option}={value!r}: attention of {family.name} goes by blocks, which it does not serve; "
+                        f"leave {option} unset"
                     )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
-        _, settings = self.method.settings_for(model, family)
-        return self.parse(self.model_dump() | {"cache_options": {**settings, **chosen}})
+        _, settings = CACHE_METHODS[name].settings_for(model, family)
+        return self.parse(self.model_dump() | {"cache_method": name, "cache_options": {**settings, **chosen}})
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
-        """With ``cuda_graphs`` settled for a device, ``"cuda"`` or ``"cpu"``.
-
-        Raises ``ValueError`` where graphs are asked for and there is no GPU.
-        """
+        """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs are asked for without a GPU."""
         if self.cuda_graphs and device_type != "cuda":
             raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
-        graphs = self.cuda_graphs
-        if graphs is None:
-            graphs = device_type == "cuda" and not enforce_eager
-        return self.model_copy(update={"cuda_graphs": graphs})
+        default = device_type == "cuda" and not enforce_eager
+        return self.model_copy(update={"cuda_graphs": default if self.cuda_graphs is None else self.cuda_graphs})
 
     @field_validator("guide_model")
     @classmethod
@@ -214,8 +201,20 @@ class EngineOptions(BaseModel):
             raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
-        """Sizes of the model and the pool's pages on one rank."""
-        return PoolGeometry.of_model(hf_config, self.page_size, tensor_parallel_size, self.guide_shape)
+        def on_rank(num_kv_heads: int) -> int:
+            # With more ranks than KV heads each head is on several of them.
+            return max(1, num_kv_heads // tensor_parallel_size)
+
+        guide = self.guide_shape
+        return PoolGeometry(
+            page_size=self.page_size,
+            num_layers=hf_config.num_hidden_layers,
+            num_kv_heads=on_rank(hf_config.num_key_value_heads),
+            head_dim=head_dim_of(hf_config),
+            hidden_size=hf_config.hidden_size,
+            total_kv_heads=hf_config.num_key_value_heads,
+            guide=guide and guide.model_copy(update={"num_kv_heads": on_rank(guide.num_kv_heads)}),
+        )
 
     @classmethod
     def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":

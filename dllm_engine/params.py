@@ -15,7 +15,6 @@ from dllm_engine.scheduler.options.resolve_unmasking import resolve_unmasking
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
 """Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
 
-
 if TYPE_CHECKING:
 
     class _Fields(RequestOptions, SamplingParams):
@@ -98,10 +97,8 @@ class DiffusionParams(_Fields):
         return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same request as vLLM's own class, the only one its wire format knows.
-
-        The wire omits fields that hold their default, and the receiver would fill in the defaults of another class.
-        """
+        """The same request as vLLM's own class. Its wire format omits fields that hold their default, so the receiver
+        would fill in those of another class."""
         return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
 
 
@@ -127,12 +124,8 @@ ELSEWHERE = {
 
 
 def check_place(fields: Iterable[str], *places: str) -> None:
-    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, which nobody reads.
-
-    Args:
-        fields: names of fields.
-        places: the field that takes request options, after those that contain it.
-    """
+    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, where nobody reads them.
+    ``places``: the field that takes request options, after those that contain it."""
     for name in fields:
         if name in RequestOptions.model_fields:
             places = places or ("vllm_xargs",)

@@ -87,7 +87,6 @@ class EngineStats:
     )
 
     def add_step(self, spec: DecodingSpec, report: StepReport) -> None:
-        """Count one denoising step of one request."""
         plan = report.plan
         self.denoising_steps[plan.state.value] += 1
         steps_of_vllm = 0 if plan.prefills else 1 if report.tokens is None else 2

@@ -35,23 +35,16 @@ class NewRequest:
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
-    """vLLM's message with a plan per scheduled request. Of vLLM's own fields it fills the numbers of rows and the
-    requests that ended."""
+    """vLLM's message, of whose own fields it fills the numbers of rows and the requests that ended."""
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
     page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
-    """Most steps to run before reporting. The runner stops earlier if a step has tokens to send, or lets a block
-    join."""
+    """The most steps to run before reporting: fewer if one has tokens to send, or lets a block join."""
     progress: dict[str, Progress] = field(default_factory=dict)
-    """Progress of each request, from which the runner plans the steps after the first."""
-
-    def drop(self, request_id: str) -> None:
-        """Take a request out of the step again."""
-        for table in (self.plans, self.new_requests, self.page_tables, self.num_scheduled_tokens):
-            table.pop(request_id, None)
+    """From which the runner plans the steps after the first."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +63,10 @@ class ShownWindow:
 
 
 class Commits(NamedTuple):
-    """Origin of response tokens: an entry per token, in the order of the response."""
+    """Origin of response tokens in their order, as in ``DiffusionFigures``."""
 
-    forward_passes: list[int]
-    """Forward pass that filled each token, counted from 1; 0: the token was given."""
-    logprobs: list[float]
-    """Log-probability of each token in that pass."""
+    committed_at: list[int]
+    committed_logprobs: list[float]
 
 
 @dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
@@ -86,34 +77,26 @@ class StepReport:
     rows_computed: int
     num_unmasked: int
     masked: list[int]
-    """Masked tokens left in each running block."""
     tokens: list[int] | None
     """Response tokens to send now, in order; None: none. Tokens of complete blocks with no mask before them, or up to
     an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     num_edited: int = 0
-    """Decided tokens that the step replaced."""
     revises: bool = False
-    """True if decided tokens of the running block may still change."""
     seen: SeenOfBlock | None = None
-    """Observation of SlowFast sampling, if the request uses it."""
     ends: bool = False
     """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
     kv_slots: int | None = None
-    """Key slots that the request keeps in the table that its layers share, on the rank with the most; None: not settled
-    by this step."""
+    """Key slots kept in the table that layers share, on the rank with the most; None: not settled by this step."""
     logprobs: LogprobsLists | None = None
-    """Log-probabilities of ``tokens``, if the request asks."""
     commits: Commits | None = None
-    """Origin of ``tokens``, if the request asks."""
+    """Of ``tokens``, as ``logprobs``. These and the next are there if the request asks."""
     shown: ShownWindow | None = None
-    """The running blocks, if the request streams by step."""
     decision: dict[str, Any] | None = None
     """Value, probability and distribution of each field, after the last pass of a decision."""
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
-        """Advance the progress of a request by this step."""
         retained = self.plan.retained if self.plan.state is RefreshState.UPDATE else None
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.
@@ -135,16 +118,15 @@ meet them alone, so the process ends."""
 
 
 class RequestFailure(NamedTuple):
-    """Reason why a request ends with an error."""
+    """End of a request with an error."""
 
     cause: FailureCause
     message: str
-    """Message for the client."""
+    """For the client."""
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """Return the failure of the request whose work raised ``error``, or raise an error that concerns the whole
-    process."""
+    """The failure of the request whose work raised ``error``; raises what concerns the whole process."""
     if isinstance(error, _OF_THE_PROCESS):
         raise error
     logger.error("request %s ends with an error, the others go on", request_id, exc_info=error)
@@ -156,7 +138,6 @@ def failure_of(request_id: str, error: Exception) -> RequestFailure:
 
 
 StepResult = StepReport | RequestFailure
-"""A failure ends the request."""
 
 
 @dataclass
@@ -166,16 +147,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
     reports: list[dict[str, StepResult]] = field(default_factory=list)
 
 
-def figures_message(
-    progress: Progress,
-    *,
-    commits: Commits | None = None,
-    decision: dict[str, Any] | None = None,
-    with_trace: bool = True,
-    error: str | None = None,
-) -> dict[str, Any]:
+def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
     """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
-    figures = {
+    counts = {
         "denoising_steps": progress.num_denoised,
         "forward_passes": progress.num_forwards,
         "tokens_unmasked": progress.num_unmasked,
@@ -183,13 +157,8 @@ def figures_message(
         "tokens_computed": progress.num_rows_computed,
         "pages_held": progress.pages_held,
         "tokens_retained": progress.tokens_retained,
-        "committed_at": commits.forward_passes if commits is not None else [],
-        "committed_logprobs": commits.logprobs if commits is not None else [],
-        "trace": progress.trace if with_trace else {},
-        "decision": decision or {},
-        "error": error,
     }
-    return {FIGURES_KEY: figures}
+    return {FIGURES_KEY: counts | others}
 
 
 def provisional_message(spec: DecodingSpec, progress: Progress, shown: ShownWindow) -> dict[str, Any]:

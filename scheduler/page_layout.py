@@ -1,5 +1,5 @@
-"""Pages that the tables of a request take. A page is a fixed number of bytes; its content depends on the kind of
-table."""
+"""Pages that the tables of a request take. A page has the bytes of ``page_size`` tokens of one layer's keys and values,
+on one rank; its content depends on the kind of table."""
 
 import math
 from dataclasses import dataclass
@@ -40,44 +40,22 @@ class GuideShape(BaseModel):
     """Its tokens that pages are reserved for, per token of the diffusion model."""
 
     def num_tokens(self, num_tokens: int) -> int:
-        """Its tokens that pages are reserved for, of a text of so many tokens of the diffusion model."""
+        """Its tokens for so many of the diffusion model."""
         return math.ceil(num_tokens * self.tokens_per_token)
 
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Sizes of a model on one tensor-parallel rank, and of the pool's pages there.
-
-    A page has the bytes of ``page_size`` tokens of one layer's keys and values.
-    """
+    """Sizes of a model on one tensor-parallel rank, and of the pool's pages there."""
 
     page_size: int
     num_layers: int
     num_kv_heads: int
-    """KV heads of this rank."""
     head_dim: int
     hidden_size: int
     total_kv_heads: int
     """KV heads of the whole model."""
-
     guide: GuideShape | None = None
-
-    @classmethod
-    def of_model(
-        cls, hf_config: Any, page_size: int, tensor_parallel_size: int, guide: GuideShape | None = None
-    ) -> "PoolGeometry":
-        if guide is not None:
-            guide = guide.model_copy(update={"num_kv_heads": max(1, guide.num_kv_heads // tensor_parallel_size)})
-        return cls(
-            page_size=page_size,
-            num_layers=hf_config.num_hidden_layers,
-            # With more ranks than KV heads each head is on several of them.
-            num_kv_heads=max(1, hf_config.num_key_value_heads // tensor_parallel_size),
-            head_dim=head_dim_of(hf_config),
-            hidden_size=hf_config.hidden_size,
-            total_kv_heads=hf_config.num_key_value_heads,
-            guide=guide,
-        )
 
     def kv_pages(self, num_tokens: int) -> int:
         """Pages that hold ``num_tokens`` of one layer, all heads of the rank."""
@@ -88,8 +66,7 @@ class PoolGeometry:
         return pages_for(num_rows, self._per_page(self.hidden_size, f"row of {self.hidden_size} features"))
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of a text of ``num_tokens``; raises ``ValueError`` where a page holds no token of
-        the guide's."""
+        """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds no token of the guide's."""
         guide = self.guide
         assert guide is not None
         what = f"token of the guide's {guide.num_kv_heads} KV heads of {guide.head_dim}"
@@ -97,7 +74,6 @@ class PoolGeometry:
         return {PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)] * guide.num_layers}
 
     def _per_page(self, size: int, what: str) -> int:
-        """Number of ``what``, of ``size`` numbers each, that fit a page."""
         per_token = 2 * self.num_kv_heads * self.head_dim
         if not (per_page := self.page_size * per_token // size):
             raise ValueError(
@@ -117,6 +93,5 @@ def pages_for(amount: int, per_page: int) -> int:
 
 
 def head_dim_of(hf_config: Any) -> int:
-    """The size of a model's heads, which need not fill its hidden size."""
     stated: int | None = getattr(hf_config, "head_dim", None)
     return stated or hf_config.hidden_size // hf_config.num_attention_heads

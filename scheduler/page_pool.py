@@ -5,6 +5,7 @@ the pool when its request ends, and is found by the next request with that key u
 """
 
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from types import SimpleNamespace
@@ -14,18 +15,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
-Tables = Sequence[Sequence[KVCacheBlock]]
-"""The pages of each table of a request."""
-
 
 def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
-    """Keys of these pages of a text, as far as its hashes tell.
-
-    What a page holds depends on all tokens up to the end of the last block that it touches, and on the block length.
-
-    Args:
-        hashes: vLLM's, of every ``page_size`` tokens and all before them.
-    """
+    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a page holds depends on all tokens
+    up to the end of the last block that it touches, and on the block length."""
     keys = []
     for page in pages:
         block_end = -(-(page + 1) * page_size // block_length) * block_length
@@ -37,30 +30,22 @@ def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, 
 
 
 class PagePool:
-    """Reserves pages for a request at admission and allocates them when they are needed.
-
-    A request may only allocate what it reserved. One that has reserved the most that it can ever need never finds the
-    pool empty; another one asks for more with ``grow``.
-    """
+    """Reserves pages for a request at admission and allocates them when they are needed. A request that did not reserve
+    the most that it can ever need asks for more with ``grow``."""
 
     def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
-        """
-        Args:
-            num_pages: counts vLLM's null block, which is never handed out.
-            hash_block_size: tokens that a hash of vLLM's is of; those of a page where requests share pages.
-            shares: whether they do.
-        """
+        """``num_pages`` counts vLLM's null block, which is never handed out. ``hash_block_size``: tokens per hash of
+        vLLM's, and per page if requests share pages."""
         self._blocks = BlockPool(num_pages, enable_caching=shares, hash_block_size=hash_block_size)
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
         self._num_held = 0
         """Pages of all tables; a shared one counts once for each."""
-        self._num_keyed: dict[str, int] = {}
-        """Pages of each table of a request that have their keys."""
+        self.num_keyed: Counter[str] = Counter()
+        """Pages of each table of a request that others can find."""
 
     @property
     def num_pages(self) -> int:
-        """Pages that can be handed out."""
         return self._blocks.num_gpu_blocks - 1
 
     @property
@@ -72,11 +57,6 @@ class PagePool:
     def num_allocated(self) -> int:
         return self.num_pages - self._blocks.get_num_free_blocks()
 
-    @property
-    def usage(self) -> float:
-        """Share of the pages that is reserved, 0 to 1."""
-        return self.num_reserved / self.num_pages if self.num_pages else 0.0
-
     def find(self, keys: Sequence[BlockHash], num_tables: int) -> list[list[KVCacheBlock]]:
         """The pages of a prefix for each of ``num_tables`` tables, as far as all tables have them."""
         found = []
@@ -87,18 +67,18 @@ class PagePool:
             found.append(pages)
         return [list(table) for table in zip(*found, strict=True)]
 
-    def can_reserve(self, num_pages: int, found: Tables = ()) -> bool:
-        """``found``: those of them that the request takes from ``find``."""
+    def can_reserve(self, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> bool:
+        """``found``: those of them that the request takes from ``find``, by table."""
         held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(found))
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
-    def reserve(self, request_id: str, num_pages: int, found: Tables = ()) -> None:
+    def reserve(self, request_id: str, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> None:
         """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables begin with ``found``."""
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [list(table) for table in found]
         self._num_held += sum(map(len, found))
-        self._num_keyed[request_id] = len(found[0]) if found else 0
+        self.num_keyed[request_id] = len(found[0]) if found else 0
 
     def grow(self, request_id: str, num_pages: int) -> bool:
         """Raise a request's reservation to ``num_pages``, if it has less; whether the pool has room for that."""
@@ -108,29 +88,23 @@ class PagePool:
         self._reserved[request_id] += max(more, 0)
         return True
 
-    def num_keyed(self, request_id: str) -> int:
-        """Pages of each table of a request that others can find."""
-        return self._num_keyed.get(request_id, 0)
-
     def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
         """Let others find the next pages of each table of a request, which are filled for good."""
-        before = self._num_keyed[request_id]
+        before = self.num_keyed[request_id]
         after, size = before + len(keys), self._blocks.hash_block_size
         # All that ``BlockPool`` reads of a request.
         request = cast(Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys]))
         for number, table in enumerate(self._tables[request_id]):
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
-        self._num_keyed[request_id] = after
+        self.num_keyed[request_id] = after
 
     def forget_keys(self) -> bool:
         """Let no page be found any more; whether that could be done, which it cannot while requests hold pages."""
         return self._blocks.reset_prefix_cache()
 
     def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
-        """Resize a request's page tables, in pages; returns the page ids of each.
-
-        A table grows and shrinks at its end. Raises ``ValueError`` beyond the request's reservation.
-        """
+        """Resize a request's page tables at their ends; returns the page ids of each. Raises ``ValueError`` beyond the
+        request's reservation."""
         if sum(table_sizes) > self._reserved[request_id]:
             raise ValueError(
                 f"request {request_id} wants {sum(table_sizes)} pages, but reserved {self._reserved[request_id]}"
@@ -151,9 +125,9 @@ class PagePool:
         self._reserved[request_id] = sum(map(len, self._tables[request_id]))
 
     def free(self, request_id: str) -> None:
-        """Return a request's pages and its reservation; nothing happens for a request that has none."""
+        """Return a request's pages and its reservation, if it has any."""
         self._reserved.pop(request_id, None)
-        self._num_keyed.pop(request_id, None)
+        self.num_keyed.pop(request_id, None)
         tables = self._tables.pop(request_id, [])
         self._num_held -= sum(map(len, tables))
         pages = chain.from_iterable(map(enumerate, tables))

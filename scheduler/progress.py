@@ -8,8 +8,7 @@ from dllm_engine.scheduler.unmasking_policies import SpanState
 
 @dataclass
 class Progress:
-    """Progress of a request. The scheduler owns it and advances it with the reports of the runner. A runner that runs
-    several steps ahead works on a copy.
+    """The scheduler owns it and advances it with the runner's reports; a runner that runs ahead works on a copy.
 
     The *running* blocks are the blocks that a step may fill; their canvas positions are the *window*. The next block
     joins once enough of the last one is decided; complete blocks leave at that moment. With one block at a time, the
@@ -32,33 +31,28 @@ class Progress:
     completed_at: list[int] = field(default_factory=list)
     """Per complete block at the beginning of the response: forward passes until no mask was left in it or before it."""
     span: SpanState | None = None
-    """State of SlowFast sampling in the running block; None: the request uses another rule."""
     ended: bool = False
     """True if the response ends with the running blocks, so that no other block joins."""
     num_forwards: int = 0
-    """Forward passes so far, over the whole response."""
-    num_prefills: int = 0
-    """Forward passes that only fed a part of a long prompt."""
+    num_denoised: int = 0
+    """Denoising steps so far: forward passes but for those that only fed a part of a long prompt."""
     num_unmasked: int = 0
-    """Response tokens unmasked so far."""
     num_edited: int = 0
     """Decided tokens replaced so far, as often as they were."""
     last_unmasked: int = 0
-    """Response tokens that the last forward pass unmasked."""
+    """Response tokens that the last denoising step unmasked."""
     num_rows_computed: int = 0
-    """Rows fed to the model so far, summed over forward passes."""
     pages_held: int = 0
-    """The most pages held so far."""
+    """The most so far."""
     retained: int = 0
     """Tokens per layer that pages hold."""
     tokens_retained: int = 0
-    """The most tokens per layer that pages held so far."""
+    """The most of them so far."""
     trace: dict[str, list] = field(default_factory=dict)
     """Per-forward records, kept only when the engine traces."""
 
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
-        """Progress of a request that has not run."""
         running = FIRST_BLOCK if spec.decision is None else Blocks(0, spec.num_blocks)
         progress = cls(running, masked=list(spec.masks_per_block[slice(*running)]), span=spec.first_span(0))
         progress._settle(spec)
@@ -66,17 +60,10 @@ class Progress:
 
     @property
     def num_masked(self) -> int:
-        """Masked tokens left in the window."""
         return sum(self.masked)
 
-    @property
-    def num_denoised(self) -> int:
-        """Denoising steps so far, over the whole response."""
-        return self.num_forwards - self.num_prefills
-
     def passed_multiple_of(self, interval: int) -> bool:
-        """Return True if the last pass brought the number of unmasked tokens to a multiple of ``interval``, or past
-        one."""
+        """Return True if the last step brought ``num_unmasked`` to a multiple of ``interval``, or past one."""
         return self.num_unmasked // interval > (self.num_unmasked - self.last_unmasked) // interval
 
     @property
@@ -93,16 +80,14 @@ class Progress:
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of its plan.
-
-        ``masked``: None: a single block runs. ``retained``: tokens per layer that pages hold now; None: unchanged.
-        """
+        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of its plan; ``masked`` may be
+        left out for a single block, and ``retained`` where it has not changed."""
         if retained is not None:
             self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
         self.num_forwards += 1
         if prefills:
-            self.num_prefills += 1
             return
+        self.num_denoised += 1
         self.num_unmasked += num_unmasked
         self.last_unmasked = num_unmasked
         self.post_steps += not self.num_masked
@@ -112,12 +97,10 @@ class Progress:
 
     def _settle(self, spec: DecodingSpec) -> None:
         """Let the next blocks join. Blocks without a mask take no step."""
-        self._note_complete()
-        while self._join(spec) and not self.num_masked:
-            self._note_complete()
-
-    def _note_complete(self) -> None:
-        self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+        is_settled = False
+        while not is_settled:
+            self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+            is_settled = not self._join(spec) or self.num_masked > 0
 
     def _join(self, spec: DecodingSpec) -> bool:
         """Let the next block join if enough of the last one is decided; return True if it joins."""

@@ -25,8 +25,7 @@ class RefreshBudget:
         self._owed: dict[str, float] = {}
 
     def begin_step(self, canvases: Mapping[str, int]) -> None:
-        """``canvases``: canvas lengths of all running requests. Requests with no smaller one beside them owe
-        nothing."""
+        """Requests with no smaller one beside them owe nothing. ``canvases``: lengths, of all running requests."""
         smallest = min(canvases.values(), default=0)
         for request_id in list(self._owed):
             if canvases[request_id] < _MUCH_SMALLER * smallest:
@@ -37,11 +36,10 @@ class RefreshBudget:
         return self.ratio is not None and max(canvases.values()) >= _MUCH_SMALLER * min(canvases.values())
 
     def allows(self, request_id: str, plan: StepPlan) -> bool:
-        """Return True if the next step of a request may be part of this step."""
         return plan.state is RefreshState.REUSE or request_id not in self._owed
 
     def end_step(self, plans: Mapping[str, StepPlan], canvases: Mapping[str, int]) -> None:
-        """``plans``: what the step runs; ``canvases`` as before, with those that the step admits."""
+        """``canvases`` as before, with those that the step admits."""
         if self.ratio is None:
             return
         for request_id, plan in plans.items():
@@ -56,5 +54,4 @@ class RefreshBudget:
                 del self._owed[request_id]
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that ended."""
         self._owed.pop(request_id, None)

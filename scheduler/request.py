@@ -35,10 +35,9 @@ FIRST_BLOCK = Blocks(0, 1)
 
 
 class ParallelRule(NamedTuple):
-    """Rule that sets the number of positions to unmask from the model's confidences."""
+    """A rule of ``PARALLEL_RULES`` and the value that a request gives it."""
 
     kind: str
-    """A name in ``PARALLEL_RULES``."""
     value: float
 
 
@@ -56,8 +55,7 @@ class CacheOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Guidance:
-    """Settings of Guided Diffusion (arXiv 2505.21467): the guide's part in a step. Fields mean what request options of
-    these names mean, with ``guide_`` before them or not."""
+    """Settings of Guided Diffusion (arXiv 2505.21467): request options, without ``guide_`` before their names."""
 
     speculation_length: int = 32
     top_k: int = 1
@@ -76,7 +74,6 @@ class TokenBias:
 
     @classmethod
     def barring(cls, tokens: Iterable[int], stop: int) -> "TokenBias":
-        """Tokens that are not chosen before ``stop``."""
         return cls(stop, tuple((token, -math.inf) for token in sorted(tokens)))
 
     @cached_property
@@ -88,8 +85,7 @@ class TokenBias:
 
 @dataclass(frozen=True)
 class DecodingSpec:
-    """A request's settings with every default filled in; lengths in tokens. Fields with the names of request options
-    mean what these mean (``RequestOptions``)."""
+    """A request's settings with every default filled in; ``RequestOptions`` explains the fields that it has too."""
 
     prompt_length: int
     gen_length: int
@@ -112,21 +108,17 @@ class DecodingSpec:
     parallel: ParallelRule | None = None
     """Rule of parallel unmasking, which the request's policy suits; None: a fixed count per step."""
     slow_fast: SlowFast | None = None
-    """Options of SlowFast sampling, if ``parallel`` is that rule."""
     block_steps: int | None = None
-    """Denoising steps of each block, instead of ``steps``; at most one per token. With ``parallel``, this schedule sets
-    the minimum of each step. None: ``steps``."""
+    """The option ``steps_per_block``; with ``parallel``, this schedule sets the minimum of each step."""
     tokens_per_step: int | None = None
     edit_threshold: float | None = None
     max_post_steps: int = 0
     certainty_sigma: float | None = None
     alg_temp: float = 0.0
     guidance: Guidance | None = None
-    """None: the diffusion model decides alone, by ``unmasking``."""
     block_add_threshold: float | None = None
     suffix_blocks: int | None = None
     end_tokens: frozenset[int] = frozenset()
-    """Tokens that end the response."""
     confidence_eos_eot_inf: bool = False
     logits_eos_inf: bool = False
     token_biases: tuple[TokenBias, ...] = ()
@@ -141,19 +133,17 @@ class DecodingSpec:
     """The response before its first step: given tokens, and None for each mask. Empty: all masks."""
     return_given: bool = True
     constraint: bytes | None = None
-    """Automaton that the response's text must match, as ``Automaton.packed``; None: any text."""
+    """``Automaton.packed`` of what the response's text must match; None: any text."""
     reasoning: bytes | None = None
-    """Automaton of the text before the text that must match, as ``Automaton.packed``; None: no such text."""
+    """``Automaton.packed`` of the text before that; None: no such text."""
     decision: bytes | None = None
-    """Fields of a decision, as ``Decision.packed``, which run in one window; None: the request is none."""
+    """``Decision.packed``, whose fields run in one window; None: the request is no decision."""
     passes: int = 1
     cache: CacheOptions = field(default_factory=CacheOptions)
-    """Options of the engine's cache method, as this request uses them."""
     num_logprobs: int | None = None
     """Report log-probabilities of the committed token and of this many of the likeliest tokens; None: report none."""
     return_order: bool = False
     streams_steps: bool = False
-    """True if every step reports the running blocks."""
 
     @property
     def needs_per_step_output(self) -> bool:
@@ -167,7 +157,6 @@ class DecodingSpec:
 
     @property
     def response_span(self) -> Span:
-        """Canvas positions of the response."""
         return Span(self.prompt_length, self.prompt_length + self.gen_length)
 
     @cached_property
@@ -194,8 +183,7 @@ class DecodingSpec:
         return Span(0, self.canvas_length)
 
     def visible(self, window: Span) -> Span:
-        """Canvas positions that are computed with ``window``: all, except masked blocks too far behind it, or blocks
-        that attention by blocks does not reach."""
+        """Canvas positions computed with ``window``: not blocks too far behind it, or that attention does not reach."""
         if self.is_block_causal:
             return Span(0, window.stop)
         if self.suffix_blocks is None:
@@ -224,7 +212,7 @@ class DecodingSpec:
 
     @cached_property
     def _spans(self) -> dict[Blocks, Span]:
-        """Cache of ``span_of``, which every step calls several times."""
+        """Of ``span_of``, which every step calls several times."""
         return {}
 
     def from_block_start(self, window: Span) -> Span:
@@ -232,14 +220,12 @@ class DecodingSpec:
         return Span(window.start - window.start % self.block_length, window.stop)
 
     def predicting_span(self, blocks: Blocks) -> Span:
-        """Rows that predict these blocks: their own, or with shifted logits the rows one before."""
         start, stop = self.span_of(blocks)
         return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
 
     @property
     def extreme_windows(self) -> list[Blocks]:
-        """Sets of running blocks with the largest page demand of any method. Demand rises or falls evenly with the
-        start and the number of the running blocks."""
+        """Running blocks with the largest page demand, which rises or falls evenly with their start and number."""
         last = self.num_blocks - 1
         one_by_one = [Blocks(0, 1), Blocks(last, last + 1)]
         return one_by_one if self.block_add_threshold is None else [*one_by_one, Blocks(0, last + 1)]
@@ -261,10 +247,7 @@ class DecodingSpec:
 
     @cached_property
     def masks_per_block(self) -> tuple[int, ...]:
-        """Masks of each block before its first step."""
-        if not self.template:
-            return tuple(self.block_span(block).size for block in range(self.num_blocks))
-        canvas = (*self.template, *[None] * (self.canvas_length - self.response_span.stop))
+        canvas = (*self.response_template, *[None] * (self.canvas_length - self.response_span.stop))
         spans = (self.block_span(block) for block in range(self.num_blocks))
         return tuple(
             canvas[start - self.prompt_length : stop - self.prompt_length].count(None) for start, stop in spans
@@ -277,7 +260,6 @@ class DecodingSpec:
 
     @property
     def num_masks(self) -> int:
-        """Masks of the response before its first step."""
         return sum(self.masks_per_block)
 
     @property
@@ -306,7 +288,7 @@ class DecodingSpec:
         """Upper bound on the forward passes until running blocks are finished, or joined by another block.
 
         Before the last step of the schedule a pass may fill no position: a time grid may ask for none, and chance may
-        give none. After it, every second pass fills at least one. ES-dLLM may drop the row of the only candidate in one
-        pass, not in two. Token editing may add passes.
+        give none. After it, every second pass fills at least one: ES-dLLM may drop the row of the only candidate in one
+        pass, not in two.
         """
         return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size + self.max_post_steps

@@ -5,57 +5,50 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from pydantic import ByteSize
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.multimodal import MULTIMODAL_REGISTRY, MultiModalRegistry
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
-from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
-from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
-from dllm_engine.scheduler.options.resolve import check_page_demand, check_rows, resolve_decoding
+from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import with_tokens
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.text import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestQueue(SchedulerInterface):
-    """Holds the requests that wait and run, their pages, and what is to be told of those that ended."""
-
     # Read by EngineCore.
     connector = None
     ec_connector = None
+    pause_state = PauseState.UNPAUSED
 
     def __init__(
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
-        structured_output_manager: StructuredOutputManager,
-        block_size: int,
         hash_block_size: int,
-        mm_registry: MultiModalRegistry = MULTIMODAL_REGISTRY,
         include_finished_set: bool = False,
         log_stats: bool = False,
+        **unused: Any,
     ) -> None:
         self.options = EngineOptions.from_vllm_config(vllm_config)
-        self.family = vllm_config.model_config.hf_config.family
         self.hf_config = vllm_config.model_config.hf_config
         scheduling = vllm_config.scheduler_config
         self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
@@ -76,12 +69,11 @@ class RequestQueue(SchedulerInterface):
         self.watermark = int(scheduling.watermark * self.pages.num_pages) if self.method.keeps_for_good else 0
         """Pages left for running requests to grow into, when another one is admitted beside them."""
         self.prefix_stats = PrefixCacheStats()
-        """Of the prefixes looked up since the last message."""
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
         self.policy = SchedulingPolicy(scheduling.policy)
         self.waiting = create_request_queue(self.policy)
-        self.running: list[Request] = []
+        self.running: list[RequestState] = []
         self.states: dict[str, RequestState] = {}
         self.finished_req_ids: set[str] = set()
         self.finished_req_ids_dict: dict[int, set[str]] | None = defaultdict(set) if include_finished_set else None
@@ -89,7 +81,6 @@ class RequestQueue(SchedulerInterface):
         """Last outputs of requests that failed, with their clients; sent with those of the step."""
         self._num_steps = 0
         self._stats = EngineStats()
-        self._pause_state = PauseState.UNPAUSED
         self.weights_incomplete_since: str | None = None
         """The call that began to change the weights, until another one completes them. No request is admitted then."""
         self.num_weight_changes = 0
@@ -116,13 +107,15 @@ class RequestQueue(SchedulerInterface):
     @property
     def admits(self) -> bool:
         """True if requests may begin: the engine is not paused, and has all of its weights."""
-        return self._pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
+        return self.pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self) -> RequestState | None:
         """The request to admit next. While none may begin, those that were preempted go on."""
         if self.admits:
-            return self.waiting.peek_request() if self.waiting else None
-        return next((request for request in self.waiting if request.num_preemptions), None)
+            request = self.waiting.peek_request() if self.waiting else None
+        else:
+            request = next((request for request in self.waiting if request.num_preemptions), None)
+        return None if request is None else self.states[request.request_id]
 
     @property
     def num_begun(self) -> int:
@@ -130,7 +123,7 @@ class RequestQueue(SchedulerInterface):
         return len(self.running) + sum(request.num_preemptions > 0 for request in self.waiting)
 
     def _new_state(self, request: Request) -> RequestState:
-        if self.weights_incomplete_since is not None and self._pause_state == PauseState.UNPAUSED:
+        if self.weights_incomplete_since is not None and self.pause_state == PauseState.UNPAUSED:
             raise ValueError(
                 f"the engine's weights are incomplete since {self.weights_incomplete_since}; complete them with "
                 f"reload_weights or finish_weight_update. A paused engine keeps requests waiting meanwhile"
@@ -140,36 +133,30 @@ class RequestQueue(SchedulerInterface):
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
-        spec = resolve_decoding(params, len(request.prompt_token_ids), self.family, self.options)
+        spec = resolve_decoding(params, len(request.prompt_token_ids), family_of(self.hf_config), self.options)
         spec = with_tokens(spec, params, self.hf_config)
-        check_rows(spec, self.options, self.max_rows)
-        check_page_demand(spec, self.options, self.geometry, self.pages.num_pages)
+        check_room(spec, self.options, self.max_rows, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
         return RequestState(request, spec, Progress.begin(spec), seed)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
-        if request_ids is None:
-            ids = list(self.states)
-        elif isinstance(request_ids, str):
-            ids = [request_ids]
-        else:
-            ids = list(dict.fromkeys(request_ids))
-        requests = [self.states[i].request for i in ids if i in self.states]
-        running = {r for r in requests if r.status == RequestStatus.RUNNING}
-        self.running = remove_all(self.running, running)
-        self.waiting.remove_requests([r for r in requests if r not in running])
-        for request in requests:
-            request.status = finished_status
-            self._free(request)
-        return requests
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        ids = dict.fromkeys(self.states if request_ids is None else request_ids)
+        states = [self.states[i] for i in ids if i in self.states]
+        self.running = remove_all(self.running, set(states))
+        self.waiting.remove_requests([s.request for s in states if s.request.status != RequestStatus.RUNNING])
+        for state in states:
+            state.request.status = finished_status
+            self._free(state)
+        return [state.request for state in states]
 
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's pages. It waits to go on where it stands: the runner keeps its tokens, and fills new
-        pages from them."""
-        self.running = remove_all(self.running, {request})
-        state = self.states[request.request_id]
-        self.pages.free(request.request_id)
+    def _preempt(self, state: RequestState) -> None:
+        """Take a running request's pages. The runner keeps its tokens, from which it fills new pages later."""
+        request = state.request
+        self.running = remove_all(self.running, {state})
+        self.pages.free(state.request_id)
         state.page_counts, state.progress.retained = {}, 0
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
@@ -177,39 +164,42 @@ class RequestQueue(SchedulerInterface):
             request.record_event(EngineCoreEventType.PREEMPTED)
         self.waiting.prepend_request(request)
 
-    def _fail(self, request: Request, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None) -> None:
+    def _fail(
+        self, state: RequestState, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None
+    ) -> None:
         """End a request with an error. ``output``: the step that it may be part of."""
-        state = self.states[request.request_id]
-        logger.error("request %s failed: %s", request.request_id, failure.message)
+        logger.error("request %s failed: %s", state.request_id, failure.message)
         if output is not None:
-            output.drop(request.request_id)
+            for table in (output.plans, output.new_requests, output.page_tables, output.num_scheduled_tokens):
+                table.pop(state.request_id, None)
         # Wherever it is: what failed may have been on its way from one to the other.
-        self.running = remove_all(self.running, {request})
-        self.waiting.remove_requests([request])
-        self._free(request)
-        self._send_error(request, failure, state.progress)
+        self.running = remove_all(self.running, {state})
+        self.waiting.remove_requests([state.request])
+        self._free(state)
+        self._send_error(state.request, failure, state.progress)
 
     @contextmanager
-    def _failing_alone(self, request: Request, output: DiffusionSchedulerOutput) -> Iterator[None]:
-        """End a request whose work raises an error; the others go on."""
+    def _failing_alone(self, state: RequestState, output: DiffusionSchedulerOutput | None = None) -> Iterator[None]:
+        """End a request whose work raises an error; the others go on. ``output`` as for ``_fail``."""
         try:
             yield
         except Exception as error:
-            self._fail(request, failure_of(request.request_id, error), output)
+            self._fail(state, failure_of(state.request_id, error), output)
 
     def _send_error(self, request: Request, failure: RequestFailure, progress: Progress) -> None:
         self._stats.requests_failed[failure.cause] += 1
         self._errors.append((request.client_index, failed_output(request, failure, progress)))
 
-    def _free(self, request: Request) -> None:
-        state = self.states.pop(request.request_id)
+    def _free(self, state: RequestState) -> None:
+        request_id = state.request_id
+        del self.states[request_id]
         if self.log_stats:  # else nobody empties its lists
             self._stats.add_ended(state.progress)
-        self.pages.free(request.request_id)
-        self.refreshes.forget(request.request_id)
-        self.finished_req_ids.add(request.request_id)
+        self.pages.free(request_id)
+        self.refreshes.forget(request_id)
+        self.finished_req_ids.add(request_id)
         if self.finished_req_ids_dict is not None:
-            self.finished_req_ids_dict[request.client_index].add(request.request_id)
+            self.finished_req_ids_dict[state.request.client_index].add(request_id)
 
     # Told to EngineCore
 
@@ -219,23 +209,17 @@ class RequestQueue(SchedulerInterface):
             for client, ids in self.finished_req_ids_dict.items():
                 per_client.setdefault(client, EngineCoreOutputs()).finished_requests = ids
             self.finished_req_ids_dict.clear()
-        stats = self.make_stats()
-        if stats is not None:
+        if (stats := self.make_stats()) is not None:
             # One front end gets them, also when nobody has output in this step.
-            if not per_client:
-                per_client[0] = EngineCoreOutputs()
-            next(iter(per_client.values())).scheduler_stats = stats
+            client = next(iter(per_client), 0)
+            per_client.setdefault(client, EngineCoreOutputs()).scheduler_stats = stats
         return per_client
 
-    @property
-    def pause_state(self) -> PauseState:
-        return self._pause_state
-
     def set_pause_state(self, pause_state: PauseState) -> None:
-        self._pause_state = pause_state
+        self.pause_state = pause_state
 
     def get_num_unfinished_requests(self) -> int:
-        if self._pause_state == PauseState.PAUSED_ALL:
+        if self.pause_state == PauseState.PAUSED_ALL:
             return 0
         unfinished = len(self.running) + len(self.waiting) if self.admits else self.num_begun
         return unfinished + len(self._errors)
@@ -251,63 +235,49 @@ class RequestQueue(SchedulerInterface):
         return len(self.running), len(self.waiting)
 
     def get_kv_cache_usage(self) -> float:
-        return self.pages.usage
+        """Share of the pages that is reserved, 0 to 1."""
+        return self.pages.num_reserved / max(self.pages.num_pages, 1)
 
     def make_stats(self) -> SchedulerStats | None:
         if not self.log_stats:
             return None
-        num_running, num_waiting = self.get_request_counts()
-        scheduler_stats = SchedulerStats(
-            num_running_reqs=num_running,
-            num_waiting_reqs=num_waiting,
-            kv_cache_usage=self.pages.usage,
-            prefix_cache_stats=self.prefix_stats,
-        )
-        self.prefix_stats = PrefixCacheStats()
         stats, self._stats = self._stats, EngineStats()
         stats.pages_total = self.pages.num_pages
         stats.pages_reserved = self.pages.num_reserved
         stats.pages_allocated = self.pages.num_allocated
-        stats.tokens_retained = sum(self.states[request.request_id].progress.retained for request in self.running)
-        # The only free dictionaries of vLLM's message are those of key-value connectors.
-        scheduler_stats.kv_connector_stats = {STATS_KEY: vars(stats)}
-        return scheduler_stats
+        stats.tokens_retained = sum(state.progress.retained for state in self.running)
+        prefix_stats, self.prefix_stats = self.prefix_stats, PrefixCacheStats()
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.get_kv_cache_usage(),
+            prefix_cache_stats=prefix_stats,
+            # The only free dictionaries of vLLM's message are those of key-value connectors.
+            kv_connector_stats={STATS_KEY: vars(stats)},
+        )
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Let no request find the pages of those before it; whether that could be done, which it cannot while requests
-        hold pages. ``reset_running_requests``: preempt those that can go on without them."""
+        """Let no request find the pages of those before it; returns False if that cannot be done, because requests hold
+        pages. ``reset_running_requests``: preempt those that can go on without them."""
         if reset_running_requests and self.method.keeps_for_good:
-            for request in reversed(self.running):
-                self._preempt(request)
+            for state in reversed(self.running):
+                self._preempt(state)
         self.prefix_stats.reset = self.shares_prefixes and self.pages.forget_keys()
         return self.prefix_stats.reset or not self.shares_prefixes
 
-    def reset_encoder_cache(self) -> None:
-        """There is no encoder."""
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: encoders, speculative decoding and vLLM's structured output are refused before."""
 
-    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
-        """Structured output is refused at admission."""
-        return None
-
-    def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Speculative decoding is refused at start-up."""
-
-    def update_draft_token_ids_in_output(
-        self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
-    ) -> None:
-        """Speculative decoding is refused at start-up."""
-
-    def shutdown(self) -> None:
-        """Nothing to release."""
+    reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing
+    update_draft_token_ids = update_draft_token_ids_in_output = _do_nothing
 
 
 def _what_is_kept(options: EngineOptions, geometry: PoolGeometry, num_pages: int, page_bytes: int) -> str:
-    """The engine's cache method and pages, for its log."""
     method = f"cache_method={options.cache_method!r} {options.cache.model_dump() or ''}".strip()
     if not options.uses_pages:
         return f"{method}: every step computes the whole canvas, no pages are kept"
     tokens = num_pages // geometry.num_layers * geometry.page_size
-    page, pool = (ByteSize(number).human_readable() for number in (page_bytes, num_pages * page_bytes))
+    page, pool = readable_size(page_bytes), readable_size(num_pages * page_bytes)
     return (
         f"{method}: {num_pages:,} pages of {geometry.page_size} tokens of one layer ({page} each, together {pool}) "
         f"retain {tokens:,} tokens of each of the {geometry.num_layers} layers"

@@ -1,4 +1,4 @@
-"""A request in the scheduler: vLLM's object, its settings, its progress, and what its client gets to see."""
+"""A request in the scheduler, and what its client gets to see."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """A request that waits or runs."""
 
@@ -28,13 +28,16 @@ class RequestState:
     progress: Progress
     seed: int
     page_counts: PageCounts = field(default_factory=dict)
-    """Pages per table that the request holds."""
     pages_settled: bool = False
     """True if the runner has reported the final number of pages."""
-    commits: Commits | None = None
-    """Origin of the tokens sent so far, if the request asks."""
+    commits: Commits = field(default_factory=lambda: Commits([], []))
+    """Of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
-    """Number of the last step that ran it; those left out longest go first."""
+    """Number of the last step that ran it."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
@@ -46,17 +49,16 @@ class RequestState:
         report.advance(progress, spec)
         if report.tokens is not None:
             self._accept(report.tokens)
-            if report.commits is not None:
-                passes, logprobs = self.commits or Commits([], [])
+            if (commits := report.commits) is not None:
                 # New lists: an output that waits to be sent holds the old ones.
-                self.commits = Commits(passes + report.commits.forward_passes, logprobs + report.commits.logprobs)
+                passes, logprobs = self.commits
+                self.commits = Commits(passes + commits.committed_at, logprobs + commits.committed_logprobs)
             if self.request.status is RequestStatus.FINISHED_STOPPED and report.tokens[-1] not in spec.end_tokens:
                 shown |= {COMPLETE_KEY: True}
             return self._output(report.tokens, report, shown)
         if not shown:
             return None
-        message = figures_message(progress, with_trace=False) | shown
-        return EngineCoreOutput(self.request.request_id, new_token_ids=[], kv_transfer_params=message)
+        return EngineCoreOutput(self.request_id, new_token_ids=[], kv_transfer_params=figures_message(progress) | shown)
 
     def no_progress(self) -> RequestFailure | None:
         """The failure of a request whose running blocks take more steps than they can need."""
@@ -86,6 +88,7 @@ class RequestState:
     def _output(self, tokens: list[int], report: StepReport, shown: dict[str, Any]) -> EngineCoreOutput:
         request = self.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
+        details = {"trace": self.progress.trace, "decision": report.decision or {}} | self.commits._asdict()
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
@@ -94,7 +97,7 @@ class RequestState:
             stop_reason=request.stop_reason,
             events=request.take_events(),
             prefill_stats=prefill_stats,
-            kv_transfer_params=figures_message(self.progress, commits=self.commits, decision=report.decision) | shown,
+            kv_transfer_params=figures_message(self.progress, **details) | shown,
             trace_headers=request.trace_headers,
         )
 
@@ -107,6 +110,6 @@ def failed_output(request: Request, failure: RequestFailure, progress: Progress)
         new_token_ids=[],
         finish_reason=request.get_finished_reason(),
         events=request.take_events(),
-        kv_transfer_params=figures_message(progress, error=failure.message),
+        kv_transfer_params=figures_message(progress, trace=progress.trace, error=failure.message),
         trace_headers=request.trace_headers,
     )

@@ -16,7 +16,7 @@ from dllm_engine.scheduler.unmasking_policies import (
 
 
 class RefreshState(Enum):
-    """Refresh state of a request's cache in one step."""
+    """Use of a request's cache in one step."""
 
     FULL = "full"
     """Compute the whole canvas; the cache is untouched."""
@@ -37,18 +37,15 @@ class Scope(Enum):
 
 
 class RowRule(Enum):
-    """Rule that selects the rows of ``StepPlan.span`` to feed to the model. The runner resolves every rule except
-    ``ALL``, because they depend on tokens."""
+    """Rows of ``StepPlan.span`` that are fed to the model. All but ``ALL`` depend on tokens; the runner finds them."""
 
     ALL = "all"
     MASKED_BEFORE = "masked_before"
-    """Rows that predict the positions that were masked when the previous step began, including those that it
-    unmasked."""
+    """Rows that predict the positions that were masked when the previous step began."""
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
     """As ``MASKED_BEFORE``, and the last row of the canvas, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
-    """From the row that predicted the leftmost position unmasked in the previous step, where it lies before ``span``,
-    to the end of ``span``."""
+    """As ``ALL``, from the row on that predicted the leftmost position unmasked in the previous step."""
     CHOSEN = "chosen"
     """Rows chosen by the layer pass of the previous step (``LayerPass.next_rows``)."""
 
@@ -70,31 +67,27 @@ class UnmaskQuota:
     candidates: Span
     count: int
     ratio: float
-    """``count`` as a share of the masked candidates, for policies that draw each position independently
-    (``origin``)."""
+    """``count`` as a share of the masked candidates, for policies that draw each position (``origin``)."""
     parallel: ParallelRule | None = None
-    """Rule of parallel unmasking, which replaces ``count``."""
+    """Replaces ``count``."""
     least: int = 0
-    """Minimum number for ``parallel``."""
+    """Minimum for ``parallel``."""
     first_needed: bool = False
     """True if the first position must be filled in this step, because no later step can predict it."""
     guaranteed: Span | None = None
-    """Span in which at least one candidate is filled: the most confident one if the rule allows none. None: no such
-    span."""
+    """Span in which at least one candidate is filled: the most confident one if the rule allows none."""
     enough: int = 1
     """If ``parallel`` allows fewer positions than this, only the most confident one is unmasked."""
     observed: float | None = None
-    """Report the farthest candidate of at least this confidence; None: report none."""
+    """Report the farthest candidate of at least this confidence."""
 
 
 @dataclass(frozen=True)
 class Retention:
-    """A set of positions, of which every layer retains ``count``."""
+    """Canvas positions, ascending, of which every layer retains ``count``."""
 
     spans: tuple[Span, ...]
-    """Canvas positions, ascending."""
     count: int
-    """Number of positions that a layer retains."""
 
     @property
     def num_positions(self) -> int:
@@ -102,7 +95,6 @@ class Retention:
 
     @classmethod
     def whole(cls, *spans: Span) -> "Retention":
-        """Retain all positions of ``spans``."""
         return cls(spans, sum(span.size for span in spans))
 
 
@@ -114,11 +106,9 @@ class StepPlan:
     scope: Scope
     rows: RowRule
     span: Span
-    """Canvas positions that ``rows`` selects from."""
     max_rows: int
     """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
-    """Canvas positions of the running blocks."""
     quota: UnmaskQuota
     forward: int
     """Number of this denoising step over the whole response, from 0; also the counter of its random numbers."""
@@ -127,28 +117,24 @@ class StepPlan:
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     predicts: Span | None = None
-    """Masked positions that are predicted; None: the candidates of the quota. Positions behind the candidates are not
-    filled; the layer pass observes them."""
+    """Masked positions that are predicted; None: the quota's candidates. The layer pass observes those behind them."""
     adds: tuple[Retention, ...] = ()
-    """Tokens that an UPDATE step adds to pages, behind the tokens that it reads. Empty for methods that keep the whole
-    canvas by position."""
+    """Tokens added to pages, behind those that the step reads. Empty for methods that keep the whole canvas."""
     num_updated: int | None = None
     """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
     update of 0 rows still renews the values that rows are compared by."""
     post_step: int = 0
-    """Token editing: number of the step among those of its block that begin without a mask, from 1; 0: it is none of
-    them."""
+    """Token editing: number, from 1, of a step among those of its block that begin without a mask; 0: any other."""
     prefills: bool = False
     """True for a part of a long prompt, which only adds to pages and is no denoising step."""
     skips: bool = False
-    """True if layers drop rows (ES-dLLM)."""
+    """True if layers drop rows."""
     retained_copy: RetainedCopy = RetainedCopy.NONE
     num_copied: int = 0
     """Tokens outside the window that the copy holds per layer; the window follows them."""
 
     @property
     def predicted(self) -> Span:
-        """Masked positions whose rows are computed."""
         return self.quota.candidates if self.predicts is None else self.predicts
 
 
@@ -186,58 +172,48 @@ def revises(plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int
 def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
     """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time grid), or ``tokens_per_step``.
 
-    ``window_alone``: later steps feed no row before the window. With shifted logits such a step cannot predict the
-    first position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
-    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks). With several running blocks it is filled as
-    well.
+    ``window_alone``: later steps feed no row before the window. With shifted logits they cannot predict the first
+    position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
+    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks), or with several running blocks as well.
     """
-    window, step = spec.span_of(progress.running), progress.step
-    least = spec.tokens_per_step or 0
+    window, step, span = spec.span_of(progress.running), progress.step, progress.span
     begins_masked = step == 0 and not spec.is_given(window.start)
-    first_needed = window_alone and spec.shifts_logits and begins_masked
+    quota = UnmaskQuota(window, progress.num_masked, 1.0)
+    quota.first_needed = window_alone and spec.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
-        # The guide, or the probabilities of fields, decide how many; schedules have no say.
-        return UnmaskQuota(window, progress.num_masked, 1.0, first_needed=first_needed)
+        return quota  # the guide, or the probabilities of fields, decide how many; schedules have no say
+    quota.parallel, quota.least = spec.parallel, spec.tokens_per_step or 0
     if spec.block_add_threshold is not None:
-        leftmost = spec.block_span(progress.leftmost)
-        return UnmaskQuota(window, progress.num_masked, 1.0, spec.parallel, least, first_needed, leftmost)
-    if (span := progress.span) is not None:
-        threshold, enough = span.passing
-        return UnmaskQuota(
-            Span(span.start, window.stop if span.is_slow else span.end),
-            progress.num_masked,
-            1.0,
-            ParallelRule("slow_fast", threshold),
-            least,
-            first_needed,
-            enough=enough,
-            observed=span.options.span_threshold if span.is_slow and not span.settled else None,
-        )
+        quota.guaranteed = spec.block_span(progress.leftmost)
+        return quota
+    if span is not None:
+        threshold, quota.enough = span.passing
+        quota.parallel = ParallelRule("slow_fast", threshold)
+        quota.candidates = Span(span.start, window.stop if span.is_slow else span.end)
+        quota.observed = span.options.span_threshold if span.is_slow and not span.settled else None
+        return quota
+    quota.first_needed = False  # here such a step fills that position alone, or all
     steps = spec.steps_per_block[progress.running.first]
     in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
     if spec.schedule == "timestep" and in_blocks and begins_masked and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
-    may_pass_none = spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none
-    guaranteed = window if may_pass_none else None
+    if spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none:
+        quota.guaranteed = window
     if spec.tokens_per_step is not None:
-        count = min(spec.tokens_per_step, progress.num_masked)
-        ratio = count / max(progress.num_masked, 1)
-        return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
-    if step >= steps - 1:
-        count, ratio = progress.num_masked, 1.0
-    elif spec.schedule == "uniform":
-        count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
-        ratio = count / max(progress.num_masked, 1)
-    else:
-        count, ratio = timestep_count(progress.num_masked, steps, step), timestep_ratio(steps, step)
+        quota.count = min(spec.tokens_per_step, progress.num_masked)
+    elif step < steps - 1 and spec.schedule == "uniform":
+        quota.count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
+    elif step < steps - 1:
+        quota.count = timestep_count(progress.num_masked, steps, step)
+    by_time_grid = spec.schedule == "timestep" and spec.tokens_per_step is None
+    quota.ratio = timestep_ratio(steps, step) if by_time_grid else quota.count / max(progress.num_masked, 1)
     if spec.block_steps and spec.parallel is not None:
-        least = count
-    return UnmaskQuota(window, count, ratio, spec.parallel, least, guaranteed=guaranteed)
+        quota.least = quota.count
+    return quota
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """The part of ``span`` that a step computes. Fast passes of SlowFast sampling, except the first, leave out the
-    positions behind the span that they fill."""
+    """``span`` as a step computes it: fast passes of SlowFast sampling, after the first, end with what they fill."""
     state = progress.span
     return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
 
@@ -253,7 +229,7 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """Plan of a step that computes all rows of ``span``. The span is ``cut`` unless the step adds to pages.
+    """Plan of a step that computes all rows of ``span``, which is ``cut`` unless the step adds to pages.
     ``window_alone`` as in ``unmask_quota``."""
     span = span if adds else cut(progress, span)
     return StepPlan(

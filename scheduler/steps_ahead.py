@@ -1,5 +1,6 @@
 """Steps whose work is known before those ahead of them have run, so that a device may get them all at once."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -17,19 +18,12 @@ def steps_known_ahead(
     *,
     may_idle: bool,
 ) -> Iterator[dict[str, StepPlan]]:
-    """Plans of a step and of the following steps that do the same work on other tokens: steps of a block. A step is
-    planned when it is asked for, while a device runs those before it.
+    """Yield ``plans``, and those of at most ``num_steps - 1`` following steps of the blocks that do the same work on
+    other tokens. A step is planned when it is asked for, while a device runs those before it. Steps that fill fixed
+    counts leave every block unfinished, except the last. ``progress`` is that before ``plans``.
 
-    Args:
-        plans, progress: of the requests of the step, before it.
-        specs: of these requests.
-        plan: the next step of a request.
-        num_steps: the most steps wanted.
-        may_idle: True if a step changes nothing but the tokens that it fills. Then requests whose rules fill an open
-            number of tokens run ahead too, and may have nothing to do in the last steps.
-
-    Yields:
-        At least one step, ``plans``. Steps that fill fixed counts leave every block unfinished, except the last.
+    ``may_idle``: True if a step changes nothing but the tokens that it fills. Then requests whose rules fill an open
+    number of tokens run ahead too, and may have nothing to do in the last steps.
     """
     yield plans
     most = float(num_steps)
@@ -45,8 +39,8 @@ def steps_known_ahead(
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
     # Of requests whose steps may fill fewer positions than planned: the same, if they fill none.
     behind = {i: replace(progress[i]) for i, first in plans.items() if first.skips or specs[i].delay_eos}
-    last_plans, num_planned = plans, 1
-    while num_planned < most:
+    last_plans = plans
+    for _ in range(1, math.ceil(most)):
         for request_id, last in last_plans.items():
             count = last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
             if count >= ahead[request_id].num_masked:
@@ -65,7 +59,6 @@ def steps_known_ahead(
             return  # the step itself will fail, and only the request whose plan it is
         if not all(does_same_work(last_plans[request_id], first) for request_id, first in plans.items()):
             return
-        num_planned += 1
         yield last_plans
 
 
@@ -80,8 +73,7 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
 def _depends_on_no_count(
     plan: StepPlan, progress: Progress, spec: DecodingSpec, plan_next: Callable[[DecodingSpec, Progress], StepPlan]
 ) -> bool:
-    """Return True if the next steps do the same work however many tokens this one fills, and each fills one at
-    least."""
+    """Return True if the next steps do the same work whatever this one fills, and each fills one position at least."""
     by_rule = plan.quota.parallel is not None and spec.block_add_threshold is None and spec.slow_fast is None
     if not by_rule or progress.num_masked < 2:
         return False

@@ -1,7 +1,5 @@
-"""Number and order of the tokens that a denoising step unmasks: schedules, policies and rules of parallel unmasking.
-
-This module has no tensors. ``model_executor/unmasking/`` computes the values that policies and rules use.
-"""
+"""Number and order of the tokens that a step unmasks: schedules, policies and rules of parallel unmasking, without
+tensors. ``model_executor/unmasking/`` computes the values that policies and rules use."""
 
 import math
 import statistics
@@ -10,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
@@ -39,21 +38,17 @@ class ParallelUnmasking:
 
     name: str
     measures: Measure
-    """Measure of confidence that the rule needs."""
     else_counted: bool = False
     """True if policies with another measure keep their fixed count; False if they are refused."""
     untempered: bool = False
     """True if the rule uses the plain softmax in every family."""
     may_pass_none: bool = False
-    """True if the rule may let no position pass."""
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     tuned: tuple[float, ...] = ()
-    """Values that `dllm tune` tries, the most careful first. Empty if requests cannot name the rule, or name it with
-    several numbers."""
+    """Values that `dllm tune` tries, the most careful first."""
 
     def suits(self, policy: UnmaskingPolicy) -> bool:
-        """Return True if a policy has the measure that the rule needs."""
         return policy.measures == self.measures and not (self.untempered and policy.tempered)
 
 
@@ -99,12 +94,9 @@ TIMESTEP_EPS = 1e-3
 
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
-    """Denoising steps of each block, when ``steps`` are spread over blocks of so many masks each.
-
-    Every block gets one, and the rest by the masks it has beyond its first, rounded to the largest remainders, earlier
-    blocks first. So a step per mask over the whole response is a step per mask in every block, and blocks of equal
-    size get equally many.
-    """
+    """Steps of each block, when ``steps`` are spread over blocks of so many masks: one each, and the rest by the masks
+    beyond the first, rounded to the largest remainders, earlier blocks first. So a step per mask of the response is one
+    per mask in every block, and equal blocks get equally many."""
     others = [count - 1 for count in masks]
     extra, total = steps - len(masks), max(sum(others), 1)
     shares = [divmod(extra * count, total) for count in others]
@@ -134,10 +126,7 @@ def timestep_ratio(steps: int, step: int) -> float:
 
 def timestep_count(num_masked: int, steps: int, step: int) -> int:
     """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often 0 in the first steps."""
-    import torch
-
-    product = torch.tensor(num_masked, dtype=torch.float32) * torch.tensor(timestep_ratio(steps, step))
-    return int(product)
+    return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
 
 
 MOST_TOKENS = (1 << 31) - 1
@@ -170,7 +159,7 @@ class SlowFast(BaseModel):
 
 
 class SeenOfBlock(NamedTuple):
-    """Observation of one pass of SlowFast sampling, in canvas positions."""
+    """Observation of one pass of SlowFast sampling."""
 
     first_masked: int
     """Leftmost masked position after the pass; the end of the block if none is masked."""
@@ -180,8 +169,8 @@ class SeenOfBlock(NamedTuple):
 
 @dataclass(frozen=True)
 class SpanState:
-    """State of SlowFast sampling in a block, in canvas positions. Slow passes look for the end of a span, fast passes
-    fill it, and the next span begins there."""
+    """State of SlowFast sampling in a block. Slow passes look for the end of a span, fast passes fill it, and the next
+    span begins there."""
 
     options: SlowFast
     dream: bool
@@ -194,14 +183,13 @@ class SpanState:
     settled: bool = False
     """True if the estimates were stable."""
     estimates: tuple[int, ...] = ()
-    """Latest estimates of the end: one per slow pass, until it is settled."""
+    """The latest: one per slow pass, until the end is settled."""
     num_slow: int = 0
     num_fast: int = 0
     """Slow and fast passes over the span so far."""
 
     @property
     def is_slow(self) -> bool:
-        """True if the next pass is a slow one."""
         return self.num_slow < self.options.span_steps
 
     @property

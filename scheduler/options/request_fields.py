@@ -36,8 +36,7 @@ def _parsed(value: Any) -> Any:
         raise ValueError(f"it is no JSON: {error}") from None
 
 
-def read_slow_fast(value: Any) -> Any:
-    """Options of ``SlowFast``, checked, from JSON too; None stays None."""
+def _checked_slow_fast(value: Any) -> Any:
     given = _parsed(value)
     try:
         SlowFast.model_validate({} if given is None else given)
@@ -91,7 +90,7 @@ class RequestOptions(BaseModel):
     entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in nats; Dream: below it). For the
     policy ``low_entropy``."""
-    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(read_slow_fast)] = None
+    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(_checked_slow_fast)] = None
     """Parallel unmasking (SlowFast sampling): slow passes find the span in which the model is confident; fast passes
     fill it and do not compute what is after it. A dictionary of options; those left out are as in the authors' code for
     the family, and ``{}`` leaves out all. For the policy ``low_confidence``."""
@@ -171,25 +170,22 @@ class RequestOptions(BaseModel):
         return template.count(None) if self.return_given is False else len(template)
 
 
+_OTHER_COUNTS = ("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS)
+_DEFAULTS_LEFT_OUT = {
+    **dict.fromkeys(COUNT_OPTIONS, (*_OTHER_COUNTS, "steps", "block_add_threshold")),
+    **dict.fromkeys(PARALLEL_OPTIONS, (*_OTHER_COUNTS, "alg_temp")),
+    **dict.fromkeys(GUIDE_OPTIONS, ("guided",)),
+    "slow_fast": (*_OTHER_COUNTS, "alg_temp", "block_add_threshold"),
+    "block_add_threshold": ("steps_per_block",),
+    "alg_temp": (*PARALLEL_OPTIONS, "block_add_threshold"),
+}
+"""By what a request names, the defaults that it does not get. Steps, tokens per step and parallel unmasking are
+alternatives, and so are a rule and drawing by confidences; who names steps, tokens per step or SlowFast sampling runs
+one block at a time; and who says how the guide decides wants it."""
+
+
 def with_defaults(chosen: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Request options with defaults for what they leave open. Steps, tokens per step and the rules of parallel
-    unmasking are alternatives: who names one of them gets no default rule and number, and who names steps, tokens per
-    step or SlowFast sampling runs one block at a time. Positions are drawn by their confidences, or a rule takes them.
-    Who says how the guide decides wants it."""
-    left_out: set[str] = set()
-    counts = chosen.keys() & {*COUNT_OPTIONS}
-    if counts or chosen.keys() & {*PARALLEL_OPTIONS}:
-        left_out.update(("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS))
-    if "block_add_threshold" in chosen:
-        left_out.add("steps_per_block")
-    if counts:
-        left_out.update(("steps", "block_add_threshold"))
-    if chosen.keys() & {*GUIDE_OPTIONS}:
-        left_out.add("guided")
-    if "slow_fast" in chosen:
-        left_out.add("block_add_threshold")
-    if chosen.get("alg_temp"):
-        left_out.update((*PARALLEL_OPTIONS, "block_add_threshold"))
-    elif chosen.keys() & {*PARALLEL_OPTIONS}:
-        left_out.add("alg_temp")
+    """Request options with defaults for what they leave open."""
+    named = [name for name, value in chosen.items() if (name, value) != ("alg_temp", 0)]
+    left_out = {default for name in named for default in _DEFAULTS_LEFT_OUT.get(name, ())}
     return {name: value for name, value in defaults.items() if name not in left_out} | chosen

@@ -40,9 +40,10 @@ def bytes_in(params: SamplingParams, name: str) -> bytes | None:
     return given if isinstance(given, bytes) else None
 
 
-def parse_request_options(raw: dict[str, Any]) -> RequestOptions:
-    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which."""
+def parse_request_options(raw: dict[str, Any], what: str = "request option") -> RequestOptions:
+    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which. ``what`` as in
+    ``explain``."""
     try:
         return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        raise InvalidRequestError(explain(error, "request option", RequestOptions.model_fields)) from None
+        raise InvalidRequestError(explain(error, what, RequestOptions.model_fields)) from None

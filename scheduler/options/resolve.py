@@ -1,15 +1,13 @@
-"""Resolution of a request's parameters into a ``DecodingSpec``: defaults of engine, checkpoint and family, checked
-together."""
+"""Resolution of a request's parameters, with the defaults of engine, checkpoint and family, into a ``DecodingSpec``."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, explain, shortened
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, shortened
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -26,17 +24,18 @@ from dllm_engine.scheduler.options.request_options import (
     REASONING,
     InvalidRequestError,
     bytes_in,
+    parse_request_options,
     request_options,
 )
-from dllm_engine.scheduler.options.resolve_decision import resolve_decision
+from dllm_engine.scheduler.options.resolve_tokens import decision_template, response_template
 from dllm_engine.scheduler.options.resolve_unmasking import (
     check_attention,
-    resolve_post_steps,
+    check_several_blocks,
     resolve_slow_fast,
     resolve_unmasking,
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance, ParallelRule
+from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
@@ -45,9 +44,11 @@ _UNGUIDED = (
     *(*COUNT_OPTIONS, *END_OPTIONS, *PARALLEL_OPTIONS),
 )
 """Request options about what a step fills, which the guide decides for a guided request."""
+_POST_STEPS = 16
+"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _KEPT = {
     *("tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold", *END_OPTIONS),
-    *("edit_threshold", "suffix_blocks", "delay_eos", "return_given", "return_order"),
+    *("edit_threshold", "suffix_blocks", "delay_eos", "return_given", "return_order", "passes"),
 }
 """Request options that ``DecodingSpec`` has under the same names, as they are."""
 
@@ -55,10 +56,8 @@ _KEPT = {
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
     options = _check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
-    resolve_cache(options, engine)
-    _check_suffix(options, engine)
-    if engine.guide_model is None:
-        resolve_guidance(options, options, engine)
+    _resolve_cache(options, engine)
+    _check_guide(options, engine)
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
@@ -74,44 +73,39 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
             raise ValueError(
                 f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
             )
-    try:
-        options = RequestOptions.model_validate(defaults)
-    except ValidationError as error:
-        raise ValueError(f"{where}: {explain(error, 'request default')}") from None
+    options = parse_request_options(defaults, f"{where}: request default")
     for family in FAMILIES.values():
-        _check_several_blocks(options, resolve_unmasking(options, family)[1])
+        check_several_blocks(options, resolve_unmasking(options, family)[1])
     return options
 
 
 def _fit(
     options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
 ) -> tuple[int, int, int]:
-    """(block_length, steps, positions). What the request did not name itself is fitted to its response: no block is
-    longer, and each block gets a step, each token at most one. Blocks that attention goes by stay as long as they are,
-    and the last one may add positions behind the response."""
-    block_length, steps, positions, before = options.block_length, options.steps, gen_length, 0
+    """(block_length, steps, positions). What the request did not name is fitted to its response: no block is longer,
+    and each gets a step. Blocks that attention goes by may be longer, and add positions behind the response."""
+    block_length = options.block_length or family.block_length_of(gen_length)
+    begun = added = 0
     if family.attention == "block_causal":
-        block_length = block_length or family.block_length_of(gen_length)
-        positions += -(prompt_length + gen_length) % block_length * family.whole_blocks
-        before = prompt_length % block_length
-        if family.experts_by_block and block_length != family.attention_block:
-            raise InvalidRequestError(
-                f"block_length={block_length}: this model chooses experts by blocks of {family.attention_block}; leave "
-                f"it unset"
-            )
+        begun = prompt_length % block_length
+        added = -(begun + gen_length) % block_length * family.whole_blocks
     elif own.block_length is None:
-        block_length = min(block_length or family.block_length_of(gen_length), gen_length)
-    assert block_length is not None
-    if own.steps is None:
-        num_blocks = -(-(before + positions) // block_length)
-        steps = max(min(steps or positions, positions), num_blocks)
-    assert steps is not None
-    if block_length > gen_length and family.attention == "full":
+        block_length = min(block_length, gen_length)
+    elif block_length > gen_length:
         raise InvalidRequestError(
             f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
         )
+    if family.experts_by_block and block_length != family.attention_block:
+        raise InvalidRequestError(
+            f"block_length={block_length}: this model chooses experts by blocks of {family.attention_block}; leave it "
+            f"unset"
+        )
+    positions = gen_length + added
+    steps = options.steps or positions
+    if own.steps is None:
+        steps = max(min(steps, positions), -(-(begun + positions) // block_length))
     if steps > positions:
-        behind = f" and {positions - gen_length} behind it in its last block" if positions > gen_length else ""
+        behind = f" and {added} behind it in its last block" if added else ""
         raise InvalidRequestError(
             f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}{behind}; a step "
             f"unmasks at least one token"
@@ -119,8 +113,13 @@ def _fit(
     return block_length, steps, positions
 
 
-def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
-    """The engine's cache options with what the request lowers."""
+def _resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
+    """The engine's cache options with what the request lowers; refuses what the cache method does not do."""
+    if options.suffix_blocks is not None and not engine.method.trims_suffix:
+        raise InvalidRequestError(
+            f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
+            f"leave suffix_blocks unset, or start the engine with another cache method"
+        )
     wanted = options.retention_ratio
     if wanted is None:
         return engine.cache
@@ -137,16 +136,21 @@ def resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOption
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
 
-def resolve_guidance(options: RequestOptions, own: RequestOptions, engine: EngineOptions) -> Guidance | None:
-    """Settings of the guide for a request; None: the request is not guided.
+def _check_guide(options: RequestOptions, engine: EngineOptions) -> None:
+    """Refuse options about a guide that the engine does not have."""
+    for name in ("guided", *GUIDE_OPTIONS) if engine.guide_model is None else ():
+        value = getattr(options, name)
+        if value is not None and (name, value) != ("guided", False):
+            raise InvalidRequestError(f"{name}={value}: the engine has no guide; start it with guide_model")
 
-    ``own``: options that the request itself names. What the guide has no use for it only minds there.
-    """
-    given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
+
+def _resolve_guidance(
+    options: RequestOptions, own: RequestOptions, params: SamplingParams, engine: EngineOptions
+) -> Guidance | None:
+    """Settings of the guide for a request; None: the request is not guided. What the guide has no use for is refused
+    only where the request itself (``own``) names it."""
+    _check_guide(options, engine)
     if engine.guide_model is None:
-        if options.guided or given:
-            named = "guided=True" if options.guided else f"{next(iter(given))}={next(iter(given.values()))}"
-            raise InvalidRequestError(f"{named}: the engine has no guide; start it with guide_model")
         return None
     if options.guided is False:
         if named := ", ".join(name for name in GUIDE_OPTIONS if getattr(own, name) is not None):
@@ -158,59 +162,22 @@ def resolve_guidance(options: RequestOptions, own: RequestOptions, engine: Engin
             raise InvalidRequestError(
                 f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
             )
-    return Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
-
-
-def _check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
-    """Refuse options that do not go with several blocks: the rule sets the number of positions of a step, and a span
-    lies in one block."""
-    if (threshold := options.block_add_threshold) is None:
-        return
-    for name, reason in (
-        ("slow_fast", "SlowFast sampling runs one block at a time"),
-        ("steps_per_block", "blocks that run at once share their steps"),
-    ):
-        if (value := getattr(options, name)) is not None:
+    given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
+    guidance = Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
+    asked = "return_order=True" if own.return_order else None
+    asked = asked if params.logprobs is None else f"logprobs={params.logprobs}"
+    if asked and (guidance.correction or guidance.fallback == "guide"):
+        raise InvalidRequestError(
+            f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
+            f"or set guide_fallback='draft' without guide_correction, or guided=False"
+        )
+    for name in ("logit_bias", "min_tokens"):
+        if value := getattr(params, name):
             raise InvalidRequestError(
-                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
+                f"{name}={shortened(value)}: it is for the model's tokens, not for the guide's; leave it unset, or "
+                f"set guided=False"
             )
-    if parallel is None:
-        raise InvalidRequestError(
-            f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "
-            f"{', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
-        )
-
-
-def _check_suffix(options: RequestOptions, engine: EngineOptions) -> None:
-    """Refuse ``suffix_blocks`` for methods that keep the whole canvas."""
-    if options.suffix_blocks is not None and not engine.method.trims_suffix:
-        raise InvalidRequestError(
-            f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
-            f"leave suffix_blocks unset, or start the engine with another cache method"
-        )
-
-
-def _template(own: RequestOptions, max_tokens: int) -> tuple[int | None, ...]:
-    """The request's given tokens; raises ``InvalidRequestError`` where they cannot be a response."""
-    template = own.response_template
-    if template is None:
-        if own.return_given is not None:
-            raise InvalidRequestError(
-                f"return_given={own.return_given}: nothing is given; set response_template, or leave return_given unset"
-            )
-        return ()
-    if max_tokens < (own.returned_length or 0):
-        raise InvalidRequestError(
-            f"max_tokens={max_tokens} (gen_length) is less than the {own.returned_length} tokens that come back by the "
-            f"template; raise it, or leave it unset"
-        )
-    if None not in template:
-        raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")
-    if own.return_given is False and own.stream_granularity == "step":
-        raise InvalidRequestError(
-            "return_given=False leaves out what stream_granularity='step' shows; leave one of them unset"
-        )
-    return tuple(template)
+    return guidance
 
 
 def resolve_decoding(
@@ -222,49 +189,42 @@ def resolve_decoding(
         raise InvalidRequestError(
             "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
         )
-    if (packed := bytes_in(params, DECISION)) is not None:
-        return resolve_decision(packed, params, own, prompt_length, family)
-    if own.passes is not None:
-        raise InvalidRequestError(
-            f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
-        )
-    options = own.model_copy(update=with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
-    if (guidance := resolve_guidance(options, own, engine)) is not None:
-        options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
-    if params.max_tokens is None:
-        raise InvalidRequestError("the response length is open; set gen_length (max_tokens)")
-    if params.max_tokens < 1:
+    if params.max_tokens is None or params.max_tokens < 1:
         raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
-    template = _template(own, params.max_tokens)
+    options, guidance, decision = own, None, bytes_in(params, DECISION)
+    if decision is not None:
+        # Defaults, and a guide, are for generation alone.
+        template = decision_template(decision, own, params)
+    else:
+        if own.passes is not None:
+            raise InvalidRequestError(
+                f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
+            )
+        options = parse_request_options(with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
+        if (guidance := _resolve_guidance(options, own, params, engine)) is not None:
+            options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
+        template = response_template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
     block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
-    # ES-dLLM's sampler: greedy requests go by the plain probability, whatever their top_p and top_k.
+    top_p = params.top_p if options.top_p is None else options.top_p
+    top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
     sampler = engine.method.uniform_sampler
-    is_uniform = sampler == "always" or (sampler == "with_delay_eos" and bool(options.delay_eos))
-    unfiltered = is_uniform and params.temperature == 0
-    if is_uniform:
+    if sampler == "always" or (sampler == "with_delay_eos" and options.delay_eos):
         family = replace(family, schedule="uniform", default_unmasking="low_confidence")
+        if params.temperature == 0:
+            top_p, top_k = 1.0, 0  # such requests go by the plain probability
     unmasking, parallel = resolve_unmasking(options, family)
-    _check_several_blocks(options, parallel)
+    check_several_blocks(options, parallel)
     check_attention(options, family)
-    _check_suffix(options, engine)
+    max_post_steps = _POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    if options.edit_threshold is None and own.max_post_steps is not None:
+        raise InvalidRequestError(
+            f"max_post_steps={max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
+        )
     if options.early_stop and params.ignore_eos and not params.stop_token_ids:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
         )
-    asked = f"logprobs={params.logprobs}" if params.logprobs is not None else "return_order=True"
-    wants_logprobs = params.logprobs is not None or bool(own.return_order)
-    if guidance is not None and wants_logprobs and (guidance.correction or guidance.fallback == "guide"):
-        raise InvalidRequestError(
-            f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
-            f"or set guide_fallback='draft' without guide_correction, or guided=False"
-        )
-    for name in ("logit_bias", "min_tokens") if guidance is not None else ():
-        if value := getattr(params, name):
-            raise InvalidRequestError(
-                f"{name}={shortened(value)}: it is for the model's tokens, not for the guide's; leave it unset, or "
-                f"set guided=False"
-            )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
         **options.model_dump(include=_KEPT, exclude_none=True),
@@ -280,22 +240,23 @@ def resolve_decoding(
         shifts_logits=family.shifts_logits,
         unmasking=unmasking,
         temperature=params.temperature,
-        top_p=1.0 if unfiltered else options.top_p if options.top_p is not None else params.top_p,
-        top_k=0 if unfiltered else max(options.top_k if options.top_k is not None else params.top_k, 0),
+        top_p=top_p,
+        top_k=top_k,
         parallel=parallel,
         slow_fast=resolve_slow_fast(options, family),
-        max_post_steps=resolve_post_steps(options, own),
+        max_post_steps=0 if options.edit_threshold is None else max_post_steps,
         guidance=guidance,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
         early_stop=bool(options.early_stop) and family.attention == "full",
         template=template,
         constraint=bytes_in(params, CONSTRAINT),
         reasoning=bytes_in(params, REASONING),
-        cache=resolve_cache(options, engine),
+        decision=decision,
+        cache=_resolve_cache(options, engine),
         num_logprobs=params.logprobs,
         streams_steps=options.stream_granularity == "step",
     )
-    if reason := engine.method.refusal(spec):
+    if engine.method.keeps(spec) and (reason := engine.method.refusal(spec)):
         raise InvalidRequestError(reason)
     if spec.parallel is None and (spec.tokens_per_step or spec.block_steps):
         return replace(spec, steps=sum(spec.steps_per_block))
@@ -307,9 +268,11 @@ def resolve_decoding(
     return spec
 
 
-def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None:
-    """Raise ``InvalidRequestError`` with the numbers if a step has too few rows for the least that it computes of the
-    request: the canvas, or a block where steps can be fed in parts."""
+def check_room(
+    spec: DecodingSpec, engine: EngineOptions, max_rows: int, geometry: PoolGeometry, num_pages: int | None
+) -> None:
+    """Refuse a request if a step has no room for its canvas, or for one block where steps go in parts, or if the pool
+    could never hold its pages. ``num_pages``: those of the pool; None: not known yet."""
     if spec.decision is not None:
         num_rows = spec.canvas_length - (spec.blocks_start if engine.method.keeps_for_good else 0)
         what, remedy = f"the {num_rows} positions of a decision's pass", "shorten the prompt, or ask for fewer fields"
@@ -322,12 +285,7 @@ def check_rows(spec: DecodingSpec, engine: EngineOptions, max_rows: int) -> None
             f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; {remedy}, or raise "
             f"max_num_batched_tokens"
         )
-
-
-def check_page_demand(spec: DecodingSpec, engine: EngineOptions, geometry: PoolGeometry, num_pages: int) -> None:
-    """Raise ``InvalidRequestError`` with the numbers if the pool could never hold the request's pages."""
-    demand = engine.method.page_demand(spec, geometry)
-    if demand > num_pages:
+    if num_pages is not None and (demand := engine.method.page_demand(spec, geometry)) > num_pages:
         retain_less = "lower retention_ratio, " if hasattr(engine.cache, "retention_ratio") else ""
         raise InvalidRequestError(
             f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "

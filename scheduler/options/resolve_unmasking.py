@@ -2,7 +2,7 @@
 
 from dllm_engine.families import ModelFamily
 from dllm_engine.options import shortened
-from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions, read_slow_fast
+from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS, RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request import ParallelRule
 from dllm_engine.scheduler.unmasking_policies import (
@@ -11,17 +11,24 @@ from dllm_engine.scheduler.unmasking_policies import (
     UNMASKING_POLICIES,
     WEIGHTED_MEASURES,
     SlowFast,
+    UnmaskingPolicy,
 )
 from dllm_engine.text import choices
 
-RELEASED_POST_STEPS = 16
-"""Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _MEASURED = {
     "certainty_sigma": (WEIGHTED_MEASURES, "weights probabilities and margins"),
     "alg_temp": (CONFIDENCES, "draws positions by their probability, entropy or margin"),
     "confidence_eos_eot_inf": (CONFIDENCES, "changes probabilities, entropies and margins"),
 }
 """Options that need a policy of certain measures, and what they do with these."""
+_NEEDS_LATER_BLOCKS = {
+    "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text (template, "
+    "suffix)",
+    "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
+    "block_add_threshold": "blocks run one at a time; the model was not trained for several",
+    "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
+}
+"""Options that need attention to the whole canvas, and why."""
 
 
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
@@ -36,73 +43,92 @@ def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str
         )
     for name, (measures, what) in _MEASURED.items():
         value = getattr(options, name)
-        if value and UNMASKING_POLICIES[policy].measures not in measures:
-            suited = [name for name, its in UNMASKING_POLICIES.items() if its.measures in measures]
+        if value and policy.measures not in measures:
+            suited = [each.name for each in UNMASKING_POLICIES.values() if each.measures in measures]
             raise InvalidRequestError(
-                f"{name}={value} {what}, which unmasking={policy!r} does not measure; choose {' or '.join(suited)}"
+                f"{name}={value} {what}, which unmasking={policy.name!r} does not measure; choose {' or '.join(suited)}"
             )
     if options.alg_temp and rule is not None:
         raise InvalidRequestError(
             f"alg_temp={options.alg_temp} draws a fixed count of positions, and {rule.kind} counts them by their "
             f"confidences; leave one of them unset"
         )
-    return policy, rule
+    return policy.name, rule
 
 
-def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
+def _policy_and_rule(options: RequestOptions, family: ModelFamily) -> tuple[UnmaskingPolicy, ParallelRule | None]:
     if options.unmasking is not None and options.unmasking not in UNMASKING_POLICIES:
         raise InvalidRequestError(
             f"unmasking={options.unmasking!r} is unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
         )
-    given = [(name, value) for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
-    if not given:
-        return options.unmasking or _default_policy(options, family), None
-    slow_fast = resolve_slow_fast(options, family)
-    rule = ParallelRule(given[0][0], given[0][1] if slow_fast is None else slow_fast.fast_threshold)
+    policy = UNMASKING_POLICIES[options.unmasking or family.default_unmasking]
+    given = [f"{name}={value}" for name in PARALLEL_OPTIONS if (value := getattr(options, name)) is not None]
     if len(given) > 1:
-        named = " and ".join(f"{kind}={value}" for kind, value in given)
-        raise InvalidRequestError(f"{named}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}")
-    if rule.kind == "entropy_threshold" and family.strict_entropy_threshold:
-        rule = rule._replace(kind="strict_entropy_threshold")
-    if rule.kind == "threshold" and family.attention == "block_causal" and family.whole_blocks:
-        rule = rule._replace(kind="exceeded_threshold")  # as SDAR's and LLaDA2's code
-    measure, untempered = PARALLEL_RULES[rule.kind].measures, PARALLEL_RULES[rule.kind].untempered
-    suited = [policy for policy in UNMASKING_POLICIES.values() if PARALLEL_RULES[rule.kind].suits(policy)]
+        raise InvalidRequestError(
+            f"{' and '.join(given)}: a step unmasks by one rule; give one of {', '.join(PARALLEL_OPTIONS)}"
+        )
+    rule, suited = _rule(options, family), [*UNMASKING_POLICIES.values()]
+    if rule is not None:
+        suited = [each for each in suited if PARALLEL_RULES[rule.kind].suits(each)]
+    elif options.certainty_sigma is not None:
+        suited = [each for each in suited if each.measures in WEIGHTED_MEASURES]
     if options.unmasking is None:
-        default = UNMASKING_POLICIES[family.default_unmasking]
         # The family's own where it suits, else one that like it measures before or after temperature and filters.
-        return max(suited, key=lambda policy: (policy is default, policy.tempered == default.tempered)).name, rule
-    if UNMASKING_POLICIES[options.unmasking] in suited:
-        return options.unmasking, rule
+        return max(suited, key=lambda each: (each is policy, each.tempered == policy.tempered)), rule
+    if rule is None or policy in suited:
+        return policy, rule
     if PARALLEL_RULES[rule.kind].else_counted:
-        return options.unmasking, None
-    name, value = given[0]
+        return policy, None
+    measure = f"{'plain ' if PARALLEL_RULES[rule.kind].untempered else ''}{PARALLEL_RULES[rule.kind].measures}"
     raise InvalidRequestError(
-        f"{name}={value} goes by {'plain ' if untempered else ''}{measure}, which unmasking={options.unmasking!r} does "
-        f"not measure; leave unmasking unset or choose {' or '.join(policy.name for policy in suited)}"
+        f"{given[0]} goes by {measure}, which unmasking={policy.name!r} does not measure; leave unmasking unset or "
+        f"choose {' or '.join(each.name for each in suited)}"
     )
 
 
+def _rule(options: RequestOptions, family: ModelFamily) -> ParallelRule | None:
+    """The rule that a request names, as its family has it."""
+    for kind in PARALLEL_OPTIONS:
+        if (value := getattr(options, kind)) is None:
+            continue
+        if (slow_fast := resolve_slow_fast(options, family)) is not None:
+            value = slow_fast.fast_threshold
+        if kind == "entropy_threshold" and family.strict_entropy_threshold:
+            kind = "strict_entropy_threshold"
+        if kind == "threshold" and family.attention == "block_causal" and family.whole_blocks:
+            kind = "exceeded_threshold"  # as SDAR's and LLaDA2's code
+        return ParallelRule(kind, value)
+    return None
+
+
 def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast | None:
-    """The request's options of SlowFast sampling, with the family's defaults for what it leaves open; None: it decodes
-    otherwise."""
+    """The request's options of SlowFast sampling, with the family's defaults; None: it decodes otherwise."""
     if options.slow_fast is None:
         return None
-    return SlowFast.model_validate({**family.slow_fast, **read_slow_fast(options.slow_fast)})
+    return SlowFast.model_validate({**family.slow_fast, **options.slow_fast})
 
 
-def _default_policy(options: RequestOptions, family: ModelFamily) -> str:
-    """The family's own, or one like it that the prior on confidences suits."""
-    default = UNMASKING_POLICIES[family.default_unmasking]
-    if options.certainty_sigma is None or default.measures in WEIGHTED_MEASURES:
-        return default.name
-    wanted = "probability", default.tempered
-    return next(policy.name for policy in UNMASKING_POLICIES.values() if (policy.measures, policy.tempered) == wanted)
+def check_several_blocks(options: RequestOptions, parallel: ParallelRule | None) -> None:
+    """Refuse what does not go with several blocks: the rule counts a step's positions, and a span is in one block."""
+    if (threshold := options.block_add_threshold) is None:
+        return
+    for name, reason in (
+        ("slow_fast", "SlowFast sampling runs one block at a time"),
+        ("steps_per_block", "blocks that run at once share their steps"),
+    ):
+        if (value := getattr(options, name)) is not None:
+            raise InvalidRequestError(
+                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
+            )
+    if parallel is None:
+        raise InvalidRequestError(
+            f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "
+            f"{', '.join(PARALLEL_OPTIONS)}, or leave block_add_threshold unset"
+        )
 
 
 def check_attention(options: RequestOptions, family: ModelFamily) -> None:
-    """Raise ``InvalidRequestError`` for what needs attention to positions behind a block, or several blocks at once,
-    where the family has neither; or for token editing where attention is to the whole canvas."""
+    """Raise ``InvalidRequestError`` for what the family's attention does not allow."""
     if family.attention == "full":
         if options.edit_threshold is not None:
             raise InvalidRequestError(
@@ -110,30 +136,9 @@ def check_attention(options: RequestOptions, family: ModelFamily) -> None:
                 f"goes by blocks, and {family.name} attends to the whole canvas; leave it unset"
             )
         return
-    reasons = {
-        "response_template": "a block attends to nothing behind it, so that it cannot fill in before given text "
-        "(template, suffix)",
-        "suffix_blocks": "a block attends to nothing behind it, so that nothing there is computed",
-        "block_add_threshold": "blocks run one at a time; the model was not trained for several",
-        "slow_fast": "a block attends to nothing behind it, so that a span leaves nothing out",
-    }
-    for name, reason in reasons.items():
+    for name, reason in _NEEDS_LATER_BLOCKS.items():
         if (value := getattr(options, name)) is not None:
             raise InvalidRequestError(
                 f"{name}={shortened(value)}: attention of {family.name} goes by blocks: {reason}; leave it unset, "
                 f"or use a model that attends to the whole canvas"
             )
-
-
-def resolve_post_steps(options: RequestOptions, own: RequestOptions) -> int:
-    """The steps that a block may take after its last mask; 0: decided tokens stay.
-
-    ``own``: options that the request itself names. A default of the engine may be without ``edit_threshold``.
-    """
-    if options.edit_threshold is not None:
-        return RELEASED_POST_STEPS if options.max_post_steps is None else options.max_post_steps
-    if own.max_post_steps is not None:
-        raise InvalidRequestError(
-            f"max_post_steps={own.max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
-        )
-    return 0

@@ -12,7 +12,7 @@ from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, runner_of
-from tests.support.plans import plans_of, spec_of
+from tests.support.plans import spec_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
@@ -47,9 +47,8 @@ def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys)
 
 def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
     spec = spec_of(prompt_length=10, gen_length=6, block_length=4, attention="block_causal", steps=6)
-    seen = [
-        (plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4)) for plan in plans_of(spec, "block")
-    ]
+    plans = [plan for plan, _ in CACHE_METHODS["block"].steps(spec)]
+    seen = [(plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4)) for plan in plans]
     assert seen == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 

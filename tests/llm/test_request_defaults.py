@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dllm_engine.admission import open_gen_length, settled_params
+from dllm_engine.admission import settled_params
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.families import DREAM, LLADA
@@ -157,7 +157,8 @@ def test_a_checkpoint_has_defaults_of_its_own_which_come_behind_the_engines_and_
     # As vLLM's server and its own class ask.
     assert llm.model_config.get_diff_sampling_param() == {"temperature": 0.5, "max_tokens": 24}
     assert llm.get_default_sampling_params().temperature == 0.5
-    assert open_gen_length(DiffusionParams(), 250, llm.model_config) == 6, "what fits"
+    fitted = settled_params(DiffusionParams(), [5] * 250, None, llm.llm_engine.vllm_config)
+    assert fitted.max_tokens == 6, "what fits"
     llm = engines(opinionated, request_defaults={"block_length": 12})
     assert decoded(llm, DiffusionParams(ignore_eos=True)) == (24, 12, 12)
     assert decoded(llm, DiffusionParams(ignore_eos=True, block_length=6, gen_length=18, steps=9)) == (18, 6, 9)

@@ -75,6 +75,12 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, method
     assert mean == run_one(llm, response)[2] / response
 
 
+def padded_bytes(model, num_tables) -> int:
+    """Of a checkpoint's weights, with its tables of the vocabulary padded."""
+    in_file = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    return in_file + num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
+
+
 @pytest.mark.parametrize(
     ("write", "config", "num_tables"),
     [
@@ -88,9 +94,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, request, method
 )
 def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, write, config, num_tables):
     model = write(tmp_path, **config)
-    in_file = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
-    padding = num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
-    assert weight_bytes(load_config(str(model)), 1, 4) == in_file + padding
+    assert weight_bytes(load_config(str(model)), 1, 4) == padded_bytes(model, num_tables)
 
 
 def most_bytes(run) -> int:
@@ -168,8 +172,7 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
     settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
     llm = engines("demo", skip_tokenizer_init=False, **settings)
     reserved, retained, _ = run_one(llm, RESPONSE)
-    planned = deployment("demo", options=EngineOptions(**settings))
-    sizing = plan(planned)
+    sizing = plan(deployment("demo", options=EngineOptions(**settings)))
     assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (reserved, retained, [])
     shape, pages = runner_of(llm).guide.shape, runner_of(llm).guide.pages
     assert shape.tokens_per_token == 1 + own_tokenizer
@@ -186,17 +189,10 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
 def test_a_guides_weights_are_its_checkpoints(tmp_path, model_type, num_tables):
     tiny_checkpoints.write_guide(tmp_path, model_type, tie_word_embeddings=num_tables == 1)
     AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR).save_pretrained(tmp_path)
-    in_file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    padding = num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
-    planned = deployment("demo", options=EngineOptions(guide_model=str(tmp_path)))
-    sizing, alone = plan(planned), plan(deployment("demo", "none"))
-    assert sizing.guide_weight_bytes == in_file + padding
+    sizing = plan(deployment("demo", options=EngineOptions(guide_model=str(tmp_path))))
+    alone = plan(deployment("demo", "none"))
+    assert sizing.guide_weight_bytes == padded_bytes(tmp_path, num_tables)
     assert sizing.pool_bytes == alone.pool_bytes - sizing.guide_weight_bytes
-
-
-def test_a_guide_of_a_model_without_a_tokenizer_is_refused(tiny_llada):
-    with pytest.raises(ValueError, match="--guide-model needs the tokenizers of both models"):
-        plan(deployment(tiny_llada, options=EngineOptions(guide_model="demo")))
 
 
 def test_memory_adds_up(tiny_llada):
@@ -221,6 +217,7 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
         ({"block_length": 91}, "--block-length 91 is out of range: 1 … 90"),
         ({"gpu_memory": 1 << 20}, "leaves nothing for pages"),
         ({"gpu_memory": 1_700_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
+        ({"options": EngineOptions(guide_model="demo")}, "--guide-model needs the tokenizers of both models"),
     ],
 )
 def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
@@ -243,6 +240,5 @@ def test_a_quantized_checkpoint_is_noted(tiny_llada, tmp_path):
 
 
 def test_float32_checkpoints_run_in_bfloat16_unless_asked(tiny_llada):
-    as_asked = deployment(tiny_llada)
-    assert plan(as_asked.model_copy(update={"dtype": "auto"})).dtype == "bfloat16"
-    assert plan(as_asked.model_copy(update={"dtype": "half"})).dtype == "float16"
+    assert plan(deployment(tiny_llada, dtype="auto")).dtype == "bfloat16"
+    assert plan(deployment(tiny_llada, dtype="half")).dtype == "float16"

@@ -4,8 +4,6 @@ import pytest
 
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 
-# Shared pages
-
 HASHES = [bytes([i]) * 32 for i in range(6)]
 
 

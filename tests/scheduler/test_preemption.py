@@ -10,14 +10,7 @@ from vllm.v1.engine import EngineCoreEventType
 from vllm.v1.request import RequestStatus
 
 from dllm_engine.families import SDAR
-from tests.scheduler.test_diffusion_scheduler import (
-    HF_CONFIG,
-    assert_empty,
-    request,
-    run,
-    scheduler_with,
-    step,
-)
+from tests.scheduler.test_diffusion_scheduler import HF_CONFIG, assert_empty, request, run, scheduler_with, step
 
 CONFIG = SimpleNamespace(**vars(HF_CONFIG) | {"family": SDAR})
 """Two layers: a page of each holds a block, so that a block takes two pages."""
@@ -104,7 +97,8 @@ def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, n
         if str(aborts.get(at)) in scheduler.states:
             aborted.add(str(aborts[at]))
             scheduler.finish_requests(str(aborts[at]), RequestStatus.FINISHED_ABORTED)
-        first = min(scheduler.running, default=None) if policy == "priority" else next(iter(scheduler.running), None)
+        running = [state.request for state in scheduler.running]
+        first = min(running, default=None) if policy == "priority" else next(iter(running), None)
         output = scheduler.schedule()
         assert first is None or first.request_id not in output.preempted_req_ids
         assert output.plans or not scheduler.has_unfinished_requests()

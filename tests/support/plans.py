@@ -1,4 +1,4 @@
-"""Cache options, specs and plans without an engine."""
+"""Cache options and specs without an engine."""
 
 import random
 from contextlib import suppress
@@ -6,9 +6,7 @@ from typing import Any
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import StepPlan
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
 """Cache methods for models that attend to the whole canvas."""
@@ -23,18 +21,7 @@ SHORT_INTERVALS: dict[str, dict[str, Any]] = {
 
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
-    fields = {"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11, "schedule": "uniform"}
-    fields |= {"unmasking": "low_confidence", "temperature": 0.0, "top_p": 1.0, "top_k": 0}
-    return DecodingSpec(**(fields | changes))
-
-
-def plans_of(spec: DecodingSpec, method: str) -> list[StepPlan]:
-    """All plans of a request whose steps unmask exactly what is asked."""
-    progress, plans = Progress.begin(spec), []
-    while progress.num_unmasked < spec.num_masks:
-        plans.append(CACHE_METHODS[method].plan(spec, progress))
-        progress.advance(spec, plans[-1].quota.count, retained=plans[-1].retained)
-    return plans
+    return DecodingSpec(**{"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11} | changes)
 
 
 def draw_cache_options(draw: random.Random, method: str) -> dict[str, Any]:
