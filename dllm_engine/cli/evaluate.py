@@ -18,10 +18,9 @@ from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
-from dllm_engine.evaluation.decision_tasks import DECISIONS, DecisionTask, demo_questions
 from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DECISIONS, DEMO_COUNT, DEMO_TASKS, MATCHES, named_task
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.families import family_of
@@ -30,7 +29,6 @@ from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
-DEMO_COUNT = 50
 FREE = (
     *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output"),
     *("argv", "command", "run", "traceback", "unknown"),
@@ -128,16 +126,7 @@ def own_tasks_of(args: argparse.Namespace) -> list[Task]:
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
         args.gen_length = 32  # enough for all of their answers
-    tasks: list[Task] = []
-    count = args.count or DEMO_COUNT
-    for name in names:
-        if name in DECISIONS:
-            tasks.append(DecisionTask(name, demo_questions(count, args.seed, as_json=DECISIONS[name])))
-        elif name.endswith(".jsonl"):
-            tasks.append(OwnTasks(name, read_tasks(Path(name))[: args.count], args.match))
-        else:
-            tasks.append(OwnTasks(name, demo_tasks(name, count, args.seed), args.match))
-    return tasks
+    return [named_task(name, args.count, args.seed, args.match) for name in names]
 
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:
