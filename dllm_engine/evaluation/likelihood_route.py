@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from dllm_engine.admission import check_tokens
-from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, num_canvases, weighted_canvases
+from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, weighted_canvases
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, Tokens, prompt_tokens, rendered_tokens
 
@@ -107,8 +107,8 @@ def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int
                 f"answers[{index}]: prompt ({len(prompt)} tokens) and answer ({len(answer)}) need a canvas of "
                 f"{length}, max_model_len is {limit}; shorten one or raise max_model_len"
             )
-        canvases = num_canvases(len(answer), request.num_samples) if request.masks is None else len(request.masks)
-        num_rows += canvases * length
+        most = min(2 ** len(answer) - 1, request.num_samples) if request.masks is None else len(request.masks)
+        num_rows += most * length
     shortest = min(map(len, answers))
     for number, mask in enumerate(request.masks or ()):
         if max(mask, default=0) >= shortest or len(set(mask)) < len(mask):
