@@ -189,7 +189,7 @@ def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_the
 def test_tables_name_everything_and_json_holds_the_same(capsys):
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
-    assert "number > 0, ≤ 1" in printed
+    assert "float > 0, ≤ 1" in printed
     words = printed.split()
     assert "FULL steps of a window before the UPDATE step" in " ".join(words), "what an option means"
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]

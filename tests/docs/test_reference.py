@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.models import allowed
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
@@ -29,8 +30,6 @@ PAGE = DOCS / "reference.md"
 HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
-LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
-LOWER, UPPER = (("minimum", "≤"), ("exclusiveMinimum", "<")), (("maximum", "≤"), ("exclusiveMaximum", "<"))
 NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
 """The names that an option of no particular type may have."""
 
@@ -147,34 +146,13 @@ def rows(options: type[BaseModel]) -> list[str]:
 
 def row(name: str, schema: dict[str, Any], meaning: str, default: object = None) -> str:
     """``default`` is shown as it is; None stands for that of the schema, which then may allow None as a value."""
-    nullable = default is None and {"type": "null"} in schema.get("anyOf", [])
-    values = allowed(name, schema) + (" or None" if nullable else "")
-    shown = f"`{default_of(schema)}`" if default is None else default
+    values = ", ".join(f"`{value}`" for value in NAMES[name]) if name in NAMES else allowed(schema)
+    if default is None:
+        default = f"`{schema['default']!r}`"
+    else:
+        values = values.removesuffix(" or None")
     meaning = " ".join(meaning.split()).replace("``", "`").replace("|", "\\|")
-    return f"| `{name}` | {values} | {shown} | {meaning} |"
-
-
-def default_of(schema: dict[str, Any]) -> str:
-    default = schema["default"]
-    return f'"{default}"' if isinstance(default, str) else str(default)
-
-
-def allowed(name: str, schema: dict[str, Any]) -> str:
-    """The values that a JSON schema allows, such as ``0 < float ≤ 1``."""
-    if name in NAMES:
-        return ", ".join(f"`{value}`" for value in NAMES[name])
-    if "anyOf" in schema:
-        return " or ".join(allowed(name, choice) for choice in schema["anyOf"] if choice.get("type") != "null")
-    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return ", ".join(f'`"{value}"`' for value in values)
-    kinds = {"integer": "int", "number": "float", "boolean": "bool", "array": "list", "object": "dict"}
-    kind = kinds.get(schema["type"], "str")
-    least = next((f"{schema[key]} {sign} " for key, sign in LOWER if key in schema), "")
-    most = next((f" {sign} {schema[key]}" for key, sign in UPPER if schema.get(key, LARGEST) != LARGEST), "")
-    if least and not most:
-        number, sign = least.split()
-        return f"{kind} {'≥' if sign == '≤' else '>'} {number}"
-    return f"{least}{kind}{most}"
+    return f"| `{name}` | {values} | {default} | {meaning} |"
 
 
 def docstrings(cls: type) -> dict[str, str]:
