@@ -60,7 +60,6 @@ def whole_number(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
     number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -68,7 +67,6 @@ def positive_int(text: str) -> int:
 
 
 def positive_ints(text: str) -> list[int]:
-    """Such numbers, with commas between."""
     return [positive_int(part) for part in text.split(",")]
 
 

@@ -30,8 +30,7 @@ ALTERNATE_SCREEN, MAIN_SCREEN, CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b
 one."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_request_arguments(parser)
+add_arguments = add_request_arguments
 
 
 def run(args: argparse.Namespace) -> int:

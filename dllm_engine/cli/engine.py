@@ -36,15 +36,15 @@ def retention_ratio(text: str) -> tuple[str, float]:
     return "retention_ratio", float(text)
 
 
-def json_schema(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """A JSON object, or that of a file."""
     try:
-        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
-    if not isinstance(schema, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(schema).__name__}, not an object")
-    return schema
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(value).__name__}, not an object")
+    return value
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,13 +60,11 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """A model as the command's first word."""
     meaning = "checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
     parser.add_argument("model", metavar="MODEL", help=meaning)
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    """Arguments of loading a model."""
     group.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     add_value(group, "--max-model-len", positive_int, "N", "most tokens of prompt and response together")
     add_value(group, "--tensor-parallel-size", positive_int, "N", "devices to split the model over (default: 1)")
@@ -85,7 +83,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
 
 
 def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[str] = ()) -> None:
-    """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()
     for name in (name for name in DENOISING if name not in without):
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
@@ -109,7 +106,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser)
     group = parser.add_argument_group("structured output", "What a response must match.").add_mutually_exclusive_group()
     add_value(group, "--regex", str, "REGEX", "a regular expression, which the whole response matches")
-    add_value(group, "--json-schema", json_schema, "FILE|JSON", "a JSON schema", dest="json")
+    add_value(group, "--json-schema", json_object, "FILE|JSON", "a JSON schema", dest="json")
     add_value(group, "--choice", lambda text: text.split(","), "A,B", "one of several texts")
 
 
@@ -119,7 +116,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are engine options; raises ``ValueError`` naming what is unknown or out of range."""
+    """The arguments that are engine options, checked."""
     options = {"cache_options": dict(getattr(args, "cache_option", ())), **given(args, EngineOptions.model_fields)}
     EngineOptions.parse(options)
     return options
@@ -142,8 +139,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for; raises ``ValueError`` for options out of range and
-    a model that cannot be found."""
+    """The engine and the decoding parameters that ``args`` ask for."""
     be_quiet()
     with progress_line("Importing vLLM"):
         arguments = prepare(args)

@@ -75,8 +75,6 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
         (["--block-length", "0"], "request default block_length=0"),
         (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
         (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
-        (["--additional-config", "{"], "is not JSON"),
-        (["--additional-config", "[1]"], "must be a JSON object"),
         (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
