@@ -31,11 +31,6 @@ STRUCTURE = ("regex", "json", "choice")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
 
-def retention_ratio(text: str) -> tuple[str, float]:
-    """The cache option of this name."""
-    return "retention_ratio", float(text)
-
-
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object, or that of a file."""
     try:
@@ -51,17 +46,16 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     methods = f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)"
     add_value(group, "--cache-method", str, "NAME", methods)
-    more: dict[str, Any] = {"action": "append", "default": []}
+    more: dict[str, Any] = {"action": "append", "default": [], "dest": "cache_option"}
     meaning = "an option of the cache method, repeatable; `dllm models` lists them"
     add_value(group, "--cache-option", key_value, "KEY=VALUE", meaning, **more)
     ratio = "share of tokens outside the block that evicting methods keep; short for --cache-option retention_ratio=R"
-    add_value(group, "--retention-ratio", retention_ratio, "R", ratio, dest="cache_option", **more)
+    add_value(group, "--retention-ratio", lambda text: key_value(f"retention_ratio={text}"), "R", ratio, **more)
     add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    meaning = "checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    parser.add_argument("model", metavar="MODEL", help=meaning)
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name, `demo` or `demo-blocks`")
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -74,8 +68,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     """``with_model=False`` is for commands whose model is a positional argument."""
     group = parser.add_argument_group("engine")
     if with_model:
-        model = "folder or Hugging Face name of a checkpoint (default: the demo model)"
-        group.add_argument("--model", default=DEMO_MODEL, help=model)
+        group.add_argument("--model", default=DEMO_MODEL, help="folder or Hugging Face name (default: %(default)s)")
     add_model_arguments(group)
     add_options(group, EngineOptions, ("cuda_graphs", "batch_invariant"))
     other = "any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5"

@@ -18,7 +18,7 @@ from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
-from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
+from dllm_engine.evaluation.harness import HarnessTask
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
 from dllm_engine.evaluation.own_tasks import DECISIONS, DEMO_COUNT, DEMO_TASKS, MATCHES, named_task
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
@@ -42,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(asked, "--lm-eval", str, "TASK,…", "tasks or groups of lm_eval by name, or YAML files")
     add_value(asked, "--paper-task", str, "BENCHMARK,…", "gsm8k, …, with the lengths and shots of a paper")
     add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
-    batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
-    add_value(parser, "--batch --batch-size", positive_int, "N", batch)
+    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once (default: max_num_seqs)")
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured, with a .png beside it")
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
@@ -53,8 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
     add_value(harness, "--mc-num", positive_int, "N", "masks per continuation in likelihoods", default=NUM_SAMPLES)
     harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help="prompts as plain text")
-    unsafe = "run the programs that the model writes, which tasks such as humaneval score"
-    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
+    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help="run programs that the model writes")
     add_comparison_arguments(parser)
     parser.set_defaults(seed=0)  # it also draws the examples
 
@@ -112,7 +110,6 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that ``args`` name; raises ``ValueError`` for an unknown one."""
     if args.lm_eval is None and args.paper_task is None:
         return own_tasks_of(args)
-    check_lm_eval()
     if args.lm_eval is not None:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:

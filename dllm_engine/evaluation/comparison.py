@@ -117,8 +117,8 @@ class Row(Combination):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Names, score and cost, as columns name them."""
-        return vars(self) | vars(self.result) | self.cost.figures
+        """Names, score, its details and cost, as columns name them."""
+        return self.result.details | vars(self) | vars(self.result) | self.cost.figures
 
 
 def check_folder_of(path: Path | None) -> None:

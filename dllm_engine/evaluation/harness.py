@@ -35,7 +35,8 @@ class HarnessTask(Task):
     """Run the programs that a model writes."""
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the task is unknown or its data is missing."""
+        """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task is unknown."""
+        check_lm_eval()
         try:
             self._manager.load([self.name])
         except KeyError as error:

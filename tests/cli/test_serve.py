@@ -73,7 +73,7 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
     [
         (["--threshold", "1.5"], "request default threshold=1.5"),
         (["--block-length", "0"], "request default block_length=0"),
-        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
+        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2"),
         (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
         (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
     ],
