@@ -166,7 +166,6 @@ class Comparison:
         self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
-        self._refusal: str | None = None
         self._rows = {row.key: row for row in stored_rows(path, self._subject)}
         self._tasks: dict[str, Task] = {}
         """Of rows that were asked for."""
@@ -213,11 +212,15 @@ class Comparison:
         for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row
             if time.monotonic() > deadline:
                 break
+            if row.key in self.errors:
+                continue
             try:
                 self._measure(row)
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                self.errors[row.key] = one_line(error)
+                same_engine = [other for other in self.missing if other.engine == row.engine]
+                failed = [row] if self._llm is not None else same_engine  # one that did not start is not tried again
+                self.errors |= dict.fromkeys((other.key for other in failed), one_line(error))
                 if isinstance(error, RuntimeError):
                     self.stop()  # the engine failed, and may be in any state
         if not self.scored:
@@ -229,26 +232,16 @@ class Comparison:
 
         if self._llm is not None:
             runner.stop_engine(self._llm)
-        self._llm = self._arguments = None
+        self._llm = None
         gc.collect()
         torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
 
-    def _engine(self, arguments: dict[str, Any]) -> "LLM":
-        """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
-        if self._arguments != arguments:
-            self.stop()
-            self._arguments, self._refusal = arguments, None
-            try:
-                self._llm = self._load(arguments)
-            except ValueError as error:
-                self._refusal = str(error)  # the exception would keep what it had allocated
-        if self._llm is None:
-            raise ValueError(self._refusal or "the engine has been stopped")
-        return self._llm
-
     def _measure(self, row: Row) -> None:
         task = self._tasks[row.key]
-        engine = MeasuredEngine(self._engine(row.engine), task.at_once, row.key)
+        if self._llm is None or self._arguments != row.engine:
+            self.stop()
+            self._llm, self._arguments = self._load(row.engine), row.engine
+        engine = MeasuredEngine(self._llm, task.at_once, row.key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 
