@@ -82,7 +82,6 @@ def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[st
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
-    """Arguments about responses, but for options ``without``."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     add_value(group, "--gen-length", whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
     add_denoising_arguments(group, without)
@@ -116,12 +115,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that ``args`` ask for, checked as far as they can be before anything heavy is imported;
-    and what vLLM reads from the environment is set.
-
-    On a single device the engine runs in this process: its errors are raised here, where another process would log
-    them.
-    """
+    """The arguments of ``LLM`` that ``args`` ask for, checked before anything heavy is imported; and the environment is
+    set. On a single device the engine runs in this process, so that its errors are raised here and not logged."""
     arguments = {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
     check_folder(args.model)
     be_quiet()

@@ -74,5 +74,4 @@ def allowed(schema: dict[str, Any]) -> str:
 
 
 def _first_sentence(schema: dict[str, Any]) -> str:
-    """First sentence of an option's meaning."""
     return " ".join(schema.get("description", "").replace("``", "").split()).partition(". ")[0].rstrip(".")
