@@ -22,6 +22,8 @@ from dllm_engine.text import format_table, one_line
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
+Load = Callable[[dict[str, Any]], "LLM"]
+"""Starts an engine with arguments of ``LLM``."""
 SCHEMA = 4
 """Number of the layout of result files; raised where a reader of older ones would go wrong."""
 COST_COLUMNS = {
@@ -128,10 +130,7 @@ def check_folder_of(path: Path | None) -> None:
 
 
 def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
-    """The rows of a file; none where there is none yet.
-
-    Raises ``ValueError`` for a file of another subject, or one that could not be written.
-    """
+    """The rows of a file, if there is one; raises ``ValueError`` if it has another subject, or could not be written."""
     if path is not None and path.suffix != ".json":
         raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
     check_folder_of(path)
@@ -152,16 +151,13 @@ def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
 
 
 class Comparison:
-    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path``, if
-    there is one, as soon as it is measured, and the same command goes on from there.
+    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path`` as
+    soon as it is measured, and the same command goes on from there.
 
-    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more. ``load`` starts one with
-    arguments of ``LLM``.
+    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more.
     """
 
-    def __init__(
-        self, path: Path | None, command: str, subject: dict[str, Any], load: Callable[[dict[str, Any]], "LLM"]
-    ) -> None:
+    def __init__(self, path: Path | None, command: str, subject: dict[str, Any], load: Load) -> None:
         self._path, self._load = path, load
         self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
@@ -205,8 +201,7 @@ class Comparison:
         os.replace(beside, self._path)
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
-        can be measured."""
+        """Measure what is missing until ``time.monotonic()`` is at ``deadline``; ``ValueError`` if no row can be."""
         missing = self.missing
         engines = [row.engine for row in missing]
         for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row

@@ -99,11 +99,8 @@ def check_lm_eval() -> None:
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:
-    """(metric, score, standard error) of a task or a group.
-
-    A group's own score if it has one, else the mean over its tasks, weighted by examples. ``metric`` is lm_eval's
-    ``metric,filter``; None takes its first one. Raises ``ValueError`` for an unknown metric.
-    """
+    """(metric, score, standard error) of a task or a group: the group's own if it has one, else the mean over its
+    tasks, weighted by examples. ``metric``: lm_eval's ``metric,filter``; None: its first one."""
     groups, examples = results.get("groups") or {}, results["n-samples"]
     entries = {name: groups[name]} if name in groups else {task: results["results"][task] for task in examples}
     first = next(iter(entries.values()))

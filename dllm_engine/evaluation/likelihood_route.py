@@ -44,10 +44,7 @@ class ForwardPasses:
         self._error: Exception | None = None
 
     async def logprobs(self, engine: Any, canvases: Iterable[Canvas]) -> AsyncIterator[list[float]]:
-        """Yield the log-probabilities of each canvas's masked tokens.
-
-        Raises ``HTTPException`` if the engine is paused or its weights change between two passes.
-        """
+        """Log-probabilities of each canvas's masked tokens, all by the same weights, or else an ``HTTPException``."""
         task, changes_before = asyncio.current_task(), None
         self._tasks.add(task)
         try:

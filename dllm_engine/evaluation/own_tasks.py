@@ -174,10 +174,8 @@ class DecisionTask(Task):
 
 
 def reliability(probabilities: Sequence[float], scores: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Mean probability, share of right values, and number of fields, of each tenth of probability that has fields.
-
-    The mean of their differences, weighted by the numbers, is the expected calibration error.
-    """
+    """Mean probability, share of right values, and number of fields, of each tenth of probability that has fields. The
+    mean of their differences, weighted by the numbers, is the expected calibration error."""
     pairs = np.column_stack((probabilities, scores))
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))
@@ -185,8 +183,7 @@ def reliability(probabilities: Sequence[float], scores: Sequence[float]) -> list
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
-    """``count`` questions from each recall task: a code for each name, or a city. In JSON, which the demo model has
-    never seen, or in the form of its answers."""
+    """``count`` questions from each recall task, in JSON, which the demo model has never seen, or as it answers."""
     statement, questions = re.compile(r"(\w+)(=| lives in )(\w+)"), []
     for task in RECALL_TASKS:
         for example in make_examples(task, count, seed):

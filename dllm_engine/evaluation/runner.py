@@ -1,7 +1,4 @@
-"""An engine answers requests, and the cost of the answers is measured.
-
-``dllm eval`` scores the answers, ``dllm tune`` searches with them, and ``dllm bench`` looks at the cost alone.
-"""
+"""An engine answers requests, and the cost of the answers is measured."""
 
 import time
 from collections.abc import Sequence
@@ -93,8 +90,8 @@ class MeasuredEngine:
 def complete_requests(
     llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
 ) -> tuple[list[Any], Cost]:
-    """The completions, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by
-    default ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
+    """The completions, in order, and what they cost; raises ``ValueError`` if the engine ends a request. ``at_once``
+    requests are in the engine, by default ``max_num_seqs``."""
     import torch
     from vllm.sampling_params import RequestOutputKind
 

@@ -82,10 +82,7 @@ class Space:
 
 def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options], decoding: Options) -> Space:
     """The space for a model whose requests have options ``decoding``; None: all cache methods that suit the model.
-
-    Where attention goes by blocks they keep their length, and run one at a time. Raises ``ValueError`` for an unknown
-    cache method.
-    """
+    Where attention goes by blocks they keep their length, and run one at a time."""
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
@@ -120,8 +117,7 @@ class Search:
     rows: list[tuple[Setting, Row]] = field(default_factory=list)
 
     def run(self, budget: float) -> None:
-        """Search for at most so many seconds, but for the row that is running then; raises ``ValueError`` if plain
-        decoding cannot be run."""
+        """Search for so many seconds, and until a row that runs then is measured."""
         deadline = time.monotonic() + budget
         self._measure([PLAIN], math.inf)
         for factor in FACTORS:

@@ -1,7 +1,5 @@
-"""Requests that fit a GPU, computed from a model's config alone.
-
-Bytes of weights and pages are exact. Activations are an estimate, which vLLM replaces by a measurement at start.
-"""
+"""Requests that fit a GPU, computed from a model's config alone. Bytes of weights and pages are exact; activations are
+an estimate, which vLLM replaces by a measurement at start."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -95,10 +93,7 @@ class Sizing(Deployment):
 
 
 def plan(d: Deployment) -> Sizing:
-    """Compute what fits.
-
-    Raises ``ValueError`` if no request does, or if a setting is unknown or does not suit the model.
-    """
+    """Compute what fits; raises ``ValueError`` if no request does, or if a setting does not suit the model."""
     import torch
 
     config = load_config(d.model)
