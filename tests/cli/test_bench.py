@@ -77,7 +77,7 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, workloads = measured()
     assert [(workload.at_once, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
-    assert combinations[0].decoding["gen_length"] == 64
+    assert (combinations[0].decoding["gen_length"], combinations[0].engine["max_num_seqs"]) == (64, 8)
     # vLLM's names, and a block diffusion model whose last block goes on behind the response.
     asked = ["--model", "llada2-mini/16", "--batch-size", "2", "--input_len", "60", "--output-len", "20"]
     combinations, workloads = measured(*asked)

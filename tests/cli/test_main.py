@@ -169,11 +169,6 @@ def test_counts_are_at_least_one_and_options_need_key_and_value(read, text):
         read(text)
 
 
-def test_cache_options_may_be_repeated_and_the_last_one_counts():
-    words = ["--cache-option", "a=1", "--cache-option", "retention_ratio=0.3", "--retention-ratio", "0.5"]
-    assert dict(build_parser().parse_args(["generate", *words]).cache_option) == {"a": 1, "retention_ratio": 0.5}
-
-
 def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_them():
     with pytest.raises(ValidationError) as caught:
         BatchRequest(prompt=1)
