@@ -89,7 +89,7 @@ def task_manager(include_path: Path | None, is_file: bool) -> Any:
     """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not is_file)
+    return TaskManager(include_path=include_path, include_defaults=not is_file)
 
 
 def check_lm_eval() -> None:

@@ -17,11 +17,9 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import choices
 
-DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
-"""Decoding options that lm_eval has no name for."""
-_TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
-"""Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
-DECODING_OPTIONS = (*DIFFUSION_OPTIONS, *_TASK_OPTIONS, "ignore_eos")
+DECODING_OPTIONS = ("gen_length", *RequestOptions.model_fields, "temperature", "seed", "ignore_eos")
+_TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
+"""Those that lm_eval's tasks have under the same names in their ``generation_kwargs``."""
 
 
 @register_model("dllm")
@@ -118,9 +116,9 @@ class DiffusionLM(TemplateLM):
         stop = [text for text in options.pop("until") if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
-        params = {"gen_length": gen_length} if named else {}
-        params |= {name: options.pop(name) for name in _TASK_OPTIONS if name in options}
-        params |= self.decoding | {name: options.pop(name) for name in DIFFUSION_OPTIONS if name in options}
+        given = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
+        diffusion = {name: value for name, value in given.items() if name not in _TASK_OPTIONS}
+        params = ({"gen_length": gen_length} if named else {}) | given | self.decoding | diffusion
         if options:
             name, value = next(iter(options.items()))
             raise ValueError(
