@@ -34,10 +34,7 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
             ["eval", "--unmasking-rules", "one,two"],
             "rule 'two' is unknown; give one, guided=MODEL or one of tokens_per",
         ),
-        (
-            ["eval", "--unmasking-rules", 'one,slow_fast={"span_steps":2,"span_window":0}'],
-            "slow_fast option span_window=0",
-        ),
+        (["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'], "slow_fast option span_window=0"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (PLAN, "--gpu-memory is missing"),
         ([*PLAN, "--gpu-memory=80 horses"], "gpu_memory='80 horses': could not interpret byte unit: horses"),
