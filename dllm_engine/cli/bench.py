@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     args.max_model_len = canvas_limit(load_config(args.model), *longest)
     args.engine_arg = [("max_num_batched_tokens", max(args.batch) * args.max_model_len), *args.engine_arg]
     workloads = [
-        Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
+        Workload(f"{batch} × {prompt}", batch, prompt, args.repeats, args.seed)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
     start = (lambda arguments: random_engine(**arguments)) if is_named_shape(args.model) else load

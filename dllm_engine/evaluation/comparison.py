@@ -80,8 +80,6 @@ class Task(ABC):
     """Decoding with a guide; None: as without, but for ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method."""
-    at_once: int | None = field(default=None, kw_only=True)
-    """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
@@ -236,7 +234,7 @@ class Comparison:
         if self._llm is None or self._arguments != row.engine:
             self.stop()
             self._llm, self._arguments = self._load(row.engine), row.engine
-        engine = MeasuredEngine(self._llm, task.at_once, row.key)
+        engine = MeasuredEngine(self._llm, row.key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 

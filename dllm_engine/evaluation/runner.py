@@ -73,32 +73,29 @@ class Cost:
 class MeasuredEngine:
     """An engine that answers requests, and the cost of its answers so far."""
 
-    def __init__(self, llm: "LLM", at_once: int | None = None, label: str = "") -> None:
-        self.llm, self.cost = llm, Cost()
-        self._at_once, self._label = at_once, label
+    def __init__(self, llm: "LLM", label: str = "") -> None:
+        self.llm, self.cost, self._label = llm, Cost(), label
 
     def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
         """As ``complete_requests``; the first requests of all are answered once before, to warm up."""
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])
         self.llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-        completions, cost = complete_requests(self.llm, requests, self._at_once, self._label)
+        completions, cost = complete_requests(self.llm, requests, self._label)
         self.cost.add(cost)
         return completions, cost
 
 
-def complete_requests(
-    llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
-) -> tuple[list[Any], Cost]:
-    """The completions, in order, and what they cost; raises ``ValueError`` if the engine ends a request. ``at_once``
-    requests are in the engine, by default ``max_num_seqs``."""
+def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") -> tuple[list[Any], Cost]:
+    """The completions, in order, and what they cost; raises ``ValueError`` if the engine ends a request. At most
+    ``max_num_seqs`` requests are in the engine at once."""
     import torch
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.scheduler.options.resolve_tokens import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
-    at_once = at_once or engine.vllm_config.scheduler_config.max_num_seqs
+    at_once = engine.vllm_config.scheduler_config.max_num_seqs
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
     completions: dict[int, Any] = {}

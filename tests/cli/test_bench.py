@@ -72,10 +72,10 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
 
 def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, quick = measured("--quick", "--batch", "2", "--methods", "none")
-    assert [(workload.at_once, workload.prompt) for workload in quick] == [(2, 64)]
+    assert [(workload.batch, workload.prompt) for workload in quick] == [(2, 64)]
     assert [combination.unmasking for combination in combinations] == ["one", "tokens_per_step=4"]
     combinations, workloads = measured()
-    assert [(workload.at_once, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
+    assert [(workload.batch, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
     assert (combinations[0].decoding["gen_length"], combinations[0].engine["max_num_seqs"]) == (64, 8)
     # vLLM's names, and a block diffusion model whose last block goes on behind the response.
@@ -83,12 +83,12 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, workloads = measured(*asked)
     assert [combination.method for combination in combinations] == ["none", "block"]
     assert combinations[0].engine["max_model_len"] == 96
-    assert [(workload.at_once, workload.prompt) for workload in workloads] == [(2, 60)]
+    assert [(workload.batch, workload.prompt) for workload in workloads] == [(2, 60)]
 
 
 def test_prompts_are_random_tokens_of_the_length_that_is_asked_for(engines, tiny_llada):
     llm = engines(tiny_llada)
-    (first, params), (second, _) = Workload("", 60, 1, 0, at_once=2).requests(llm, {})
+    (first, params), (second, _) = Workload("", 2, 60, 1, 0).requests(llm, {})
     assert (len(first), len(second), params.ignore_eos) == (60, 60, True)
     assert first != second
     assert llm.model_config.hf_config.mask_token_id not in {*first, *second}

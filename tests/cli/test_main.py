@@ -30,10 +30,7 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["serve", "/no/such/folder"], "model folder /no/such/folder does not exist"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
-        (
-            ["eval", "--unmasking-rules", "one,two"],
-            "rule 'two' is unknown; give one, guided=MODEL or one of tokens_per",
-        ),
+        (["eval", "--unmasking-rules", "one,two"], "rule 'two' is unknown; give one, guided=MODEL or one of"),
         (["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'], "slow_fast option span_window=0"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (PLAN, "--gpu-memory is missing"),
