@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
@@ -224,7 +223,7 @@ class Comparison:
         import torch
 
         if self._llm is not None:
-            runner.stop_engine(self._llm)
+            self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
         torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing

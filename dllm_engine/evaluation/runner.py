@@ -100,7 +100,9 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
     first_blocks: dict[int, float] = {}
     completions: dict[int, Any] = {}
     cost = Cost()
-    pool = scheduler_of(llm).pages if is_in_process(llm) else None
+    core = getattr(engine.engine_core, "engine_core", None)
+    is_in_process = core is not None and hasattr(core.model_executor, "driver_worker")  # with its only worker
+    pool = scheduler_of(llm).pages if is_in_process else None
     most_pages = 0
     if has_gpu := torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -149,12 +151,6 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
     return [completions[index] for index in range(len(requests))], cost
 
 
-def is_in_process(llm: "LLM") -> bool:
-    """True if an engine and its only worker run in this process, and so can be looked into."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    return core is not None and hasattr(core.model_executor, "driver_worker")
-
-
 def runner_of(llm: "LLM") -> "DiffusionModelRunner":
     """Of an engine in this process, on a single device."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -163,8 +159,3 @@ def runner_of(llm: "LLM") -> "DiffusionModelRunner":
 def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
     """Of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def stop_engine(llm: "LLM") -> None:
-    """End an engine; one that ends takes vLLM's process groups along."""
-    llm.llm_engine.engine_core.shutdown()

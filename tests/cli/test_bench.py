@@ -6,7 +6,6 @@ import pytest
 
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import main
-from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.bench import Workload
 from tests.support.plans import FULL_METHODS
 
@@ -19,10 +18,12 @@ def loaded(engines, monkeypatch):
     def load(arguments):
         arguments_of.append(arguments)
         limits = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
-        return engines("demo", cache_method=arguments["cache_method"], skip_tokenizer_init=False, trace=False, **limits)
+        method = arguments["cache_method"]
+        llm = engines("demo", cache_method=method, skip_tokenizer_init=False, trace=False, **limits)
+        monkeypatch.setattr(llm.llm_engine.engine_core, "shutdown", lambda: None)
+        return llm
 
     monkeypatch.setattr(bench, "load", load)
-    monkeypatch.setattr(runner, "stop_engine", lambda llm: None)
     return arguments_of
 
 
