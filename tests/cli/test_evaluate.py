@@ -4,7 +4,7 @@ import json
 
 from dllm_engine.cli import evaluate
 from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
-from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.main import main
 from dllm_engine.evaluation.comparison import COLUMNS, Comparison
 
 
@@ -67,17 +67,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(started, tmp_path, monkeypa
     arguments[arguments.index("5")] = "4"
     assert main(arguments) == 2
     assert "has results with count=5, this run has 4" in capsys.readouterr().err
-
-
-def test_a_guide_is_a_way_of_unmasking_beside_the_rules():
-    asked = ["eval", "--seed", "3", "--unmasking-rules", "one,guided=demo+guide_top_k=3,threshold=0.9"]
-    made = evaluate.combinations(build_parser().parse_args(asked), None)
-    assert [combination.engine.get("guide_model") for combination in made] == [None, "demo", None]
-    assert [combination.decoding for combination in made] == [
-        {"seed": 3},
-        {"seed": 3, "guide_top_k": 3},
-        {"seed": 3, "threshold": 0.9},
-    ]
 
 
 def test_methods_have_options_and_rules_have_guides():

@@ -146,13 +146,6 @@ def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, valu
         assert positive_int(text) == value
 
 
-def test_vllms_spelling_of_arguments_is_taken():
-    flags = ["--cache_method", "dual", "--max_model_len=8k", "--batch_invariant", "--no-cuda-graphs"]
-    args = build_parser().parse_args(["generate", "a_b --c_d", *flags])
-    assert (args.prompt, args.cache_method, args.max_model_len) == ("a_b --c_d", "dual", 8000)
-    assert (args.batch_invariant, args.cuda_graphs) == (True, False)
-
-
 @pytest.mark.parametrize(
     ("read", "text"),
     [(positive_int, text) for text in ("0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k")]
