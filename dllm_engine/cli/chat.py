@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.batch import Message, prompt_tokens
+from dllm_engine.batch import Message, outcome, prompt_tokens
 from dllm_engine.cli.engine import add_request_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
@@ -87,11 +87,11 @@ def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionPar
     completion = _completion(llm, request_id, said if on_terminal else None)
     if completion is None:
         print("(stopped)")
-    elif completion.finish_reason in ("stop", "length"):
+    elif "error" in (ended := outcome(completion)):
+        print(f"dllm: error: {ended['error']}", file=sys.stderr)
+    else:
         print(_printable(completion.text) if on_terminal else completion.text.strip(), flush=True)
         messages[:] = [*asked, Message(role="assistant", content=completion.text)]
-    else:
-        print(f"dllm: error: the engine ended the request: {completion.finish_reason}", file=sys.stderr)
 
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
