@@ -45,8 +45,7 @@ COLUMNS = {
 
 @dataclass
 class Combination:
-    """A cache method with a way of unmasking, as the command line names them. ``engine`` and ``decoding`` are arguments
-    of ``LLM`` and of ``DiffusionParams``, here and below."""
+    """A cache method with a way of unmasking, by name, and as arguments of ``LLM`` and of ``DiffusionParams``."""
 
     method: str
     unmasking: str

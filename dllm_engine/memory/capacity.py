@@ -157,8 +157,7 @@ def plan(d: Deployment) -> Sizing:
 def request_demand(
     d: Deployment, config: Any, geometry: PoolGeometry, page_bytes: int, room: int, options: EngineOptions
 ) -> RequestDemand:
-    """A request of a settled deployment under ``options``; ``room``: bytes for pages, and for what a pass holds for its
-    cache method."""
+    """A request of a settled deployment under ``options``; ``room``: bytes for pages and for what a pass holds."""
     from dllm_engine.params import DiffusionParams  # imports vLLM
     from dllm_engine.scheduler.options.resolve import resolve_decoding
 
@@ -195,8 +194,7 @@ def request_demand(
 
 
 def canvas_limit(config: Any, prompt: int, response: int, block_length: int | None, max_model_len: int | None) -> int:
-    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` where it is too
-    short for that, or too long for the model."""
+    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` if out of range."""
     canvas, most = prompt + response, config.longest_sequence
     if attention_block := family_of(config).attention_block:
         canvas += -canvas % (block_length or attention_block)
