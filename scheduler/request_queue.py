@@ -133,7 +133,7 @@ class RequestQueue(SchedulerInterface):
         params = request.sampling_params
         if params is None or not request.prompt_token_ids:
             raise ValueError("a prompt of token ids and sampling parameters are needed")
-        spec = resolve_decoding(params, len(request.prompt_token_ids), family_of(self.hf_config), self.options)
+        spec = resolve_decoding(params, len(request.prompt_token_ids), self.hf_config.family, self.options)
         spec = with_tokens(spec, params, self.hf_config)
         check_room(spec, self.options, self.max_rows, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)

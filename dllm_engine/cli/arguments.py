@@ -4,7 +4,6 @@ import argparse
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
@@ -26,8 +25,7 @@ class CommandParser(argparse.ArgumentParser):
     """Accepts options with underscores too (``--cache_method``); an error is one line, with the closest known name."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        words = sys.argv[1:] if args is None else args
-        parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in words], namespace)
+        parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in args or ()], namespace)
         if unknown and not getattr(parsed, "passes_on_unknown", False):
             word = unknown[0]
             if not word.startswith("-"):
@@ -60,7 +58,6 @@ def whole_number(text: str) -> int:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
     number = whole_number(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -68,7 +65,6 @@ def positive_int(text: str) -> int:
 
 
 def positive_ints(text: str) -> list[int]:
-    """Such numbers, with commas between."""
     return [positive_int(part) for part in text.split(",")]
 
 

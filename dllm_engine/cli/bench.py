@@ -9,7 +9,7 @@ layers and vocabulary.
 import argparse
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dllm_engine.checkpoints import is_named_shape, load_config
 from dllm_engine.cli.arguments import add_value, positive_int, positive_ints, whole_number
@@ -18,9 +18,6 @@ from dllm_engine.cli.evaluate import add_comparison_arguments, combinations, fin
 from dllm_engine.evaluation.bench import COLUMNS, Workload, random_engine, values_of
 from dllm_engine.evaluation.comparison import Comparison, table
 from dllm_engine.memory.capacity import canvas_limit
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 DEFAULTS: dict[str, Any] = {"batch": [1, 8], "prompt": [128, 512], "gen_length": 64, "unmasking_rules": "one"}
 QUICK: dict[str, Any] = {"batch": [1, 4], "prompt": [64], "gen_length": 32, "unmasking_rules": "one,tokens_per_step=4"}
@@ -45,10 +42,11 @@ def run(args: argparse.Namespace) -> int:
     args.max_model_len = canvas_limit(load_config(args.model), *longest)
     args.engine_arg = [("max_num_batched_tokens", max(args.batch) * args.max_model_len), *args.engine_arg]
     workloads = [
-        Workload(f"{batch} × {prompt}", prompt, args.repeats, args.seed, at_once=batch)
+        Workload(f"{batch} × {prompt}", batch, prompt, args.repeats, args.seed)
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
-    comparison = Comparison(args.output, args.command, subject_of(args), _load)
+    start = (lambda arguments: random_engine(**arguments)) if is_named_shape(args.model) else load
+    comparison = Comparison(args.output, args.command, subject_of(args), start)
     comparison.add(combinations(args, max(args.batch)), workloads)
     try:
         comparison.run()
@@ -60,7 +58,3 @@ def run(args: argparse.Namespace) -> int:
             print(machine_line(provenance()), table(values_of(comparison.scored), COLUMNS), sep="\n\n")
             finish(args, comparison)
     return 1 if comparison.errors else 0
-
-
-def _load(arguments: dict[str, Any]) -> "LLM":
-    return random_engine(**arguments) if is_named_shape(arguments["model"]) else load(arguments)

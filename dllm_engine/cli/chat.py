@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dllm_engine.batch import Message, prompt_tokens
+from dllm_engine.batch import Message, outcome, prompt_tokens
 from dllm_engine.cli.engine import add_request_arguments, start_engine
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.text import choices, is_text, one_line
@@ -26,19 +26,20 @@ HELP = "/help lists the commands, /clear forgets the conversation, /exit and Ctr
 DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
 PROMPT = "> "
 ALTERNATE_SCREEN, MAIN_SCREEN, CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b[J"
-"""An answer is drawn on a terminal's alternate screen, where text may wrap and scroll, and then printed on the main
-one."""
+"""An answer is drawn on the alternate screen, where text may wrap and scroll, and then printed on the main one."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_request_arguments(parser)
+add_arguments = add_request_arguments
 
 
 def run(args: argparse.Namespace) -> int:
     llm, params = start_engine(args)
     if not llm.has_chat_template:
         raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+    from vllm.sampling_params import RequestOutputKind
+
     on_terminal = sys.stdout.isatty()
+    params.output_kind, params.stream_granularity = RequestOutputKind.CUMULATIVE, "step" if on_terminal else None
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
@@ -74,11 +75,7 @@ def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionPar
     """Print the answer to a message, on a terminal while it is denoised. Both are kept in ``messages`` unless the
     answer fails or is stopped."""
     from vllm.exceptions import VLLMClientError
-    from vllm.sampling_params import RequestOutputKind
 
-    params = params.clone()
-    params.output_kind = RequestOutputKind.CUMULATIVE
-    params.stream_granularity = "step" if on_terminal else None
     asked = [*messages, Message(role="user", content=said)]
     tokens = prompt_tokens(asked, llm.get_tokenizer())
     try:
@@ -90,11 +87,11 @@ def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionPar
     completion = _completion(llm, request_id, said if on_terminal else None)
     if completion is None:
         print("(stopped)")
-    elif completion.finish_reason in ("stop", "length"):
+    elif "error" in (ended := outcome(completion)):
+        print(f"dllm: error: {ended['error']}", file=sys.stderr)
+    else:
         print(_printable(completion.text) if on_terminal else completion.text.strip(), flush=True)
         messages[:] = [*asked, Message(role="assistant", content=completion.text)]
-    else:
-        print(f"dllm: error: the engine ended the request: {completion.finish_reason}", file=sys.stderr)
 
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:

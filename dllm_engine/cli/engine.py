@@ -31,42 +31,34 @@ STRUCTURE = ("regex", "json", "choice")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
 
-def retention_ratio(text: str) -> tuple[str, float]:
-    """The cache option of this name."""
-    return "retention_ratio", float(text)
-
-
-def json_schema(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """A JSON object, or that of a file."""
     try:
-        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
-    if not isinstance(schema, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(schema).__name__}, not an object")
-    return schema
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(value).__name__}, not an object")
+    return value
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
     methods = f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)"
     add_value(group, "--cache-method", str, "NAME", methods)
-    more: dict[str, Any] = {"action": "append", "default": []}
+    more: dict[str, Any] = {"action": "append", "default": [], "dest": "cache_option"}
     meaning = "an option of the cache method, repeatable; `dllm models` lists them"
     add_value(group, "--cache-option", key_value, "KEY=VALUE", meaning, **more)
     ratio = "share of tokens outside the block that evicting methods keep; short for --cache-option retention_ratio=R"
-    add_value(group, "--retention-ratio", retention_ratio, "R", ratio, dest="cache_option", **more)
+    add_value(group, "--retention-ratio", lambda text: key_value(f"retention_ratio={text}"), "R", ratio, **more)
     add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """A model as the command's first word."""
-    meaning = "checkpoint (folder or Hugging Face name), `demo` or `demo-blocks`"
-    parser.add_argument("model", metavar="MODEL", help=meaning)
+    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name, `demo` or `demo-blocks`")
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    """Arguments of loading a model."""
     group.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
     add_value(group, "--max-model-len", positive_int, "N", "most tokens of prompt and response together")
     add_value(group, "--tensor-parallel-size", positive_int, "N", "devices to split the model over (default: 1)")
@@ -76,8 +68,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
     """``with_model=False`` is for commands whose model is a positional argument."""
     group = parser.add_argument_group("engine")
     if with_model:
-        model = "folder or Hugging Face name of a checkpoint (default: the demo model)"
-        group.add_argument("--model", default=DEMO_MODEL, help=model)
+        group.add_argument("--model", default=DEMO_MODEL, help="folder or Hugging Face name (default: %(default)s)")
     add_model_arguments(group)
     add_options(group, EngineOptions, ("cuda_graphs", "batch_invariant"))
     other = "any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5"
@@ -85,14 +76,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = 
 
 
 def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[str] = ()) -> None:
-    """Options of requests; a request can set them itself under the same names."""
     alternatives = group.add_mutually_exclusive_group()
     for name in (name for name in DENOISING if name not in without):
         add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
-    """Arguments about responses, but for options ``without``."""
     group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
     add_value(group, "--gen-length", whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
     add_denoising_arguments(group, without)
@@ -109,7 +98,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_cache_arguments(parser)
     group = parser.add_argument_group("structured output", "What a response must match.").add_mutually_exclusive_group()
     add_value(group, "--regex", str, "REGEX", "a regular expression, which the whole response matches")
-    add_value(group, "--json-schema", json_schema, "FILE|JSON", "a JSON schema", dest="json")
+    add_value(group, "--json-schema", json_object, "FILE|JSON", "a JSON schema", dest="json")
     add_value(group, "--choice", lambda text: text.split(","), "A,B", "one of several texts")
 
 
@@ -119,19 +108,15 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments that are engine options; raises ``ValueError`` naming what is unknown or out of range."""
+    """The arguments that are engine options, checked."""
     options = {"cache_options": dict(getattr(args, "cache_option", ())), **given(args, EngineOptions.model_fields)}
     EngineOptions.parse(options)
     return options
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that ``args`` ask for, checked as far as they can be before anything heavy is imported;
-    and what vLLM reads from the environment is set.
-
-    On a single device the engine runs in this process: its errors are raised here, where another process would log
-    them.
-    """
+    """The arguments of ``LLM`` that ``args`` ask for, checked before anything heavy is imported; and the environment is
+    set. On a single device the engine runs in this process, so that its errors are raised here and not logged."""
     arguments = {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
     check_folder(args.model)
     be_quiet()
@@ -142,8 +127,7 @@ def prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
-    """The engine and the decoding parameters that ``args`` ask for; raises ``ValueError`` for options out of range and
-    a model that cannot be found."""
+    """The engine and the decoding parameters that ``args`` ask for."""
     be_quiet()
     with progress_line("Importing vLLM"):
         arguments = prepare(args)

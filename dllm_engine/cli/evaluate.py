@@ -18,10 +18,9 @@ from dllm_engine.cli.arguments import RULES, add_value, parse_method, parse_rule
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, add_engine_arguments, given, load, prepare
 from dllm_engine.demo.tasks import TASKS
 from dllm_engine.evaluation.comparison import COLUMNS, Combination, Comparison, Task, table
-from dllm_engine.evaluation.decision_tasks import DECISIONS, DecisionTask, demo_questions
-from dllm_engine.evaluation.harness import HarnessTask, check_lm_eval
+from dllm_engine.evaluation.harness import HarnessTask
 from dllm_engine.evaluation.likelihood import NUM_SAMPLES
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, OwnTasks, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DECISIONS, DEMO_COUNT, DEMO_TASKS, MATCHES, named_task
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
@@ -29,11 +28,7 @@ from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
-DEMO_COUNT = 50
-FREE = (
-    *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output"),
-    *("argv", "command", "run", "traceback", "unknown"),
-)
+FREE = "tasks lm_eval paper_task paper_table methods unmasking_rules output argv command run traceback unknown".split()
 """Arguments that may differ between runs that fill the same table: they tell its rows apart, or change nothing."""
 
 
@@ -43,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(asked, "--lm-eval", str, "TASK,…", "tasks or groups of lm_eval by name, or YAML files")
     add_value(asked, "--paper-task", str, "BENCHMARK,…", "gsm8k, …, with the lengths and shots of a paper")
     add_value(asked, "--paper-table", str, "PAPER/TABLE", "the rows of a paper's table; docs/papers.md lists them")
-    batch = "requests at once, on which speed and memory depend (default: the engine's max_num_seqs)"
-    add_value(parser, "--batch --batch-size", positive_int, "N", batch)
+    add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once (default: max_num_seqs)")
     add_value(parser, "--output", Path, "FILE.json", "write each row as it is measured, with a .png beside it")
     harness = parser.add_argument_group("lm-evaluation-harness", "With --lm-eval and --paper-task.")
     add_value(harness, "--include-path", Path, "FOLDER", "more tasks, as YAML files")
@@ -54,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(harness, "--max-prompt-tokens", positive_int, "N", "cut longer prompts in their middle")
     add_value(harness, "--mc-num", positive_int, "N", "masks per continuation in likelihoods", default=NUM_SAMPLES)
     harness.add_argument("--no-chat-template", dest="chat_template", action="store_false", help="prompts as plain text")
-    unsafe = "run the programs that the model writes, which tasks such as humaneval score"
-    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help=unsafe)
+    harness.add_argument("--confirm-run-unsafe-code", action="store_true", help="run programs that the model writes")
     add_comparison_arguments(parser)
     parser.set_defaults(seed=0)  # it also draws the examples
 
@@ -113,7 +106,6 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     """The tasks that ``args`` name; raises ``ValueError`` for an unknown one."""
     if args.lm_eval is None and args.paper_task is None:
         return own_tasks_of(args)
-    check_lm_eval()
     if args.lm_eval is not None:
         tasks = [HarnessTask(name) for name in args.lm_eval.split(",")]
     else:
@@ -127,16 +119,7 @@ def own_tasks_of(args: argparse.Namespace) -> list[Task]:
     names = (args.tasks or DEMO_TASKS).split(",")
     if args.gen_length is None and not any(name.endswith(".jsonl") for name in names):
         args.gen_length = 32  # enough for all of their answers
-    tasks: list[Task] = []
-    count = args.count or DEMO_COUNT
-    for name in names:
-        if name in DECISIONS:
-            tasks.append(DecisionTask(name, demo_questions(count, args.seed, as_json=DECISIONS[name])))
-        elif name.endswith(".jsonl"):
-            tasks.append(OwnTasks(name, read_tasks(Path(name))[: args.count], args.match))
-        else:
-            tasks.append(OwnTasks(name, demo_tasks(name, count, args.seed), args.match))
-    return tasks
+    return [named_task(name, args.count, args.seed, args.match) for name in names]
 
 
 def combinations(args: argparse.Namespace, batch: int | None) -> list[Combination]:

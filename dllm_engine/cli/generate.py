@@ -82,9 +82,6 @@ def _answer_file(args: argparse.Namespace) -> int:
                 for answers in answer_lines(llm, results.pending, params, use_chat=use_chat):
                     results.append(answers)
                     bar.update(len(answers))
-        print(
-            f"{args.output}: {len(lines)} of {len(lines)} requests done, {results.num_resumed} of them by an earlier "
-            f"run; errors: {results.num_errors}",
-            file=sys.stderr,
-        )
+        done = f"{len(lines)} requests done, {results.num_resumed} of them by an earlier run"
+        print(f"{args.output}: {done}; errors: {results.num_errors}", file=sys.stderr)
         return 1 if results.num_errors else 0

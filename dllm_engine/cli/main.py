@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from dllm_engine import __version__
-from dllm_engine.cli import bench, chat, check, demo_path, evaluate, generate, lm_eval, models, plan, serve, tune
+from dllm_engine.cli import bench, chat, check, evaluate, generate, lm_eval, models, plan, serve, tune
 from dllm_engine.cli.arguments import CommandParser
+from dllm_engine.demo import DEMO_MODEL, DEMO_MODELS, model_path
 from dllm_engine.text import one_line
 
 TRACEBACK_VARIABLE = "DLLM_TRACEBACK"
 COMMANDS = {"generate": generate, "chat": chat, "serve": serve, "eval": evaluate, "lm-eval": lm_eval, "tune": tune}
-COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models, "demo-path": demo_path}
+COMMANDS |= {"bench": bench, "check": check, "plan": plan, "models": models}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line. ``args.run`` is the chosen command's function."""
+    """The command line. ``args.run`` is the function of the chosen command: ``run`` of its module, but for one."""
     parser = CommandParser(
         prog="dllm",
         description="Diffusion language models (LLaDA, Dream, SDAR) inside vLLM.",
@@ -55,7 +56,15 @@ def build_parser() -> argparse.ArgumentParser:
         words = [action for action in command._actions if not action.option_strings]
         named = [command._get_formatter()._format_args(word, str(word.metavar)) for word in words]
         command.usage = command.usage or " ".join((command.prog, "[options]", *named))  # all options follow
+    path = commands.add_parser("demo-path", help="print the folder of a demo model")
+    path.add_argument("model", nargs="?", choices=DEMO_MODELS, default=DEMO_MODEL)
+    path.set_defaults(run=_print_demo_path)
     return parser
+
+
+def _print_demo_path(args: argparse.Namespace) -> int:
+    print(model_path(args.model))
+    return 0
 
 
 if __name__ == "__main__":

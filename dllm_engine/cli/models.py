@@ -8,9 +8,10 @@ from typing import Any
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS, RequestOptions
-from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS, PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.text import format_table
 
+_KINDS = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list", "object": "dict"}
 _LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -48,7 +49,10 @@ def as_tables(supported: dict[str, Any]) -> str:
     checkpoints += [(name, f["architecture"], f["name"]) for f in families for name in f["checkpoints"]]
     methods = [("CACHE METHOD", "OPTION", "VALUES", "MEANING")]
     for name, options in supported["cache_methods"].items():
-        lines = [(option, _allowed(schema), _first_sentence(schema)) for option, schema in options.items()]
+        lines = [
+            (option, f"{allowed(schema)}; default {schema['default']!r}", _first_sentence(schema))
+            for option, schema in options.items()
+        ]
         first, *others = lines or [("(no options)", "", "")]
         methods += [(name, *first), *(("", *line) for line in others)]
     policies = [("UNMASKING POLICY", "DEFAULT FOR")]
@@ -56,23 +60,18 @@ def as_tables(supported: dict[str, Any]) -> str:
         policies.append((name, ", ".join(f["name"] for f in families if f["default_unmasking"] == name)))
     rules = [("PARALLEL UNMASKING", "VALUES", "WITH POLICIES")]
     for name, rule in supported["parallel_unmasking"].items():
-        rules.append((name, _allowed(rule["value"]), ", ".join(rule["policies"])))
+        rules.append((name, allowed(rule["value"]), ", ".join(rule["policies"])))
     return "\n\n".join(format_table(rows) for rows in (checkpoints, methods, policies, rules))
 
 
-def _allowed(schema: dict[str, Any]) -> str:
-    """A JSON schema's values in words, such as ``number > 0, ≤ 1; default 0.5``."""
+def allowed(schema: dict[str, Any]) -> str:
+    """A JSON schema's values in words, such as ``float > 0, ≤ 1``."""
     if "anyOf" in schema:
-        kind = " or ".join(_allowed(choice) for choice in schema["anyOf"])
-    elif "enum" in schema:
-        kind = " | ".join(map(str, schema["enum"]))
-    else:
-        kind = str(schema.get("const", schema.get("type", "any value")))
-    limits = ", ".join(f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if key in schema)
-    default = f"; default {json.dumps(schema['default'])}" if "default" in schema else ""
-    return f"{kind} {limits}".rstrip() + default
+        return " or ".join(map(allowed, schema["anyOf"]))
+    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    limits = [f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if schema.get(key, MOST_TOKENS) != MOST_TOKENS]
+    return ", ".join(map(repr, values)) or f"{_KINDS.get(schema['type'])} {', '.join(limits)}".rstrip()
 
 
 def _first_sentence(schema: dict[str, Any]) -> str:
-    """First sentence of an option's meaning."""
     return " ".join(schema.get("description", "").replace("``", "").split()).partition(". ")[0].rstrip(".")

@@ -13,9 +13,8 @@ from pydantic import ValidationError
 
 from dllm_engine.cli.arguments import add_options, as_words
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
-from dllm_engine.memory.capacity import Deployment, RequestDemand, Sizing
-from dllm_engine.memory.capacity import plan as sizing_of
-from dllm_engine.options import GUIDE_SETTINGS, EngineOptions, explain
+from dllm_engine.memory.capacity import Deployment, RequestDemand, Sizing, plan
+from dllm_engine.options import GUIDE_SETTINGS, explain
 from dllm_engine.text import format_table, readable_size
 
 
@@ -32,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is None:
         raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
-    asked = given(args, [name for name in Deployment.model_fields if name != "options"])
+    asked = given(args, Deployment.model_fields) | {"options": engine_options(args)}
     try:
-        deployment = Deployment(**asked, options=EngineOptions.parse(engine_options(args)))
+        deployment = Deployment(**asked)
     except ValidationError as error:
         raise ValueError(explain(error, "argument")) from None
-    sizing = sizing_of(deployment)
+    sizing = plan(deployment)
     command = serve_command(sizing, args)
     if args.json:
         print(json.dumps(sizing.model_dump(mode="json") | {"serve": command}, indent=2))

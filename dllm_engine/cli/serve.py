@@ -10,7 +10,7 @@ from typing import Any
 
 from dllm_engine.checkpoints import check_start
 from dllm_engine.cli.arguments import DENOISING, add_options, add_value
-from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given
+from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given, json_object
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(other, EngineOptions, ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits))
     add_options(other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground"))
     additional = f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
-    add_value(other, ADDITIONAL_CONFIG, str, "JSON", additional)
+    add_value(other, ADDITIONAL_CONFIG, json_object, "JSON", additional)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,14 +79,10 @@ def vllm_arguments(args: argparse.Namespace) -> list[str]:
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:
     """The user's ``--additional-config``; in its key for this plugin, overridden by the other arguments. Empty if there
     are none."""
-    try:
-        additional = json.loads(args.additional_config or "{}")
-    except ValueError as error:
-        raise ValueError(f"{ADDITIONAL_CONFIG}={args.additional_config!r} is not JSON: {error}") from error
-    if not isinstance(additional, dict) or not isinstance(options := additional.get(OPTIONS_KEY, {}), dict):
-        raise ValueError(
-            f"{ADDITIONAL_CONFIG}={args.additional_config!r} must be a JSON object, and so must its key {OPTIONS_KEY!r}"
-        )
+    additional = args.additional_config or {}
+    options = additional.get(OPTIONS_KEY, {})
+    if not isinstance(options, dict):
+        raise ValueError(f"{ADDITIONAL_CONFIG}={json.dumps(additional)}: {OPTIONS_KEY!r} must be a JSON object too")
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
         options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
     stated = given(args, EngineOptions.model_fields)

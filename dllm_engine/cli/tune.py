@@ -28,8 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--batch --batch-size", positive_int, "N", "requests at once", default=16)
     add_value(parser, "--budget", float, "MINUTES", "the search ends in this time", default=60.0)
     add_value(parser, "--gen-length", positive_int, "N", "response tokens (default: the checkpoint's)")
-    output = "all rows and the chosen setting, with a plot of the same name"
-    add_value(parser, "--output", Path, "FILE", output, default=Path("tune.json"))
+    add_value(parser, "--output", Path, "FILE", "the rows and the choice; a plot beside it", default=Path("tune.json"))
     narrowed = parser.add_argument_group("search", "To search less.")
     add_value(narrowed, "--methods", str, "NAME,…", "cache methods (default: all)")
     rules = f"NAME=VALUE with one of {', '.join(RULES)} (default: some values of each rule)"

@@ -30,8 +30,9 @@ COLUMNS = {
 
 @dataclass(frozen=True)
 class Workload(Task):
-    """Requests to measure with: ``at_once`` of them, with prompts of so many tokens, in so many rounds."""
+    """So many requests at once, with prompts of so many tokens, in so many rounds."""
 
+    batch: int
     prompt: int
     repeats: int
     seed: int
@@ -40,7 +41,7 @@ class Workload(Task):
         """The median of the rounds' tokens per second."""
         requests = self.requests(engine.llm, decoding)
         rates = [engine.complete(requests)[1].tokens_per_second for _ in range(self.repeats)]
-        about = {"batch": self.at_once, "prompt": self.prompt, "lowest": min(rates), "highest": max(rates)}
+        about = {"batch": self.batch, "prompt": self.prompt, "lowest": min(rates), "highest": max(rates)}
         return Result("tokens/s", statistics.median(rates), None, len(requests), about)
 
     def requests(self, llm: "LLM", decoding: dict[str, Any]) -> list[Request]:
@@ -50,7 +51,7 @@ class Workload(Task):
         config, rng = llm.model_config.hf_config, random.Random(self.seed)
         tokens = [token for token in range(llm.model_config.get_vocab_size()) if token != config.mask_token_id]
         params = DiffusionParams(**decoding | {"ignore_eos": True})
-        return [(rng.choices(tokens, k=self.prompt), params) for _ in range(self.at_once or 1)]
+        return [(rng.choices(tokens, k=self.prompt), params) for _ in range(self.batch)]
 
 
 def random_engine(model: str, **settings: Any) -> "LLM":
@@ -65,8 +66,5 @@ def random_engine(model: str, **settings: Any) -> "LLM":
 def values_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The values of each row, and its speed over that without a cache."""
     plain = {(row.unmasking, row.task): row.result.score for row in rows if row.method == "none"}
-    values = []
-    for row in rows:
-        none = plain.get((row.unmasking, row.task))
-        values.append(row.values | row.result.details | {"over_none": row.result.score / none if none else None})
-    return values
+    nones = (plain.get((row.unmasking, row.task)) for row in rows)
+    return [row.values | {"over_none": none and row.result.score / none} for row, none in zip(rows, nones, strict=True)]

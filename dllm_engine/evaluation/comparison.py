@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
     from dllm_engine.llm import LLM
 
+Load = Callable[[dict[str, Any]], "LLM"]
+"""Starts an engine with arguments of ``LLM``."""
 SCHEMA = 4
 """Number of the layout of result files; raised where a reader of older ones would go wrong."""
 COST_COLUMNS = {
@@ -44,8 +45,7 @@ COLUMNS = {
 
 @dataclass
 class Combination:
-    """A cache method with a way of unmasking, as the command line names them. ``engine`` and ``decoding`` are arguments
-    of ``LLM`` and of ``DiffusionParams``, here and below."""
+    """A cache method with a way of unmasking, by name, and as arguments of ``LLM`` and of ``DiffusionParams``."""
 
     method: str
     unmasking: str
@@ -78,8 +78,6 @@ class Task(ABC):
     """Decoding with a guide; None: as without, but for ``steps``."""
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method."""
-    at_once: int | None = field(default=None, kw_only=True)
-    """Requests at once; None: the engine's ``max_num_seqs``."""
 
     @abstractmethod
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
@@ -117,8 +115,8 @@ class Row(Combination):
 
     @property
     def values(self) -> dict[str, Any]:
-        """Names, score and cost, as columns name them."""
-        return vars(self) | vars(self.result) | self.cost.figures
+        """Names, score, its details and cost, as columns name them."""
+        return self.result.details | vars(self) | vars(self.result) | self.cost.figures
 
 
 def check_folder_of(path: Path | None) -> None:
@@ -128,10 +126,7 @@ def check_folder_of(path: Path | None) -> None:
 
 
 def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
-    """The rows of a file; none where there is none yet.
-
-    Raises ``ValueError`` for a file of another subject, or one that could not be written.
-    """
+    """The rows of a file, if there is one; raises ``ValueError`` if it has another subject, or could not be written."""
     if path is not None and path.suffix != ".json":
         raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
     check_folder_of(path)
@@ -152,21 +147,17 @@ def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
 
 
 class Comparison:
-    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path``, if
-    there is one, as soon as it is measured, and the same command goes on from there.
+    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path`` as
+    soon as it is measured, and the same command goes on from there.
 
-    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more. ``load`` starts one with
-    arguments of ``LLM``.
+    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more.
     """
 
-    def __init__(
-        self, path: Path | None, command: str, subject: dict[str, Any], load: Callable[[dict[str, Any]], "LLM"]
-    ) -> None:
+    def __init__(self, path: Path | None, command: str, subject: dict[str, Any], load: Load) -> None:
         self._path, self._load = path, load
         self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
-        self._refusal: str | None = None
         self._rows = {row.key: row for row in stored_rows(path, self._subject)}
         self._tasks: dict[str, Task] = {}
         """Of rows that were asked for."""
@@ -206,18 +197,21 @@ class Comparison:
         os.replace(beside, self._path)
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure rows that are missing, until ``time.monotonic()`` is at ``deadline``; raises ``ValueError`` if none
-        can be measured."""
+        """Measure what is missing until ``time.monotonic()`` is at ``deadline``; ``ValueError`` if no row can be."""
         missing = self.missing
         engines = [row.engine for row in missing]
         for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row
             if time.monotonic() > deadline:
                 break
+            if row.key in self.errors:
+                continue
             try:
                 self._measure(row)
             except (ValueError, RuntimeError) as error:
                 # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                self.errors[row.key] = one_line(error)
+                same_engine = [other for other in self.missing if other.engine == row.engine]
+                failed = [row] if self._llm is not None else same_engine  # one that did not start is not tried again
+                self.errors |= dict.fromkeys((other.key for other in failed), one_line(error))
                 if isinstance(error, RuntimeError):
                     self.stop()  # the engine failed, and may be in any state
         if not self.scored:
@@ -228,27 +222,17 @@ class Comparison:
         import torch
 
         if self._llm is not None:
-            runner.stop_engine(self._llm)
-        self._llm = self._arguments = None
+            self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
         gc.collect()
         torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
 
-    def _engine(self, arguments: dict[str, Any]) -> "LLM":
-        """The engine with these arguments; another one is stopped first. One that did not start is not tried again."""
-        if self._arguments != arguments:
-            self.stop()
-            self._arguments, self._refusal = arguments, None
-            try:
-                self._llm = self._load(arguments)
-            except ValueError as error:
-                self._refusal = str(error)  # the exception would keep what it had allocated
-        if self._llm is None:
-            raise ValueError(self._refusal or "the engine has been stopped")
-        return self._llm
-
     def _measure(self, row: Row) -> None:
         task = self._tasks[row.key]
-        engine = MeasuredEngine(self._engine(row.engine), task.at_once, row.key)
+        if self._llm is None or self._arguments != row.engine:
+            self.stop()
+            self._llm, self._arguments = self._load(row.engine), row.engine
+        engine = MeasuredEngine(self._llm, row.key)
         row.result, row.cost = task.score(engine, row.decoding), engine.cost
         self.save()
 

@@ -35,7 +35,8 @@ class HarnessTask(Task):
     """Run the programs that a model writes."""
 
     def check(self) -> None:
-        """Raise ``ValueError`` where the task is unknown or its data is missing."""
+        """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task is unknown."""
+        check_lm_eval()
         try:
             self._manager.load([self.name])
         except KeyError as error:
@@ -88,7 +89,7 @@ def task_manager(include_path: Path | None, is_file: bool) -> Any:
     """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=str(include_path) if include_path else None, include_defaults=not is_file)
+    return TaskManager(include_path=include_path, include_defaults=not is_file)
 
 
 def check_lm_eval() -> None:
@@ -98,11 +99,8 @@ def check_lm_eval() -> None:
 
 
 def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:
-    """(metric, score, standard error) of a task or a group.
-
-    A group's own score if it has one, else the mean over its tasks, weighted by examples. ``metric`` is lm_eval's
-    ``metric,filter``; None takes its first one. Raises ``ValueError`` for an unknown metric.
-    """
+    """(metric, score, standard error) of a task or a group: the group's own if it has one, else the mean over its
+    tasks, weighted by examples. ``metric``: lm_eval's ``metric,filter``; None: its first one."""
     groups, examples = results.get("groups") or {}, results["n-samples"]
     entries = {name: groups[name]} if name in groups else {task: results["results"][task] for task in examples}
     first = next(iter(entries.values()))

@@ -53,18 +53,13 @@ def weighted_canvases(
             yield index, weight, (prompt + continuation, [len(prompt) + position for position in masked])
 
 
-def num_canvases(length: int, num_samples: int) -> int:
-    """Canvases that the bound of a continuation of ``length`` tokens takes."""
-    return num_samples if length > num_samples.bit_length() else min(2**length - 1, num_samples)
-
-
 def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> Iterator[tuple[float, list[int]]]:
     """(weight, masked positions) whose weighted sums of log-probabilities add up to the bound or an unbiased estimate.
 
     All masks of a continuation of ``length`` tokens if there are no more than ``num_samples``; otherwise that many,
     their numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling).
     """
-    if num_canvases(length, num_samples) == 2**length - 1:
+    if 2**length - 1 <= num_samples:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):
                 yield 1 / (count * math.comb(length, count)), list(masked)

@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from dllm_engine.admission import check_tokens
-from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, num_canvases, weighted_canvases
+from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, weighted_canvases
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, Tokens, prompt_tokens, rendered_tokens
 
@@ -44,10 +44,7 @@ class ForwardPasses:
         self._error: Exception | None = None
 
     async def logprobs(self, engine: Any, canvases: Iterable[Canvas]) -> AsyncIterator[list[float]]:
-        """Yield the log-probabilities of each canvas's masked tokens.
-
-        Raises ``HTTPException`` if the engine is paused or its weights change between two passes.
-        """
+        """Log-probabilities of each canvas's masked tokens, all by the same weights, or else an ``HTTPException``."""
         task, changes_before = asyncio.current_task(), None
         self._tasks.add(task)
         try:
@@ -107,8 +104,8 @@ def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int
                 f"answers[{index}]: prompt ({len(prompt)} tokens) and answer ({len(answer)}) need a canvas of "
                 f"{length}, max_model_len is {limit}; shorten one or raise max_model_len"
             )
-        canvases = num_canvases(len(answer), request.num_samples) if request.masks is None else len(request.masks)
-        num_rows += canvases * length
+        most = min(2 ** len(answer) - 1, request.num_samples) if request.masks is None else len(request.masks)
+        num_rows += most * length
     shortest = min(map(len, answers))
     for number, mask in enumerate(request.masks or ()):
         if max(mask, default=0) >= shortest or len(set(mask)) < len(mask):

@@ -1,8 +1,4 @@
-"""The model ``dllm`` of lm-evaluation-harness: its tasks run by a diffusion engine.
-
-Releases of lm_eval that know plugins find it by its entry point; ``dllm lm-eval`` is the command of any release, with
-this module loaded first.
-"""
+"""The model ``dllm`` of lm-evaluation-harness, which finds it by its entry point or in ``dllm lm-eval``."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,29 +17,25 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import choices
 
-DIFFUSION_OPTIONS = ("gen_length", *(name for name in RequestOptions.model_fields if name not in ("top_p", "top_k")))
-"""Decoding options that lm_eval has no name for."""
-_TASK_OPTIONS = ("temperature", "top_p", "top_k", "seed")
-"""Options of lm_eval's ``generation_kwargs`` that go by the same name here."""
-DECODING_OPTIONS = (*DIFFUSION_OPTIONS, *_TASK_OPTIONS, "ignore_eos")
+DECODING_OPTIONS = ("gen_length", *RequestOptions.model_fields, "temperature", "seed", "ignore_eos")
+_TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
+"""Those that lm_eval's tasks have under the same names in their ``generation_kwargs``."""
 
 
 @register_model("dllm")
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
-    ``--model_args``: ``pretrained`` (a checkpoint, or ``demo``), what ``dllm_engine.LLM`` takes (``cache_method``, …),
-    decoding options (``gen_length``, ``threshold``, …) and the keyword arguments below. Decoding options named there
-    replace a task's own; diffusion options in lm_eval's ``--gen_kwargs`` replace both.
+    ``options``: what ``dllm_engine.LLM`` takes (``cache_method``, …), and decoding options (``gen_length``,
+    ``threshold``, …). These replace a task's own; diffusion options in lm_eval's ``--gen_kwargs`` replace both.
 
     Args:
         pretrained: a model to start, or an engine.
         mc_num, mc_seed: as ``num_samples`` and ``seed`` of ``log_likelihoods``.
-        check_greedy: whether to report if a continuation is what the model itself would answer, which takes a response
-            of its length; without, lm_eval reads that it is not. Multiple choice does not ask.
-        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused where they do not
-            fit.
-        answer: what answers the requests, as ``complete_requests`` does; None: that, all at once.
+        check_greedy: report if a continuation is what the model itself would answer, which takes a response of its
+            length; without, lm_eval reads that it is not. Multiple choice does not ask.
+        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused if too long.
+        answer: as ``complete_requests``, which is the default.
     """
 
     def __init__(
@@ -74,8 +66,6 @@ class DiffusionLM(TemplateLM):
         self.answer = answer or partial(complete_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
 
-    # What lm_eval asks of the tokenizer
-
     @property
     def eot_token_id(self) -> int:
         return self.tokenizer.eos_token_id
@@ -84,10 +74,6 @@ class DiffusionLM(TemplateLM):
     def prefix_token_id(self) -> int:
         bos = self.tokenizer.bos_token_id
         return bos if bos is not None else self.eot_token_id
-
-    @property
-    def max_length(self) -> int:
-        return self.llm.model_config.max_model_len
 
     @property
     def tokenizer_name(self) -> str:
@@ -106,8 +92,6 @@ class DiffusionLM(TemplateLM):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
-
-    # Responses
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Responses, without the stop string that ended them."""
@@ -132,9 +116,9 @@ class DiffusionLM(TemplateLM):
         stop = [text for text in options.pop("until") if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
-        params = {"gen_length": gen_length} if named else {}
-        params |= {name: options.pop(name) for name in _TASK_OPTIONS if name in options}
-        params |= self.decoding | {name: options.pop(name) for name in DIFFUSION_OPTIONS if name in options}
+        given = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
+        diffusion = {name: value for name, value in given.items() if name not in _TASK_OPTIONS}
+        params = ({"gen_length": gen_length} if named else {}) | given | self.decoding | diffusion
         if options:
             name, value = next(iter(options.items()))
             raise ValueError(
@@ -144,17 +128,15 @@ class DiffusionLM(TemplateLM):
 
     def _fit(self, prompt: list[int], response_length: int) -> list[int]:
         """The prompt, shortened where ``max_prompt_tokens`` says so; raises ``ValueError`` if it does not fit."""
-        kept = self.max_prompt_tokens
+        kept, limit = self.max_prompt_tokens, self.llm.model_config.max_model_len
         if kept is not None and len(prompt) > kept:
             prompt = prompt[: kept // 2] + prompt[kept // 2 - kept :]
-        if len(prompt) + response_length > self.max_length:
+        if len(prompt) + response_length > limit:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and a response of {response_length} exceed max_model_len "
-                f"{self.max_length}; raise it, or set max_prompt_tokens to cut long prompts in their middle"
+                f"a prompt of {len(prompt)} tokens and a response of {response_length} exceed max_model_len {limit}; "
+                f"raise it, or set max_prompt_tokens to cut long prompts in their middle"
             )
         return prompt
-
-    # Likelihoods
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any

@@ -1,21 +1,36 @@
-"""Tasks of prompts and answers, from a user's JSONL file or the demo model's, and when a response counts as right."""
+"""Tasks that need no lm_eval: prompts and answers, of a user's file or the demo model's, and decisions about them."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import BaseModel, Field, StringConstraints
 
 from dllm_engine.batch import Message, prompt_tokens, read_input
-from dllm_engine.demo.tasks import TASKS, make_examples
+from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine
 from dllm_engine.text import did_you_mean, one_line
 
 DEMO_TASKS = "demo"
 """All tasks of the demo model together."""
+DEMO_COUNT = 50
+"""Examples of each task of the demo model, unless another number is asked for."""
+DECISIONS = {"decisions": False, "decisions-json": True}
+"""Tasks of decisions, and True for the one with JSON."""
+
+
+def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
+    """A task of the demo model, or of a JSONL file; raises ``ValueError`` for an unknown one."""
+    if name.endswith(".jsonl"):
+        return OwnTasks(name, read_tasks(Path(name))[:count], match)
+    if name in DECISIONS:
+        return DecisionTask(name, demo_questions(count or DEMO_COUNT, seed, as_json=DECISIONS[name]))
+    return OwnTasks(name, demo_tasks(name, count or DEMO_COUNT, seed), match)
 
 
 class OwnTask(BaseModel):
@@ -59,10 +74,8 @@ def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
 
 
 def read_tasks(path: Path) -> list[OwnTask]:
-    """The tasks of a file with a line ``{"prompt": …, "answer": …}`` each; a prompt is text, or a list of messages.
-
-    Raises ``ValueError`` with the number of a line that is none, and for a file without any.
-    """
+    """The tasks of a file, a line each; raises ``ValueError`` with the number of a line that is none, and for a file
+    without any."""
     tasks = []
     for line in read_input(path):
         try:
@@ -76,12 +89,9 @@ def read_tasks(path: Path) -> list[OwnTask]:
     return tasks
 
 
-_NUMBER = re.compile(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?")
-
-
 def last_number(text: str) -> float | None:
     """The last number in a text, without the commas between thousands; None where there is none."""
-    numbers = _NUMBER.findall(text)
+    numbers = re.findall(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
@@ -90,5 +100,95 @@ MATCHES: dict[str, Callable[[str, str], bool]] = {
     "contains": lambda response, answer: answer in response,
     "last-number": lambda response, answer: last_number(response) == last_number(answer) is not None,
 }
-"""When a response is right: it equals the answer but for white space around it, contains it, or has the same last
-number."""
+"""When a response is right."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, and fields with their choices and right values."""
+
+    prompt: str
+    choices: dict[str, list[str]]
+    values: dict[str, str]
+    template: str | None = None
+    """Text of the response, as the model was trained to write it; None: a JSON object."""
+
+    @property
+    def constraint(self) -> dict[str, Any]:
+        """Structured output of the same texts."""
+        from dllm_engine.decisions.fields import schema_of
+
+        if self.template is None:
+            return {"json": schema_of(self.choices)}
+        groups = {name: f"(?P<{name}>{'|'.join(choices)})" for name, choices in self.choices.items()}
+        return {"regex": self.template.replace(".", r"\.").format(**groups)}
+
+    def scores(self, text: str) -> list[float]:
+        """1 for each field that has its right value in a response, else 0."""
+        if self.template is None:
+            answer = json.loads(text)
+        else:
+            match = re.fullmatch(self.constraint["regex"], text)
+            answer = match.groupdict() if match else {}
+        return [float(answer.get(name) == value) for name, value in self.values.items()]
+
+
+@dataclass(frozen=True)
+class DecisionTask(Task):
+    """Questions that are decided in ``passes``, or without them answered by generating the text."""
+
+    questions: Sequence[Question]
+
+    def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
+        """The share of fields that have the right value."""
+        from vllm.sampling_params import StructuredOutputsParams
+
+        from dllm_engine.decisions.fields import schema_of
+        from dllm_engine.decisions.requests import decision_params
+        from dllm_engine.params import DiffusionParams
+
+        tokenizer, config = engine.llm.get_tokenizer(), engine.llm.llm_engine.vllm_config
+        passes = decoding.get("passes")
+        others = {name: value for name, value in decoding.items() if name not in ("passes", "gen_length", "seed")}
+        if passes is not None and others:
+            raise ValueError(f"{min(others)}: a decision commits whole fields; leave it out beside passes")
+
+        def params_of(question: Question) -> DiffusionParams:
+            if passes is not None:
+                schema = schema_of(question.choices)
+                return decision_params(schema, tokenizer, config, template=question.template, passes=passes)
+            text = StructuredOutputsParams(**question.constraint)
+            return DiffusionParams(gen_length=64, structured_outputs=text, **others)  # enough for four fields
+
+        asked = [(prompt_tokens(question.prompt, tokenizer), params_of(question)) for question in self.questions]
+        completions, _ = engine.complete(asked)
+        pairs = zip(completions, self.questions, strict=True)
+        scores = [score for completion, question in pairs for score in question.scores(completion.text)]
+        details: dict[str, Any] = {"scores": scores}
+        if passes is not None:
+            decisions = (completion.diffusion.decision for completion in completions)
+            bins = reliability([field["probability"] for fields in decisions for field in fields.values()], scores)
+            error = sum(size * abs(mean - share) for mean, share, size in bins) / len(scores)
+            details |= {"calibration_error": error, "reliability": bins}
+        return Result("fields", *mean_and_error(scores), len(scores), details)
+
+
+def reliability(probabilities: Sequence[float], scores: Sequence[float]) -> list[tuple[float, float, int]]:
+    """Mean probability, share of right values, and number of fields, of each tenth of probability that has fields. The
+    mean of their differences, weighted by the numbers, is the expected calibration error."""
+    pairs = np.column_stack((probabilities, scores))
+    numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
+    bins = (pairs[numbers == number] for number in np.unique(numbers))
+    return [(each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins]
+
+
+def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
+    """``count`` questions from each recall task, in JSON, which the demo model has never seen, or as it answers."""
+    statement, questions = re.compile(r"(\w+)(=| lives in )(\w+)"), []
+    for task in RECALL_TASKS:
+        for example in make_examples(task, count, seed):
+            said, asked = ({m[1]: m[3] for m in statement.finditer(text)} for text in (example.prompt, example.answer))
+            choices = list(CITIES) if task == "facts" else sorted({*said.values()})
+            template = None if as_json else " " + statement.sub(r"\1\2{\1}", example.answer)
+            questions.append(Question(example.prompt, dict.fromkeys(asked, choices), asked, template))
+    return questions

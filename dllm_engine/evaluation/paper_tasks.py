@@ -1,9 +1,8 @@
-"""Benchmarks and tables as the papers set them up (``paper_tasks.toml``): lengths, steps and few-shot counts, with
-lm_eval's task; and which benchmarks, cache methods and ways of unmasking a table compares.
+"""Benchmarks and tables as the papers set them up (``paper_tasks.toml``).
 
-The settings are the papers', the prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for
-some, so that scores need not be theirs. No paper says how it gives few-shot examples to an instructed model; lm_eval's
-way is a turn each. Every row here unmasks one token per step.
+Prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for some, so that scores need not be
+theirs. No paper says how it gives few-shot examples to an instructed model; lm_eval's way is a turn each. Every row
+here unmasks one token per step.
 """
 
 import tomllib
@@ -26,24 +25,22 @@ PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
 )
 """A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
 PAPER_TABLES: dict[str, dict[str, str]] = {
-    f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"}
-    | table
-    | ({"benchmarks": group} if (group := paper.get("groups", {}).get(table.get("benchmarks"))) else {})
+    f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"} | table
     for name, paper in _PAPERS.items()
     for table in paper["tables"]
 }
-"""Tables and figures as ``--paper-table`` takes them, with the keys of the file; ``methods`` and ``rules`` are as
-``--methods`` and ``--unmasking-rules`` take them. No ``benchmarks`` if it cannot be made."""
+"""By the name that ``--paper-table`` takes, with the keys of the file. No ``benchmarks`` if it cannot be made."""
 
 
 def paper_table(key: str) -> dict[str, str]:
-    """Raises ``ValueError`` for a table that is unknown, or cannot be made."""
+    """A table with the benchmarks of a group by name; raises ``ValueError`` if it is unknown, or cannot be made."""
     if key not in PAPER_TABLES:
         raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
     table = PAPER_TABLES[key]
     if not table["benchmarks"]:
         raise ValueError(f"{key} is not made by this command: {table['without']}")
-    return table
+    groups = _PAPERS[table["paper"]].get("groups", {})
+    return table | {"benchmarks": groups.get(table["benchmarks"], table["benchmarks"])}
 
 
 def paper_task(

@@ -36,9 +36,7 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
         return
     from matplotlib.figure import Figure
 
-    panels = list(dict.fromkeys(row["panel"] for row in rows))
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    rules = list(dict.fromkeys(row["unmasking"] for row in rows))
+    panels, methods, rules = ([*dict.fromkeys(row[key] for row in rows)] for key in ("panel", "method", "unmasking"))
     figure = Figure(figsize=(4.2 * len(COSTS) + 2.6, 3.8 * len(panels) + 0.4), dpi=150, layout="constrained")
     grid = figure.subplots(len(panels), len(COSTS), squeeze=False)
     for line, panel in zip(grid, panels, strict=True):

@@ -1,7 +1,4 @@
-"""An engine answers requests, and the cost of the answers is measured.
-
-``dllm eval`` scores the answers, ``dllm tune`` searches with them, and ``dllm bench`` looks at the cost alone.
-"""
+"""An engine answers requests, and the cost of the answers is measured."""
 
 import time
 from collections.abc import Sequence
@@ -76,37 +73,36 @@ class Cost:
 class MeasuredEngine:
     """An engine that answers requests, and the cost of its answers so far."""
 
-    def __init__(self, llm: "LLM", at_once: int | None = None, label: str = "") -> None:
-        self.llm, self.cost = llm, Cost()
-        self._at_once, self._label = at_once, label
+    def __init__(self, llm: "LLM", label: str = "") -> None:
+        self.llm, self.cost, self._label = llm, Cost(), label
 
     def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
         """As ``complete_requests``; the first requests of all are answered once before, to warm up."""
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])
         self.llm.reset_prefix_cache()  # each run does the same work, whatever ran before
-        completions, cost = complete_requests(self.llm, requests, self._at_once, self._label)
+        completions, cost = complete_requests(self.llm, requests, self._label)
         self.cost.add(cost)
         return completions, cost
 
 
-def complete_requests(
-    llm: "LLM", requests: Sequence[Request], at_once: int | None = None, label: str = ""
-) -> tuple[list[Any], Cost]:
-    """The completions, in the order of the requests, and what they cost. ``at_once`` requests are in the engine, by
-    default ``max_num_seqs``. Raises ``ValueError`` if the engine ends one."""
+def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") -> tuple[list[Any], Cost]:
+    """The completions, in order, and what they cost; raises ``ValueError`` if the engine ends a request. At most
+    ``max_num_seqs`` requests are in the engine at once."""
     import torch
     from vllm.sampling_params import RequestOutputKind
 
     from dllm_engine.scheduler.options.resolve_tokens import end_token_ids
 
     engine, config = llm.llm_engine, llm.model_config.hf_config
-    at_once = at_once or engine.vllm_config.scheduler_config.max_num_seqs
+    at_once = engine.vllm_config.scheduler_config.max_num_seqs
     starts: list[float] = []
     first_blocks: dict[int, float] = {}
     completions: dict[int, Any] = {}
     cost = Cost()
-    pool = scheduler_of(llm).pages if is_in_process(llm) else None
+    core = getattr(engine.engine_core, "engine_core", None)
+    is_in_process = core is not None and hasattr(core.model_executor, "driver_worker")  # with its only worker
+    pool = scheduler_of(llm).pages if is_in_process else None
     most_pages = 0
     if has_gpu := torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -155,12 +151,6 @@ def complete_requests(
     return [completions[index] for index in range(len(requests))], cost
 
 
-def is_in_process(llm: "LLM") -> bool:
-    """True if an engine and its only worker run in this process, and so can be looked into."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    return core is not None and hasattr(core.model_executor, "driver_worker")
-
-
 def runner_of(llm: "LLM") -> "DiffusionModelRunner":
     """Of an engine in this process, on a single device."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -169,8 +159,3 @@ def runner_of(llm: "LLM") -> "DiffusionModelRunner":
 def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
     """Of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def stop_engine(llm: "LLM") -> None:
-    """End an engine; one that ends takes vLLM's process groups along."""
-    llm.llm_engine.engine_core.shutdown()

@@ -7,7 +7,7 @@ comparison, so a run with the file of an earlier one goes on from there.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -65,28 +65,23 @@ class Space:
 
     def varied(self, setting: Setting, factor: str) -> list[Setting]:
         """The settings that have another value of a factor."""
-        method, options, decoding = setting.cache_method, setting.cache_options, setting.decoding
+        decoding = setting.decoding
         without_rule = {k: value for k, value in decoding.items() if k not in (*COUNT_OPTIONS, *PARALLEL_OPTIONS)}
-        others: list[Setting] = []
-        if factor == "rule":
-            others = [Setting(method, options, rule | without_rule) for rule in self.rules]
-        elif factor == "block_length":
-            others = [Setting(method, options, decoding | {factor: length}) for length in self.block_lengths]
-        elif factor == "block_add_threshold" and decoding.keys() & set(PARALLEL_OPTIONS):  # a count allows one block
-            others = [Setting(method, options, decoding | {factor: threshold}) for threshold in self.windows]
-        elif factor == "cache_method":
-            others = [Setting(name, {}, decoding) for name in self.methods]
-        elif factor == "cache_options":
-            others = [Setting(method, tried, decoding) for tried in self.methods.get(method, ())]
+        windows = self.windows if decoding.keys() & {*PARALLEL_OPTIONS} else ()  # a count allows one block
+        tried: dict[str, list[dict[str, Any]]] = {
+            "rule": [{"decoding": rule | without_rule} for rule in self.rules],
+            "block_length": [{"decoding": decoding | {factor: length}} for length in self.block_lengths],
+            "block_add_threshold": [{"decoding": decoding | {factor: threshold}} for threshold in windows],
+            "cache_method": [{"cache_method": name, "cache_options": {}} for name in self.methods],
+            "cache_options": [{"cache_options": options} for options in self.methods.get(setting.cache_method, ())],
+        }
+        others = (replace(setting, **changes) for changes in tried[factor])
         return [other for other in others if other != setting]
 
 
 def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options], decoding: Options) -> Space:
     """The space for a model whose requests have options ``decoding``; None: all cache methods that suit the model.
-
-    Where attention goes by blocks they keep their length, and run one at a time. Raises ``ValueError`` for an unknown
-    cache method.
-    """
+    Where attention goes by blocks they keep their length, and run one at a time."""
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
@@ -121,8 +116,7 @@ class Search:
     rows: list[tuple[Setting, Row]] = field(default_factory=list)
 
     def run(self, budget: float) -> None:
-        """Search for at most so many seconds, but for the row that is running then; raises ``ValueError`` if plain
-        decoding cannot be run."""
+        """Search for so many seconds, and until a row that runs then is measured."""
         deadline = time.monotonic() + budget
         self._measure([PLAIN], math.inf)
         for factor in FACTORS:

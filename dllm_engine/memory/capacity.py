@@ -1,7 +1,5 @@
-"""Requests that fit a GPU, computed from a model's config alone.
-
-Bytes of weights and pages are exact. Activations are an estimate, which vLLM replaces by a measurement at start.
-"""
+"""Requests that fit a GPU, computed from a model's config alone. Bytes of weights and pages are exact; activations are
+an estimate, which vLLM replaces by a measurement at start."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,10 +92,7 @@ class Sizing(Deployment):
 
 
 def plan(d: Deployment) -> Sizing:
-    """Compute what fits.
-
-    Raises ``ValueError`` if no request does, or if a setting is unknown or does not suit the model.
-    """
+    """Compute what fits; raises ``ValueError`` if no request does, or if a setting does not suit the model."""
     import torch
 
     config = load_config(d.model)
@@ -161,8 +156,7 @@ def plan(d: Deployment) -> Sizing:
 def request_demand(
     d: Deployment, config: Any, geometry: PoolGeometry, page_bytes: int, room: int, options: EngineOptions
 ) -> RequestDemand:
-    """A request of a settled deployment under ``options``; ``room``: bytes for pages, and for what a pass holds for its
-    cache method."""
+    """A request of a settled deployment under ``options``; ``room``: bytes for pages and for what a pass holds."""
     from dllm_engine.params import DiffusionParams  # imports vLLM
     from dllm_engine.scheduler.options.resolve import resolve_decoding
 
@@ -199,8 +193,7 @@ def request_demand(
 
 
 def canvas_limit(config: Any, prompt: int, response: int, block_length: int | None, max_model_len: int | None) -> int:
-    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` where it is too
-    short for that, or too long for the model."""
+    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` if out of range."""
     canvas, most = prompt + response, config.longest_sequence
     if attention_block := config.family.attention_block:
         canvas += -canvas % (block_length or attention_block)

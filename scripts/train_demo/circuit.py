@@ -45,7 +45,7 @@ class Circuit:
     later_heads: tuple[tuple[CopyHead, ...], ...]
     """Per layer after the first."""
     marks_masks: bool
-    """Whether heads keep away from mask tokens; their slot 0 is then empty."""
+    """True: heads keep away from mask tokens, whose slot 0 is empty."""
 
     @property
     def constant_dim(self) -> int:

@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from dllm_engine.cli import evaluate, tune
-from dllm_engine.evaluation import runner
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +31,8 @@ def started(demo, monkeypatch):
 
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", load)
-    monkeypatch.setattr(runner, "stop_engine", lambda llm: None)
+    # An engine that ends takes vLLM's process groups from the others.
+    monkeypatch.setattr(demo.llm_engine.engine_core, "shutdown", lambda: None)
     # lm_eval runs pip, to list what is installed, after each evaluation.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     return settings

@@ -6,7 +6,6 @@ import pytest
 
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import main
-from dllm_engine.evaluation import runner
 from dllm_engine.evaluation.bench import Workload
 from tests.support.plans import FULL_METHODS
 
@@ -19,10 +18,12 @@ def loaded(engines, monkeypatch):
     def load(arguments):
         arguments_of.append(arguments)
         limits = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
-        return engines("demo", cache_method=arguments["cache_method"], skip_tokenizer_init=False, trace=False, **limits)
+        method = arguments["cache_method"]
+        llm = engines("demo", cache_method=method, skip_tokenizer_init=False, trace=False, **limits)
+        monkeypatch.setattr(llm.llm_engine.engine_core, "shutdown", lambda: None)
+        return llm
 
     monkeypatch.setattr(bench, "load", load)
-    monkeypatch.setattr(runner, "stop_engine", lambda llm: None)
     return arguments_of
 
 
@@ -72,23 +73,23 @@ def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
 
 def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, quick = measured("--quick", "--batch", "2", "--methods", "none")
-    assert [(workload.at_once, workload.prompt) for workload in quick] == [(2, 64)]
+    assert [(workload.batch, workload.prompt) for workload in quick] == [(2, 64)]
     assert [combination.unmasking for combination in combinations] == ["one", "tokens_per_step=4"]
     combinations, workloads = measured()
-    assert [(workload.at_once, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
+    assert [(workload.batch, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
-    assert combinations[0].decoding["gen_length"] == 64
+    assert (combinations[0].decoding["gen_length"], combinations[0].engine["max_num_seqs"]) == (64, 8)
     # vLLM's names, and a block diffusion model whose last block goes on behind the response.
     asked = ["--model", "llada2-mini/16", "--batch-size", "2", "--input_len", "60", "--output-len", "20"]
     combinations, workloads = measured(*asked)
     assert [combination.method for combination in combinations] == ["none", "block"]
     assert combinations[0].engine["max_model_len"] == 96
-    assert [(workload.at_once, workload.prompt) for workload in workloads] == [(2, 60)]
+    assert [(workload.batch, workload.prompt) for workload in workloads] == [(2, 60)]
 
 
 def test_prompts_are_random_tokens_of_the_length_that_is_asked_for(engines, tiny_llada):
     llm = engines(tiny_llada)
-    (first, params), (second, _) = Workload("", 60, 1, 0, at_once=2).requests(llm, {})
+    (first, params), (second, _) = Workload("", 2, 60, 1, 0).requests(llm, {})
     assert (len(first), len(second), params.ignore_eos) == (60, 60, True)
     assert first != second
     assert llm.model_config.hf_config.mask_token_id not in {*first, *second}

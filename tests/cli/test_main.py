@@ -30,14 +30,8 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["serve", "/no/such/folder"], "model folder /no/such/folder does not exist"),
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
-        (
-            ["eval", "--unmasking-rules", "one,two"],
-            "rule 'two' is unknown; give one, guided=MODEL or one of tokens_per",
-        ),
-        (
-            ["eval", "--unmasking-rules", 'one,slow_fast={"span_steps":2,"span_window":0}'],
-            "slow_fast option span_window=0",
-        ),
+        (["eval", "--unmasking-rules", "one,two"], "rule 'two' is unknown; give one, guided=MODEL or one of"),
+        (["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'], "slow_fast option span_window=0"),
         (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
         (PLAN, "--gpu-memory is missing"),
         ([*PLAN, "--gpu-memory=80 horses"], "gpu_memory='80 horses': could not interpret byte unit: horses"),
@@ -152,13 +146,6 @@ def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, valu
         assert positive_int(text) == value
 
 
-def test_vllms_spelling_of_arguments_is_taken():
-    flags = ["--cache_method", "dual", "--max_model_len=8k", "--batch_invariant", "--no-cuda-graphs"]
-    args = build_parser().parse_args(["generate", "a_b --c_d", *flags])
-    assert (args.prompt, args.cache_method, args.max_model_len) == ("a_b --c_d", "dual", 8000)
-    assert (args.batch_invariant, args.cuda_graphs) == (True, False)
-
-
 @pytest.mark.parametrize(
     ("read", "text"),
     [(positive_int, text) for text in ("0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k")]
@@ -167,11 +154,6 @@ def test_vllms_spelling_of_arguments_is_taken():
 def test_counts_are_at_least_one_and_options_need_key_and_value(read, text):
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
-
-
-def test_cache_options_may_be_repeated_and_the_last_one_counts():
-    words = ["--cache-option", "a=1", "--cache-option", "retention_ratio=0.3", "--retention-ratio", "0.5"]
-    assert dict(build_parser().parse_args(["generate", *words]).cache_option) == {"a": 1, "retention_ratio": 0.5}
 
 
 def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_them():
@@ -189,7 +171,7 @@ def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_the
 def test_tables_name_everything_and_json_holds_the_same(capsys):
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
-    assert "number > 0, ≤ 1" in printed
+    assert "float > 0, ≤ 1" in printed
     words = printed.split()
     assert "FULL steps of a window before the UPDATE step" in " ".join(words), "what an option means"
     checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]

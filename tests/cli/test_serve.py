@@ -49,7 +49,8 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
         ([*GIVEN, "--retention-ratio", "0.25"],
          {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}),
         ([*GIVEN, "--cache-method", "dual"], {"cache_method": "dual"}),
-        ([*PAPER, "--retention-ratio", "0.25"], {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}),
+        ([*PAPER, "--cache-option", "retention_ratio=0.3", "--retention-ratio", "0.25"],  # the last one counts
+         {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}),
         # What requests get by default.
         (["--block-length", "1k", "--unmasking", "random", "--threshold", "0.9", "--max-model-len", "2k"],
          {"request_defaults": {"block_length": 1000, "unmasking": "random", "threshold": 0.9}}),
@@ -63,9 +64,9 @@ def test_our_options_have_arguments_of_their_own(argv, expected):
     assert additional_config("m", *argv) == {"dllm": expected}
 
 
-@pytest.mark.parametrize("spelled", ["--additional-config", "--additional_config"])
-def test_what_others_have_in_an_additional_config_is_kept(spelled):
-    assert additional_config("m", spelled, '{"other": 1}', "--trace") == {"other": 1, "dllm": {"trace": True}}
+def test_what_others_have_in_an_additional_config_is_kept():
+    asked = ["--additional_config", '{"other": 1}', "--trace"]
+    assert additional_config("m", *asked) == {"other": 1, "dllm": {"trace": True}}
 
 
 @pytest.mark.parametrize(
@@ -73,10 +74,8 @@ def test_what_others_have_in_an_additional_config_is_kept(spelled):
     [
         (["--threshold", "1.5"], "request default threshold=1.5"),
         (["--block-length", "0"], "request default block_length=0"),
-        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2.0"),
+        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2"),
         (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
-        (["--additional-config", "{"], "is not JSON"),
-        (["--additional-config", "[1]"], "must be a JSON object"),
         (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -1,4 +1,4 @@
-"""What docs/deploy says is what the programs accept: commands, options, numbers."""
+"""What docs/deploy says is what the programs accept, and numbers of the docs are what ``dllm plan`` computes."""
 
 import re
 import shlex
@@ -11,6 +11,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
+from dllm_engine.memory.capacity import Deployment, plan
+from dllm_engine.options import EngineOptions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CHECKOUT = DOCS.parent
@@ -65,3 +67,34 @@ def test_kubernetes_runs_a_server_and_gives_it_time_to_drain():
     assert service["ports"][0]["targetPort"] in ports
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+
+
+# docs/quantization.md
+
+MODELS = {
+    "LLaDA-8B": "GSAI-ML/LLaDA-8B-Instruct",
+    "Dream-7B": "Dream-org/Dream-v0-Instruct-7B",
+    "LLaDA-MoE": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+}
+WEIGHTS = {"bfloat16": None, "INT8, FP8": "int8", "INT4": "int4"}
+ROW = re.compile(r"^\| (\S+) \| ([^|]+) \| (\d+) \+ (\d+) \| ([\d/ –|]+) \|$", re.MULTILINE)
+ROWS = ROW.findall((DOCS / "quantization.md").read_text(encoding="utf-8"))
+SIZES = [8, 12, 16, 24]
+"""Of GPUs, in GiB: a column each."""
+
+
+@pytest.mark.parametrize("row", ROWS[::9], ids=lambda row: " ".join(row[:4]))
+def test_a_row_of_quantized_models_is_that_of_the_plans(row):
+    model, weights, prompt, response, cells = row
+    settings = {"model": MODELS[model], "quantization": WEIGHTS[weights], "max_num_batched_tokens": 2048}
+    settings |= {"prompt": int(prompt), "response": int(response)}
+
+    def requests(method, size):
+        options = EngineOptions(cache_method=method)
+        try:
+            return str(plan(Deployment(**settings, gpu_memory=size << 30, options=options)).demand.requests)
+        except ValueError:
+            return "0"
+
+    found = [" / ".join(requests(method, size) for method in ("dual", "sparse")) for size in SIZES]
+    assert [cell.replace("–", "0 / 0") for cell in cells.split(" | ")] == found

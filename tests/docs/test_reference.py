@@ -1,19 +1,19 @@
-"""``docs/reference.md`` lists every option with its values, default and meaning, as the code has them.
+"""``docs/reference.md`` lists every option, and ``docs/papers.md`` every table of a paper, as the code has them.
 
-The tables are made from the classes of the options and the docstrings of their fields. To write them anew:
-``python -m tests.docs.test_reference``
+To write the tables anew: ``python -m tests.docs.test_reference``
 """
 
-import ast
 import inspect
-import itertools
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.models import allowed
+from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
@@ -25,18 +25,20 @@ from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, SlowFast
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "reference.md"
+PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}
+"""Pages with their number of tables."""
 HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
-LARGEST = 2**31 - 1  # a limit of the integers' type, which is not worth a reader's time
-LOWER, UPPER = (("minimum", "≤"), ("exclusiveMinimum", "<")), (("maximum", "≤"), ("exclusiveMaximum", "<"))
 NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
 """The names that an option of no particular type may have."""
 
 
-def test_tables_are_those_of_the_code():
-    assert written() == PAGE.read_text(encoding="utf-8"), "update it: python -m tests.docs.test_reference"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_are_those_of_the_code(page):
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<!-- table: ") == PAGES[page]
+    assert written(text) == text, "update it: python -m tests.docs.test_reference"
 
 
 def test_engine_options_can_be_given_as_the_page_says():
@@ -64,16 +66,12 @@ def test_methods_names_what_there_is():
         assert names[1:] == [f"`{name}`" for name in registry], heading  # behind the head of the table
 
 
-def written() -> str:
-    """The page with its tables made anew."""
+def written(page: str) -> str:
+    """A page with its tables made anew."""
     tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": engine_table, "cache": cache_tables}
-    tables["checkpoints"] = checkpoint_table
-    page = PAGE.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        page, found = re.subn(pattern, lambda m, t=table: m[1] + "\n".join(t()) + "\n" + m[2], page, flags=re.DOTALL)
-        assert found == 1, name
-    return page
+    tables |= {"checkpoints": checkpoint_table, "papers": paper_tables}
+    pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda m: m[1] + "\n".join(tables[m[2]]()) + "\n" + m[3], page, flags=re.DOTALL)
 
 
 def request_table() -> list[str]:
@@ -94,10 +92,13 @@ def request_table() -> list[str]:
         "top_p": DiffusionParams().top_p,
         "top_k": DiffusionParams().top_k,
     }
-    schemas = {"gen_length": {"type": "integer", "minimum": 1}} | RequestOptions.model_json_schema()["properties"]
+    meaning = re.search(
+        r'gen_length: int \| None = None\n    """(.*?)"""', inspect.getsource(DiffusionParams), re.DOTALL
+    )
+    schemas = {"gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}}
+    schemas |= RequestOptions.model_json_schema()["properties"]
     assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
-    meanings = docstrings(DiffusionParams) | docstrings(RequestOptions)
-    return [*HEAD, *(row(name, schema, meanings[name], defaults.get(name, "off")) for name, schema in schemas.items())]
+    return [*HEAD, *(row(name, schema, defaults.get(name, "off")) for name, schema in schemas.items())]
 
 
 def slow_fast_table() -> list[str]:
@@ -108,7 +109,7 @@ def slow_fast_table() -> list[str]:
             [str(schemas[name]["default"]), *(f"{f.name} {f.slow_fast[name]}" for f in others if name in f.slow_fast)]
         )
 
-    return [*HEAD, *(row(name, schema, schema["description"], default(name)) for name, schema in schemas.items())]
+    return [*HEAD, *(row(name, schema, default(name)) for name, schema in schemas.items())]
 
 
 def engine_table() -> list[str]:
@@ -140,53 +141,35 @@ def checkpoint_table() -> list[str]:
     return lines
 
 
+def paper_tables() -> list[str]:
+    lines = []
+    for paper, title in PAPERS.items():
+        lines += [f"## {title}", "| `--paper-table` | compares | models | missing, or not as in the paper |", HEAD[1]]
+        for key, table in PAPER_TABLES.items():
+            if table["paper"] == paper:
+                name = f"`{key}`" if table["benchmarks"] else table["name"].replace("-", " ").capitalize()
+                cells = name, table["about"], table.get("models", "–"), table.get("without", "–")
+                lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    return lines[:-1]
+
+
 def rows(options: type[BaseModel]) -> list[str]:
     schemas = options.model_json_schema()["properties"]
-    return [row(name, schemas[name], schemas[name]["description"]) for name in schemas if name not in INTERNAL]
+    return [row(name, schema) for name, schema in schemas.items() if name not in INTERNAL]
 
 
-def row(name: str, schema: dict[str, Any], meaning: str, default: object = None) -> str:
+def row(name: str, schema: dict[str, Any], default: object = None) -> str:
     """``default`` is shown as it is; None stands for that of the schema, which then may allow None as a value."""
-    nullable = default is None and {"type": "null"} in schema.get("anyOf", [])
-    values = allowed(name, schema) + (" or None" if nullable else "")
-    shown = f"`{default_of(schema)}`" if default is None else default
-    meaning = " ".join(meaning.split()).replace("``", "`").replace("|", "\\|")
-    return f"| `{name}` | {values} | {shown} | {meaning} |"
-
-
-def default_of(schema: dict[str, Any]) -> str:
-    default = schema["default"]
-    return f'"{default}"' if isinstance(default, str) else str(default)
-
-
-def allowed(name: str, schema: dict[str, Any]) -> str:
-    """The values that a JSON schema allows, such as ``0 < float ≤ 1``."""
-    if name in NAMES:
-        return ", ".join(f"`{value}`" for value in NAMES[name])
-    if "anyOf" in schema:
-        return " or ".join(allowed(name, choice) for choice in schema["anyOf"] if choice.get("type") != "null")
-    if values := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return ", ".join(f'`"{value}"`' for value in values)
-    kinds = {"integer": "int", "number": "float", "boolean": "bool", "array": "list", "object": "dict"}
-    kind = kinds.get(schema["type"], "str")
-    least = next((f"{schema[key]} {sign} " for key, sign in LOWER if key in schema), "")
-    most = next((f" {sign} {schema[key]}" for key, sign in UPPER if schema.get(key, LARGEST) != LARGEST), "")
-    if least and not most:
-        number, sign = least.split()
-        return f"{kind} {'≥' if sign == '≤' else '>'} {number}"
-    return f"{least}{kind}{most}"
-
-
-def docstrings(cls: type) -> dict[str, str]:
-    """The strings that stand below the fields in a class's source."""
-    (body,) = ast.parse(inspect.getsource(cls)).body
-    assert isinstance(body, ast.ClassDef)
-    return {
-        ast.unparse(field.target): ast.literal_eval(text.value)
-        for field, text in itertools.pairwise(body.body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    values = ", ".join(f"`{value}`" for value in NAMES[name]) if name in NAMES else allowed(schema)
+    if default is None:
+        default = f"`{schema['default']!r}`"
+    else:
+        values = values.removesuffix(" or None")
+    meaning = " ".join(schema["description"].split()).replace("``", "`").replace("|", "\\|")
+    return f"| `{name}` | {values} | {default} | {meaning} |"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

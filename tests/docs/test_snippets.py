@@ -19,11 +19,7 @@ from tests.support.preloaded import preloaded_programs, wait_until
 from tests.support.server import free_port, is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    *sorted(str(page.relative_to(CHECKOUT)) for page in CHECKOUT.glob("docs/*.md")),
-]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in CHECKOUT.glob("docs/*.md"))]
 # Languages of programs; other blocks show output or data.
 PROGRAMS = ("bash", "python")
 PORT = 8000

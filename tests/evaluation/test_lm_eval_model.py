@@ -15,11 +15,6 @@ PROMPT = "User: Tom=48. Ida=07. Give: Ida\nBot:"
 
 
 @pytest.fixture(scope="module")
-def demo(engines):
-    return engines("demo", skip_tokenizer_init=False, max_num_seqs=2, trace=False)
-
-
-@pytest.fixture(scope="module")
 def make(demo):
     from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 

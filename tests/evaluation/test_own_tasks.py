@@ -1,9 +1,12 @@
-"""A user's own tasks: files, and when a response is right."""
+"""Tasks that need no lm_eval: files, when a response is right, and decisions."""
+
+import json
 
 import pytest
 
+from dllm_engine.cli.main import main
 from dllm_engine.demo.tasks import TASKS
-from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_tasks, read_tasks
+from dllm_engine.evaluation.own_tasks import DEMO_TASKS, MATCHES, demo_questions, demo_tasks, read_tasks, reliability
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,34 @@ def test_an_unknown_task_is_refused_with_all_that_there_are():
         demo_tasks("nams", 1, 0)
     for name in (DEMO_TASKS, *TASKS, "FILE.jsonl", "--lm-eval"):
         assert name in str(error.value)
+
+
+def test_questions_offer_the_right_value():
+    questions = demo_questions(5, seed=3, as_json=False)
+    assert len(questions) == 15
+    for question in questions:
+        assert question.values
+        assert question.choices.keys() == question.values.keys()
+        assert set(question.scores(question.template.format(**question.values))) == {1.0}
+        for name, value in question.values.items():
+            assert value in question.choices[name]
+            assert f"{name}={value}." in question.prompt or f"{name} lives in {value}." in question.prompt
+
+
+def test_reliability():
+    bins = reliability([0.05, 0.15, 0.19, 1.0], [0.0, 1.0, 0.0, 1.0])
+    assert bins == [(0.05, 0.0, 1), (pytest.approx(0.17), 0.5, 2), (1.0, 1.0, 1)]
+
+
+@pytest.mark.slow  # a process for each engine
+def test_decisions_beside_generated_text(tmp_path, capsys):
+    output = tmp_path / "decisions.json"
+    rules = "passes=1,passes=2,threshold=0.9"
+    asked = ["eval", "--tasks", "decisions,decisions-json", "--count", "2", "--unmasking-rules", rules]
+    assert main([*asked, "--output", str(output)]) == 0, capsys.readouterr().err
+    rows = json.loads(output.read_text())["rows"]
+    assert [row["unmasking"] for row in rows[::2]] == rules.split(",")
+    assert rows[0]["cost"]["forward_passes"] == rows[0]["cost"]["requests"]
+    assert 0 <= rows[0]["result"]["details"]["calibration_error"] <= 1
+    assert "reliability" not in rows[-1]["result"]["details"]
+    assert (tmp_path / "decisions.reliability.png").exists()

@@ -24,7 +24,8 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
     outputs = generate(llm, PROMPTS, [params for _, params in requests])
     step, running = llm.llm_engine.step, []
     monkeypatch.setattr(llm.llm_engine, "step", lambda: [running.append(len(scheduler_of(llm).states)), step()][1])
-    completions, cost = complete_requests(llm, requests, at_once=2)
+    monkeypatch.setattr(llm.llm_engine.vllm_config.scheduler_config, "max_num_seqs", 2)
+    completions, cost = complete_requests(llm, requests)
     assert max(running) <= 2
     assert [completion.text for completion in completions] == [output.outputs[0].text for output in outputs]
     figures = [output.outputs[0].diffusion for output in outputs]
