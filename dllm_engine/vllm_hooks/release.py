@@ -1,6 +1,6 @@
 """Releases of vLLM that this package works with; others are refused."""
 
-from dllm_engine import __version__
+from importlib.metadata import version
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -22,7 +22,7 @@ def check_release() -> None:
         ) from None
     if not vllm.__version__.startswith(tuple(f"{release}." for release in RELEASES)):
         raise IncompatibleVLLMError(
-            f"vLLM {vllm.__version__} is installed, dllm-engine {__version__} works with vLLM "
+            f"vLLM {vllm.__version__} is installed, dllm-engine {version('dllm-engine')} works with vLLM "
             f"{' and '.join(RELEASES)}; install one of these"
         )
 
