@@ -237,7 +237,7 @@ def vllm_arguments(modules: NamedModules, layer: str, quant_config: Quantization
         )
         parent, _, last = f"{layer}.{released}".rpartition(".")
         own = last if shard is None else module.rpartition(".")[2]
-        return dict(quant_config=quant_config, prefix=f"{parent}.{own}")
+        return dict(quant_config=quant_config, prefix=f"{parent}.{own}")  # noqa: C408  keyword arguments
 
     return arguments_of
 
