@@ -201,8 +201,6 @@ class RequestQueue(SchedulerInterface):
         if self.finished_req_ids_dict is not None:
             self.finished_req_ids_dict[state.request.client_index].add(request_id)
 
-    # Told to EngineCore
-
     def _outputs_per_client(self, outputs: dict[int, list[EngineCoreOutput]]) -> dict[int, EngineCoreOutputs]:
         per_client = {client: EngineCoreOutputs(outputs=outs) for client, outs in outputs.items()}
         if self.finished_req_ids_dict:

@@ -90,8 +90,6 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
     )
 }
 
-TIMESTEP_EPS = 1e-3
-
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
     """Steps of each block, when ``steps`` are spread over blocks of so many masks: one each, and the rest by the masks
@@ -115,7 +113,7 @@ def _unmask_ratios(steps: int) -> tuple[float, ...]:
     import torch  # here, so that listing methods and options does not load it
 
     # float32 throughout, as Dream computes it: a float64 grid rounds some counts differently.
-    times = torch.linspace(1.0, TIMESTEP_EPS, steps + 1, dtype=torch.float32)
+    times = torch.linspace(1.0, 1e-3, steps + 1, dtype=torch.float32)
     return tuple((1 - times[1:] / times[:-1]).tolist())
 
 
