@@ -136,8 +136,7 @@ def build_decision(
             f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
         )
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
-    has_patterns = any(each is None for each in values)
-    spellings = [spelling(token) for token in np.unique(graph.edges["token"]).tolist()] if has_patterns else []
+    spellings = [spelling(token) for token in np.unique(graph.edges["token"]).tolist()] if automata else []
     return Decision(graph, names, values, spellings, top_k, texts.is_json)
 
 
