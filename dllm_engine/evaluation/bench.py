@@ -66,5 +66,8 @@ def random_engine(model: str, **settings: Any) -> "LLM":
 def values_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The values of each row, and its speed over that without a cache."""
     plain = {(row.unmasking, row.task): row.result.score for row in rows if row.method == "none"}
-    nones = (plain.get((row.unmasking, row.task)) for row in rows)
-    return [row.values | {"over_none": none and row.result.score / none} for row, none in zip(rows, nones, strict=True)]
+    values = []
+    for row in rows:
+        none = plain.get((row.unmasking, row.task))
+        values.append(row.values | {"over_none": row.result.score / none if none else None})
+    return values
