@@ -3,7 +3,7 @@
 A text is closed by an end token, after which only end tokens may follow. Masks without a prediction may be any token.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -59,39 +59,3 @@ class PlainConstraint:
             found[place] = (until[place][:-1, None] + rest).amax(dim=0)
             onward[:-1] = rest.amax(dim=1)
         return found
-
-
-def held_tokens(
-    constraint: PlainConstraint,
-    response: list[int | None],
-    template: Sequence[int | None],
-    stop: int,
-    row_of: Callable[[int], torch.Tensor | None],
-    gap: Callable[[float, float], None],
-) -> dict[int, int]:
-    """The token of each predicted mask on the most probable way to complete a response, which is ``template`` before
-    the first step; None where masked.
-
-    ``stop``: end of the running blocks. ``row_of``: the scores of all tokens at a mask, float64; None where it is not
-    predicted. ``gap`` is told how close another way came.
-    """
-    ends = constraint.accepted
-    for token in reversed(template[stop:]):
-        ends = constraint.before(ends, token)
-    rows = torch.zeros(stop, constraint.following.shape[1], dtype=torch.float64)
-    predicted = []
-    for place, token in enumerate(response[:stop]):
-        scores = row_of(place) if token is None else None
-        if token is not None:
-            rows[place] = -torch.inf
-            rows[place, token] = 0.0
-        elif scores is not None:
-            rows[place] = scores
-            predicted.append(place)
-    totals = constraint.totals(rows, ends)
-    found = {}
-    for place in predicted:
-        (best, second), tokens = totals[place].topk(2)
-        gap(float(best), float(second))
-        found[place] = int(tokens[0])
-    return found

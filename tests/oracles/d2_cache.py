@@ -1,13 +1,4 @@
-"""d2Cache as slow, plain PyTorch: a pass computes what the one before chose by confidence, nearness and rollout.
-
-Readings where neither paper nor code says more:
-
-* A position whose row is not computed is not filled.
-* Dream in blocks on its time schedule: a block's first pass fills the best computed position, not the block's first.
-* Several blocks at once: the block that is preferred is the leftmost one with masks left.
-* ``delay_eos``, SlowFast sampling: the leftmost masked position is always among those predicted.
-* Policies that measure an entropy: a confidence is the token's probability.
-"""
+"""d2Cache as slow, plain PyTorch: a pass computes what the one before chose by confidence, nearness and rollout."""
 
 from itertools import pairwise
 from typing import Literal

@@ -5,21 +5,12 @@ toss. docs/methods.md says how the papers are read; this is what the code does n
 
 * Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
   unless the block has but one pass. With ``tokens_per_step`` it does so only where no later pass can predict it.
-* Several blocks at once are one window, whose positions all compete by the rule. A cache method looks at the window as
-  at one block; it begins anew when a block joins, and complete blocks leave then.
 * ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
   share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
   where something given follows.
-* SlowFast sampling: a block is decoded as in the authors' code, without the passes that fill nothing, and without the
-  zeros of Dream's window. What a pass keeps for others it computes whole. A method that chooses the rows itself chooses
-  the leftmost masked position's as well.
 * A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
   noise, that is accepted with what is decided. A confidence is that of this token, and a margin what it is ahead of the
   best other by. It takes what has a logit of −∞ where nothing else is accepted, but no end token before ``min_tokens``.
-* Attention by blocks: these are counted from the start of the canvas, and the last one is whole, whatever the
-  response's length. ``steps_per_block`` are those of a whole block. A confidence of ``threshold`` itself is not enough.
-  All of this differs in Stable-DiffCoder.
-* ``confidence_eos_eot_inf``: confidences are those of the distribution without end tokens, once the tokens are chosen.
 """
 
 import math
@@ -32,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from tests.oracles.constrained import PlainConstraint, held_tokens
+from tests.oracles.constrained import PlainConstraint
 from tests.oracles.models import PlainModel
 
 RULES = ("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast")
@@ -418,28 +409,39 @@ class Decoding:
         return self.dream_sampler and self.step == 0 and bool(self.masked(first, first + 1))
 
     def held_to_constraint(self, predicted: list[int]) -> dict[int, int]:
-        """The tokens that the constraint asks for, by canvas position."""
-        start = len(self.prompt)
+        """The tokens at ``predicted`` of the most probable way to complete the response, by canvas position."""
+        constraint, start, stop = self.plain_constraint, len(self.prompt), self.window[1]
+        canvas = self.canvas[start : start + self.gen_length][: stop - start]
+        ends = constraint.accepted
+        for token in reversed(self.template[len(canvas) :]):
+            ends = constraint.before(ends, token)
+        rows = torch.zeros(len(canvas), constraint.following.shape[1], dtype=torch.float64)
+        places = [p - start for p in predicted if p < start + len(canvas) and not self.row(p).isnan().any()]
+        for place, token in enumerate(canvas):
+            if token != self.model.mask:
+                rows[place] = -math.inf
+                rows[place, token] = 0.0
+            elif place in places:
+                rows[place] = self.constrained_scores(start + place)
+        tokens = {}
+        for place, row in zip(places, constraint.totals(rows, ends)[places], strict=True):
+            (best, second), (token, _) = row.topk(2)
+            self.decided(gap(float(best), float(second)))
+            tokens[start + place] = int(token)
+        return tokens
 
-        def row_of(place: int) -> torch.Tensor | None:
-            row = self.row(start + place)
-            if start + place not in predicted or row.isnan().any():
-                return None
-            if self.draws_tempered and self.temperature > 0:
-                tempered = row / self.temperature
-                row = self._filtered(tempered)
-                row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
-            row = self.noisy(row, start + place)
-            row = torch.where(row == -math.inf, RULED_OUT, row)
-            if start + place < self.first_end:
-                row[self.stop_token_ids] = -math.inf
-            return row
-
-        response = [None if token == self.model.mask else token for token in self.canvas[start:]]
-        stop = min(self.window[1] - start, self.gen_length)
-        decided = lambda a, b: self.decided(gap(a, b))  # noqa: E731
-        tokens = held_tokens(self.plain_constraint, response, self.template, stop, row_of, decided)
-        return {start + place: token for place, token in tokens.items()}
+    def constrained_scores(self, position: int) -> torch.Tensor:
+        """What a constraint adds up, for each token."""
+        row = self.row(position)
+        if self.draws_tempered and self.temperature > 0:
+            tempered = row / self.temperature
+            row = self._filtered(tempered)
+            row = torch.where(row > torch.finfo(row.dtype).min, row, tempered - 1e6)
+        row = self.noisy(row, position)
+        row = torch.where(row == -math.inf, RULED_OUT, row)
+        if position < self.first_end:
+            row[self.stop_token_ids] = -math.inf
+        return row
 
     def density(self, sigma: float) -> list[float]:
         """How much of what is near each position of the response is known. All before the response is; what lies behind

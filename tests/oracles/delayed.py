@@ -1,12 +1,4 @@
-"""d3LLM's cache as slow, plain PyTorch: finished blocks are kept some passes after they were finished.
-
-Readings and differences:
-
-* Where several of Dream's blocks wait, a refresh renews what is kept, and no more. The authors' code appends the keys
-  and values of blocks that it will append once more when it keeps them.
-* Dream predicts the first position behind what is kept from its own row, if the row before it is not fed (the authors'
-  code).
-"""
+"""d3LLM's cache as slow, plain PyTorch: finished blocks are kept some passes after they were finished."""
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding

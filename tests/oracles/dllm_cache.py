@@ -14,7 +14,6 @@ Readings where the papers leave room, besides those of docs/methods.md:
   FFNOut of only the picked rows. Attention therefore sees fresh V everywhere and stale K outside the picked rows.
 * Similarities are compared to nine decimals, and among equally similar rows the lowest positions are picked. Ties are
   not rare: in the first layer V depends on the token alone, so all untouched rows have similarity 1.
-* A random choice looks at nothing, so V is replaced in the picked rows only.
 """
 
 import math

@@ -4,14 +4,10 @@ Step t of the response computes the rows of the running block, and drops at the 
 least; the keys and values of what is dropped stay as they were. Rows are positions for LLaDA; for Dream the row before
 a position predicts it, so a block's rows are one to the left.
 
-Readings where the paper leaves room:
+Readings where the paper leaves room, besides those of docs/methods.md:
 
-* Time t counts tokens where it crosses blocks: block b begins at the time b times the block length (the authors' code).
 * Only rows of the running block have a confidence (the authors' code).
-* A block begins with the rows from the leftmost one decoded in the step before, which belongs to the block before.
 * In one pass of several blocks' rows scores are normalised over all rows of the pass that are still there.
-* Several blocks at once are one window. It has no such time: intervals count the tokens unmasked. A pass in which a
-  block joined drops no row.
 """
 
 import math

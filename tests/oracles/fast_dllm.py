@@ -3,12 +3,9 @@
 The cache of block diffusion is exact, so that it shows in what is fed alone: each block is fed once more, with the
 first pass of the next.
 
-With a cache every window starts with a pass over the whole canvas. Later passes of the window compute it and all
-behind it (``prefix``) or the window alone (``dual``); they read everything else as that first pass left it. The
-authors' code makes one more pass of a block that its first pass completed; here a block ends when it holds no mask.
-
-``dual`` may refresh less than the canvas. Where a refresh computes what is near, everything is read as the last pass
-left it that computed it, a finished block too, but for what SlowFast sampling cuts.
+With a cache every window starts with a pass over the whole canvas, unless ``dual`` refreshes less. Later passes of the
+window read everything else as that first pass left it. Where a refresh computes what is near, everything is read as the
+last pass left it that computed it, a finished block too, but for what SlowFast sampling cuts.
 """
 
 from dataclasses import dataclass
@@ -22,9 +19,8 @@ from tests.oracles.decoding import Decoding
 class Refreshes:
     """Which refreshes compute the whole canvas, and what the others compute; no paper has this.
 
-    An interval is ``prompt_refresh_interval`` blocks, counted from the response's first. The whole canvas is computed
-    for a window unless it and the one before lie in the same interval and that one had got as far as to retain
-    something. The last row of the prompt predicts Dream's first token, so it belongs to its response.
+    The whole canvas is computed for a window unless it and the one before lie in the same interval of blocks and that
+    one had got as far as to retain something.
     """
 
     run: Decoding
@@ -92,11 +88,10 @@ def plain_dual(run: Decoding, **options: Any) -> None:
         elif refreshes.whole_is_due(0):
             rows = read = run.seen
             kept = refreshes.never_renewed()
-            retained = sorted({*kept, *refreshes.renewed()} - {*window})
         else:
-            rows = refreshes.renewed()
-            read = kept
-            retained = sorted({*kept, *rows} - {*window})
+            rows, read = refreshes.renewed(), kept
+        if step == 0:
+            retained = sorted({*kept, *refreshes.renewed()} - {*window})
         if refreshes.refresh == "near":
             read = run.seen
         run.fill(buffer.forward(rows, sorted({*read, *rows})), rows)

@@ -1,14 +1,4 @@
-"""FreeCache as slow, plain PyTorch.
-
-Readings where the paper leaves room:
-
-* Later passes than the first feed the current block and, with ``include_suffix``, the masked positions behind it. They
-  attend to the cached clean positions (the prompt and finished blocks) and to each other.
-* Finished blocks of a cache block that is not finished are fed in every pass. A finished cache block is fed once more,
-  with its final tokens, in the next block's first pass; its keys and values come from there.
-* Dream goes by its block rule, also if there is one block only. That position is predicted by the row before it, which
-  belongs to the finished block or, in the first pass of all, to the prompt.
-"""
+"""FreeCache as slow, plain PyTorch. Dream goes by its block rule, also if there is one block only."""
 
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding

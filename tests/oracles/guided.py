@@ -2,11 +2,8 @@
 
 Readings where the paper leaves room:
 
-* The window is the next ``speculation_length`` masked positions of the current block, leftmost first. Decoded positions
-  between them do not count.
 * The agreeing prefix is that of the drafted positions in order. A drafted token agrees if fewer than ``top_k`` tokens
   have a higher logit in the guide's row; of tokens with the same logit the lower id ranks first, as in an argmax.
-* The fallback is taken only if nothing at all is selected, so it never competes with a confident draft.
 * Correction replaces every selected token by the guide's argmax, which it computed with the uncorrected draft before
   it. That includes the token of ``fallback="draft"``.
 * The guide never predicts the mask token. Dream's block rule and schedules do not apply; its shift does.

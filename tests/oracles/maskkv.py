@@ -5,15 +5,10 @@ the prompt's rows too, attends to its head's retained prompt tokens and the whol
 
 Readings where the paper leaves room, besides those of ``plain_dllm_cache`` and docs/methods.md:
 
-* A vote is a softmax over the keys of the whole canvas (equation 6; the pseudo-code's line names the prompt's keys).
 * Boundary is the first and the last layer, one each. If no layer changes anything, all layers get the average.
 * SqueezeAttention's three clusters are those that k-means finds from the lowest, the highest and the number between.
-* SnapKV retains its window of last prompt tokens in any case, and pools the votes on the others alone. H2O: half of
-  what a head retains, rounded down, are the last prompt tokens.
 * Floors as in Algorithms 2 and 3, and what they lose is lost. Shares are computed in double precision, pool times mass
   before the division. Equal votes: the lowest position is kept first.
-* Prompt refreshes gather the positions that the first pass chose. A refresh of only the prompt reuses the response
-  fully; nothing is verified then.
 """
 
 import math

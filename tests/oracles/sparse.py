@@ -81,13 +81,9 @@ def select(
 ) -> list[int]:
     """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]`` or by
     ``votes``, ascending."""
-    mean_query, num_heads = queries.mean(0), queries.shape[1]
-    importance = []
-    for j in candidates:
-        if votes is not None:
-            importance.append(float(votes[j]))
-            continue
-        scores = [float(mean_query[h] @ keys[j, h * keys.shape[1] // num_heads]) for h in range(num_heads)]
-        importance.append(sum(scores) / num_heads)
-    scores = dict(zip(candidates, pooled(importance, kernel_size), strict=True))
-    return sorted(run.largest(scores, count, floor=1.0 if votes is None else 1e-2))
+    floor = 1.0 if votes is None else 1e-2
+    if votes is None:
+        by_head = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+        votes = (by_head * queries.mean(0)).sum(-1).mean(-1)
+    scores = dict(zip(candidates, pooled(votes[candidates].tolist(), kernel_size), strict=True))
+    return sorted(run.largest(scores, count, floor))
