@@ -20,7 +20,7 @@ from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import one_line
 
-PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
+PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port", "0"]
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,12 @@ PLAN = ["plan", "GSAI-ML/LLaDA-8B-Instruct"]
         (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
         (["eval", "--unmasking-rules", "one,two"], "rule 'two' is unknown; give one, guided=MODEL or one of"),
         (["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'], "slow_fast option span_window=0"),
-        (["serve", "demo", "--port", "0", "--cache-method", "magic"], "unknown cache method"),
+        ([*SERVE, "--cache-method", "magic"], "unknown cache method"),
+        ([*SERVE, "--threshold", "1.5"], "request default threshold=1.5"),
+        ([*SERVE, "--block-length", "0"], "request default block_length=0"),
+        ([*SERVE, "--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2"),
+        ([*SERVE, "--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
+        ([*SERVE, "--additional-config", '{"dllm": 1}'], "must be a JSON object"),
         (PLAN, "--gpu-memory is missing"),
         ([*PLAN, "--gpu-memory=80 horses"], "gpu_memory='80 horses': could not interpret byte unit: horses"),
         ([*PLAN, "--gpu-memory=24"], "24 bytes; give the unit too, as in 24GiB"),

@@ -69,22 +69,6 @@ def test_what_others_have_in_an_additional_config_is_kept():
     assert additional_config("m", *asked) == {"other": 1, "dllm": {"trace": True}}
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--threshold", "1.5"], "request default threshold=1.5"),
-        (["--block-length", "0"], "request default block_length=0"),
-        (["--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2"),
-        (["--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
-        (["--additional-config", '{"dllm": 1}'], "must be a JSON object"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_arguments_that_mean_nothing_are_refused_before_a_server_starts(argv, message):
-    with pytest.raises(ValueError, match=message):
-        arguments("m", *argv)
-
-
 def test_a_dotted_additional_config_is_vllms_to_read_but_not_beside_our_options():
     dotted = ["--additional_config.dllm.cache_method", "sparse"]
     assert arguments("m", *dotted) == ["serve", "m", *dotted]

@@ -159,7 +159,11 @@ def test_snippets_of_a_page(folder, environ, page):
             command = ["python", file] if snippet.language == "python" else ["bash", "-e", file]
             if snippet.is_server:
                 stop(server)
-                server = serve(command, folder, environ, port)
+                log = folder / "server.log"
+                with log.open("wb") as stream:
+                    output = {"stdout": stream, "stderr": subprocess.STDOUT}
+                    server = subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **output)
+                wait_until(lambda: is_healthy(f"http://localhost:{port}"), 300, server, log)
                 for url in re.findall(r"http://localhost\S+", text):
                     assert urllib.request.urlopen(url, timeout=30).status == 200
                 continue
@@ -171,20 +175,6 @@ def test_snippets_of_a_page(folder, environ, page):
                 assert line in ran.stdout, snippet.text
     finally:
         stop(server)
-
-
-def serve(command: list[str | Path], folder: Path, environ: dict[str, str], port: int) -> "subprocess.Popen[bytes]":
-    log = folder / "server.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environ, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        wait_until(lambda: is_healthy(f"http://localhost:{port}"), 300, process, log)
-    except AssertionError:
-        stop(process)
-        raise
-    return process
 
 
 def stop(process: "subprocess.Popen[bytes] | None") -> None:

@@ -28,10 +28,10 @@ TEMPLATES = {24: [5, None, None, 7] * 4 + [None] * 4 + [9] * 4, 10: [None] * 3 +
 SETTINGS = {
     "defaults": {},
     "short window": {"speculation_length": 3},
-    "lenient": {"top_k": 40},
-    "threshold": {"confidence_threshold": 0.2},
-    "draft": {"fallback": "draft", "top_k": 3},
-    "correction": {"correction": True, "top_k": 30, "confidence_threshold": 0.3},
+    "lenient": {"guide_top_k": 40},
+    "threshold": {"guide_threshold": 0.2},
+    "draft": {"guide_fallback": "draft", "guide_top_k": 3},
+    "correction": {"guide_correction": True, "guide_top_k": 30, "guide_threshold": 0.3},
 }
 
 
@@ -102,16 +102,13 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
         with torch.inference_mode():
             return judge(torch.tensor([ids])).logits[0]
 
-    options = {
-        name if name == "speculation_length" else f"guide_{name.removeprefix('confidence_')}": value
-        for name, value in SETTINGS[settings].items()
-    }
     compared = 0
     for length, gen_length, block_length in LENGTHS:
         template = TEMPLATES.get(gen_length)
-        (output,) = ask(llm, [(length, gen_length, block_length)], response_template=template, **options)
-        asked = {"gen_length": gen_length, "block_length": block_length, "response_template": template}
-        plain = plain_guided(plain_model, judged, prompt(length), texts=texts, **asked, **SETTINGS[settings])
+        options = SETTINGS[settings] | {"response_template": template}
+        (output,) = ask(llm, [(length, gen_length, block_length)], **options)
+        lengths = {"gen_length": gen_length, "block_length": block_length}
+        plain = plain_guided(plain_model, judged, prompt(length), texts=texts, **lengths, **options)
         # A decision between numbers this close is rounding's, not the method's.
         if plain.closest < 1e-4:
             continue

@@ -47,13 +47,11 @@ def plain_d2_cache(
             always = masked[:1] if run.delay_eos or run.slow_fast is not None else []
             others = {p: scores[p] for p in masked if preferred[0] <= p < stop and p not in always}
             wanted = always + run.largest(others, masked_rows - len(always))
-            chosen = set(run.order[-1]) | {p - dream for p in wanted}
-            of_first = dream and start in wanted
-            if dream:
-                chosen -= {start - 1}
+            of_first = {start - 1} if dream else set()  # the row that predicts the response's first token
+            predicting = {p - dream for p in wanted}
+            chosen = set(run.order[-1]) | predicting - of_first
             chosen |= important(run, importance, [p for p in everything if p not in chosen], rollout_p)
-            if dream:
-                chosen = chosen - {start - 1} | ({start - 1} if of_first else set())
+            chosen = chosen - of_first | predicting
             rows = sorted(chosen)
             for a, b in pairwise(rows):
                 if b - a <= gap_fill:

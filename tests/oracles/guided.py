@@ -2,16 +2,16 @@
 
 Readings where the paper leaves room:
 
-* The agreeing prefix is that of the drafted positions in order. A drafted token agrees if fewer than ``top_k`` tokens
-  have a higher logit in the guide's row; of tokens with the same logit the lower id ranks first, as in an argmax.
+* The agreeing prefix is that of the drafted positions in order. A drafted token agrees if fewer than ``guide_top_k``
+  tokens have a higher logit in the guide's row; of tokens with the same logit the lower id ranks first.
 * Correction replaces every selected token by the guide's argmax, which it computed with the uncorrected draft before
-  it. That includes the token of ``fallback="draft"``.
+  it. That includes the token of ``guide_fallback="draft"``.
 * The guide never predicts the mask token. Dream's block rule and schedules do not apply; its shift does.
 
 With a guide of another tokenizer (``Texts``), which the paper does not spell out:
 
 * The guide reads the text of the canvas in its own tokens. A drafted token is read as all guide tokens that share a
-  character with it. It agrees if each of them is among the guide's ``top_k`` best. What has no text agrees never.
+  character with it. It agrees if each of them is among the guide's ``guide_top_k`` best. What has no text agrees never.
 * Bytes that are no valid UTF-8 are shown as the replacement character, one per maximal malformed part.
 * The guide's own token in its place: the guide's words from the drafted token's first byte on; of that text the longest
   token of the diffusion model that begins it. The drafted token itself if the guide agrees with all of it, if no text
@@ -158,10 +158,10 @@ def plain_guided(
     gen_length: int,
     block_length: int,
     speculation_length: int = 32,
-    top_k: int = 1,
-    confidence_threshold: float | None = None,
-    fallback: str = "guide",
-    correction: bool = False,
+    guide_top_k: int = 1,
+    guide_threshold: float | None = None,
+    guide_fallback: str = "guide",
+    guide_correction: bool = False,
     texts: Texts | None = None,
     response_template: list[int | None] | None = None,
 ) -> Decoding:
@@ -176,14 +176,14 @@ def plain_guided(
             text[position] = draft
         judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
 
-        agreed = next((i for i, of_draft in enumerate(judged) if of_draft.rank >= top_k), len(judged))
+        agreed = next((i for i, of_draft in enumerate(judged) if of_draft.rank >= guide_top_k), len(judged))
         chosen = set(range(agreed))
-        if confidence_threshold is not None:
+        if guide_threshold is not None:
             for i, p in enumerate(predictions.softmax(-1).amax(-1).tolist()):
-                run.decided(gap(p, confidence_threshold))
-                if p > confidence_threshold:
+                run.decided(gap(p, guide_threshold))
+                if p > guide_threshold:
                     chosen.add(i)
-        guided = correction or (not chosen and fallback == "guide")
+        guided = guide_correction or (not chosen and guide_fallback == "guide")
         chosen = chosen or {0}
         for i in chosen:
             run.canvas[window[i]] = judged[i].answer if guided else drafts[i]
@@ -195,10 +195,11 @@ def plain_guided(
             for row, token in zip(judged[i].rows, judged[i].read, strict=False):
                 ordered = row.sort(descending=True).values.tolist()
                 # The best one left out, or the last one let in.
-                rival = ordered[top_k] if rank(row, token) < top_k else ordered[top_k - 1]
+                rival = ordered[guide_top_k] if rank(row, token) < guide_top_k else ordered[guide_top_k - 1]
                 run.decided(gap(float(row[token]), rival))
         # The guide is causal: a correction depends on all drafts before it.
-        decisive = [predictions[i] for i in compared | chosen | (set(range(max(chosen))) if correction else set())]
+        before = set(range(max(chosen))) if guide_correction else set()
+        decisive = [predictions[i] for i in compared | chosen | before]
         for row in decisive + [row for i in chosen if guided for row in judged[i].rows]:
             run.decided(gap(*row.topk(2).values.tolist()))
     return run

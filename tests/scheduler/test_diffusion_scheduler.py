@@ -80,17 +80,17 @@ def request(name: str, *, prompt_length=10, priority=0, arrival=0.0, client=0, *
 
 
 def step(scheduler, runner):
-    """One step; returns (ids that ran, outputs per client)."""
+    """What one step runs, and the outputs per client."""
     output = scheduler.schedule()
-    return list(output.plans), scheduler.update_from_output(output, runner.execute(output))
+    return output, scheduler.update_from_output(output, runner.execute(output))
 
 
 def run(scheduler, runner):
     """Ids that ran in each step, and the tokens of each request, until all is done."""
     ran, tokens = [], {}
     while scheduler.has_unfinished_requests():
-        ids, outputs = step(scheduler, runner)
-        ran.append(ids)
+        output, outputs = step(scheduler, runner)
+        ran.append([*output.plans])
         for per_client in outputs.values():
             for out in per_client.outputs:
                 tokens.setdefault(out.request_id, []).extend(out.new_token_ids)
@@ -123,7 +123,7 @@ def test_rows_never_exceed_the_budget_and_nobody_starves():
     longest_wait = 0
     done = set()
     while scheduler.has_unfinished_requests():
-        output = scheduler.schedule()
+        output, outputs = step(scheduler, runner)
         assert output.num_scheduled_tokens == {name: plan.max_rows for name, plan in output.plans.items()}
         assert output.total_num_scheduled_tokens == sum(output.num_scheduled_tokens.values()) <= 100
         assert output.plans, "something must run in every step"
@@ -132,7 +132,6 @@ def test_rows_never_exceed_the_budget_and_nobody_starves():
             name = running.request_id
             waited[name] = 0 if name in output.plans else waited[name] + 1
             longest_wait = max(longest_wait, waited[name])
-        outputs = scheduler.update_from_output(output, runner.execute(output))
         done |= {o.request_id for c in outputs.values() for o in c.outputs if o.finish_reason is not None}
     assert len(done) == 30
     assert 0 < longest_wait < 8, "each of 8 running requests is the one left out longest within 8 steps"
@@ -144,7 +143,7 @@ def test_head_of_the_queue_is_not_overtaken_by_a_smaller_request():
     step(scheduler, runner)
     scheduler.add_request(request("large", prompt_length=40))
     scheduler.add_request(request("small", prompt_length=2))
-    assert step(scheduler, runner)[0] == ["running"]
+    assert step(scheduler, runner)[0].plans.keys() == {"running"}
 
 
 def test_abort_of_all_and_of_strangers():
@@ -189,11 +188,10 @@ def test_a_long_request_refreshes_as_much_as_short_ones_run_and_once_more():
     refreshed, others = [], []
     """Rows in each step: of the new request where it refreshes, and of all others."""
     while scheduler.has_unfinished_requests():
-        output = scheduler.schedule()
+        output, _ = step(scheduler, runner)
         new = output.plans.get("new")
         refreshed.append(new.max_rows if new is not None and new.state.value != "reuse" else 0)
         others.append(sum(plan.max_rows for name, plan in output.plans.items() if name != "new"))
-        scheduler.update_from_output(output, runner.execute(output))
     assert_empty(scheduler)
     num_beside = len([rows for rows in others if rows])
     for start in range(num_beside):
@@ -223,9 +221,8 @@ def test_every_request_ends_whatever_the_bound(arrivals, ratio, max_rows, method
             scheduler.add_request(request(str(len(due)), **asked))
         if not due and not scheduler.has_unfinished_requests():
             break
-        output = scheduler.schedule()
+        output, _ = step(scheduler, runner)
         assert output.plans or not scheduler.has_unfinished_requests()
-        scheduler.update_from_output(output, runner.execute(output))
     assert_empty(scheduler)
 
 
