@@ -11,9 +11,8 @@ from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.engines import assert_nothing_left, runner_of
-from tests.support.plans import spec_of
+from tests.support.plans import resolved, spec_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
@@ -22,7 +21,7 @@ ATTENTION, MLP, EXPERTS = ("qkv_proj", "out_proj"), ("mlp.gate_up_proj", "mlp.do
 
 def plan_of(method: str, step: int, **cache_options):
     engine = EngineOptions(cache_method=method, cache_options=cache_options)
-    spec = resolve_decoding(DiffusionParams(gen_length=RESPONSE, block_length=BLOCK), PROMPT, LLADA, engine)
+    spec = resolved(LLADA, engine, PROMPT, gen_length=RESPONSE, block_length=BLOCK)
     return [plan for plan, _ in CACHE_METHODS[method].steps(spec)][step]
 
 

@@ -11,8 +11,7 @@ from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, harnes
 from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.resolve import resolve_decoding
-from tests.support.plans import FULL_METHODS
+from tests.support.plans import FULL_METHODS, resolved
 
 INSTRUCT = {LLADA.name: "LLaDA-8B-Instruct", DREAM.name: "Dream-v0-Instruct-7B"}
 ROWS = [
@@ -37,7 +36,7 @@ def harness():
 
 def spec_of(decoding, family, cache_method="none", **cache_options):
     engine = EngineOptions.parse({"cache_method": cache_method, "cache_options": cache_options})
-    return engine.method, resolve_decoding(DiffusionParams(**decoding), 100, family, engine)
+    return engine.method, resolved(family, engine, **decoding)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,15 @@ from functools import partial
 import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
 from tests.support.engines import generate
+from tests.support.plans import resolved
 from tests.support.tiny_checkpoints import EOS
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -124,6 +123,5 @@ def test_given_tokens_are_certain_and_committed_by_no_pass_and_may_be_left_out(e
 def test_tokens_of_a_guide_have_no_logprob():
     guided = EngineOptions(guide_model="demo")
     with pytest.raises(InvalidRequestError, match=r"return_order=True: tokens of the guide .* guide_fallback='draft'"):
-        resolve_decoding(SamplingParams(max_tokens=8, extra_args={"return_order": True}), 4, LLADA, guided)
-    asked = {"return_order": True, "guide_fallback": "draft"}
-    assert resolve_decoding(SamplingParams(max_tokens=8, extra_args=asked), 4, LLADA, guided).return_order
+        resolved(LLADA, guided, gen_length=8, return_order=True)
+    assert resolved(LLADA, guided, gen_length=8, return_order=True, guide_fallback="draft").return_order

@@ -7,10 +7,10 @@ from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.vllm_hooks import engine_config
 from tests.support.engines import generate, scheduler_of
+from tests.support.plans import resolved
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,7 @@ from tests.support.engines import generate, scheduler_of
         ("freecache", {"include_suffix": "half"}, "include_suffix='half'"),
         ("dual", {"retention_ratio": 0.5}, "'retention_ratio'=0.5"),
         ("dllm_cache", {"kv_budget": 9}, "unknown cache option 'kv_budget'=9.*prompt_refresh_interval"),
-        (
-            "dllm_cache",
-            {"similarity": "random", "similarity_metric": "l2"},
-            "compares nothing, so similarity_metric='l2'",
-        ),
+        ("dllm_cache", {"similarity": "random", "similarity_metric": "l2"}, "nothing, so similarity_metric='l2'"),
         ("es_dllm", {"keep_schedule": []}, "must begin with depth 0"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 0.5], [0.2, 0.5]]}, "depths must rise"),
         ("es_dllm", {"keep_schedule": [[1, 0], [0.5, 1]]}, "depths must rise within"),
@@ -77,27 +73,24 @@ def test_an_engine_starts_with_the_papers_settings(engines, reference_checkpoint
 def test_cache_blocks_of_freecache_are_whole_blocks():
     engine = EngineOptions(cache_method="freecache", cache_options={"cache_block_length": 24})
     for suited in ({"block_length": 8}, {"block_length": 24}, {"block_length": 48}, {"gen_length": 10}):
-        resolve_decoding(DiffusionParams(**{"gen_length": 48} | suited), 10, LLADA, engine)
+        resolved(engine=engine, **{"gen_length": 48} | suited)
     with pytest.raises(InvalidRequestError, match="block_length=16 does not divide the engine's cache_block_length=24"):
-        resolve_decoding(DiffusionParams(gen_length=48, block_length=16), 10, LLADA, engine)
+        resolved(engine=engine, gen_length=48, block_length=16)
 
 
 @pytest.mark.parametrize("method", ["dual", "dllm_cache"])
 def test_lowering_retention_needs_a_method_that_evicts(method):
     with pytest.raises(InvalidRequestError, match=f"'{method}' evicts nothing"):
-        resolve_decoding(
-            DiffusionParams(gen_length=8, retention_ratio=0.5), 3, LLADA, EngineOptions(cache_method=method)
-        )
+        resolved(engine=EngineOptions(cache_method=method), gen_length=8, retention_ratio=0.5)
 
 
 @pytest.mark.parametrize("method", ["sparse", "es_dllm", "maskkv"])
 def test_a_request_may_retain_less_than_the_engine_but_no_more(method):
     engine = EngineOptions(cache_method=method, cache_options={"retention_ratio": 0.5})
     for ratio in (0.0, 0.5):
-        asked = DiffusionParams(gen_length=8, retention_ratio=ratio)
-        assert resolve_decoding(asked, 3, LLADA, engine).cache.retention_ratio == ratio
+        assert resolved(engine=engine, gen_length=8, retention_ratio=ratio).cache.retention_ratio == ratio
     with pytest.raises(InvalidRequestError, match=r"retention_ratio=0\.9"):
-        resolve_decoding(DiffusionParams(gen_length=8, retention_ratio=0.9), 3, LLADA, engine)
+        resolved(engine=engine, gen_length=8, retention_ratio=0.9)
 
 
 VALUES = dict.fromkeys(PARALLEL_OPTIONS, 0.5) | {"slow_fast": {}}
@@ -118,11 +111,11 @@ def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
     for unmasking in [None, *UNMASKING_POLICIES]:
         asked = {"gen_length": 7, "block_length": 4, "unmasking": unmasking, rule: VALUES[rule]}
         if unmasking is None or unmasking in suited:
-            spec = resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions())
+            spec = resolved(family, **asked)
             assert spec.parallel is not None
             assert spec.unmasking == (unmasking or suited[0 if family is LLADA else -1])
         elif rule == "threshold":  # which leaves others to their count
-            assert resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions()).parallel is None
+            assert resolved(family, **asked).parallel is None
         else:
             with pytest.raises(InvalidRequestError, match=f"goes by .* unmasking={unmasking!r} does not measure"):
-                resolve_decoding(DiffusionParams(**asked), 10, family, EngineOptions())
+                resolved(family, **asked)

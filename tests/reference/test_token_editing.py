@@ -7,16 +7,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA, LLADA2
-from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.constraint import Constraint, unpacked
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import resolve_decoding
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.fake_cuda_graphs import record_steps
+from tests.support.plans import resolved
 from tests.support.random_requests import in_constraints
 from tests.support.reference_cases import Case, reference_cases
 from tests.support.stepped_engines import Poison, run_in_steps
@@ -205,9 +202,8 @@ def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(family, asked, said):
-    params = SamplingParams(max_tokens=8, temperature=0.0, extra_args=asked)
-    with pytest.raises(InvalidRequestError, match=said):
-        resolve_decoding(params, 5, family, EngineOptions())
+    with pytest.raises(ValueError, match=said):
+        resolved(family, gen_length=8, **asked)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -3,26 +3,21 @@
 import re
 
 import pytest
-from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import DREAM, FAMILIES, LLADA2, SDAR
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import resolve_decoding
-from dllm_engine.scheduler.request import DecodingSpec
 from tests.support.engines import start_engine
-
-
-def spec(prompt_length: int, gen_length: int, family=SDAR, **options) -> DecodingSpec:
-    params = SamplingParams(max_tokens=gen_length, temperature=0.0, extra_args=options)
-    return resolve_decoding(params, prompt_length, family, EngineOptions())
+from tests.support.plans import resolved
 
 
 @pytest.mark.parametrize(("family", "expected"), [(SDAR, 4), (LLADA2, 32), (DREAM, 3)])
 def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(family, expected):
-    assert spec(5, 3, family).block_length == expected
-    assert spec(5, 3, block_length=16).canvas_length == 16, "where a request names another length, too"
+    assert resolved(family, gen_length=3).block_length == expected
+    assert resolved(SDAR, gen_length=3, block_length=16).canvas_length == 16, (
+        "where a request names another length, too"
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +35,7 @@ def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
     length = len(value) if isinstance(value, list) else 3
     said = re.escape(f"{option}={value}: attention of SDAR goes by blocks: ")
     with pytest.raises(InvalidRequestError, match=f"^{said}.*; leave it unset, or use a model that"):
-        spec(5, length, **rule, **{option: value})
+        resolved(SDAR, gen_length=length, **rule, **{option: value})
 
 
 def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar):
@@ -49,9 +44,9 @@ def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar):
 
 
 def test_steps_are_counted_with_what_the_last_block_adds():
-    assert spec(6, 8, steps=10).steps == 10
+    assert resolved(SDAR, gen_length=8, steps=10).steps == 10
     with pytest.raises(InvalidRequestError, match=r"steps=11 .* here 8 and 2 behind it in its last block"):
-        spec(6, 8, steps=11)
+        resolved(SDAR, gen_length=8, steps=11)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)

@@ -4,8 +4,11 @@ import random
 from contextlib import suppress
 from typing import Any
 
+from dllm_engine.families import LLADA, ModelFamily
 from dllm_engine.options import EngineOptions
+from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
+from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.request import DecodingSpec
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
@@ -22,6 +25,13 @@ SHORT_INTERVALS: dict[str, dict[str, Any]] = {
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
     return DecodingSpec(**{"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11} | changes)
+
+
+def resolved(
+    family: ModelFamily = LLADA, engine: EngineOptions | None = None, prompt_length: int = 10, **asked: Any
+) -> DecodingSpec:
+    """What an engine makes of a request."""
+    return resolve_decoding(DiffusionParams(**asked), prompt_length, family, engine or EngineOptions())
 
 
 def draw_cache_options(draw: random.Random, method: str) -> dict[str, Any]:
