@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tests.oracles.buffer import Buffer
+from tests.oracles.by_rows import Refreshes
 from tests.oracles.decoding import Decoding
-from tests.oracles.fast_dllm import Refreshes
 from tests.oracles.maskkv import pooled, voters_of, votes_of
 
 
