@@ -36,7 +36,7 @@ def test_layers_have_the_average_and_no_more(kind, average, importance, base_sha
     assert min(floored) >= 0
     assert sum(floored) <= average * layers
     if kind == "boundary":
-        assert floored == plain_maskkv.layer_budgets(average, importance, layers, beta=base_share)
+        assert floored == plain_maskkv.layer_budgets(average, importance, beta=base_share)
     if kind == "squeeze":
         assert floored == plain_maskkv.squeeze(average, importance)
     assert sum(floored) > (average - 2) * layers, "more is lost than rounding loses"

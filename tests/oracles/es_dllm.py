@@ -51,12 +51,9 @@ class PlainESDLLM:
         """By layer with a cut: what each row was like when it last was computed, ``[canvas, element]``."""
         self.retained: list[tuple[list[int], torch.Tensor, torch.Tensor]] = []
         """By layer: what is left to attend to outside the block, with its keys and values."""
-        self.retained_by_block: list[list[list[int]]] = []
-        self.selected: list[list[list[int]]] = []
-        """By pass that skips: the rows that each cut kept."""
-        run.traces["selected_positions"] = self.selected
+        run.traces["selected_positions"] = []
         if self.retention_ratio < 1:
-            run.traces["retained_positions"] = self.retained_by_block
+            run.traces["retained_positions"] = []
         self.decoded_last: list[int] = []
         """Positions that the step before decoded."""
         self.shift = int(run.model.is_dream)
@@ -96,7 +93,7 @@ class PlainESDLLM:
         """The rows that reach the last layer, and the logits."""
         x, num_rows = self.model.embed(self.run.canvas)[rows], len(rows)
         if skips:
-            self.selected.append([])
+            self.run.traces["selected_positions"].append([])
         recorded = []
         for layer, weights in enumerate(self.model.layers):
             q, k, v = self.model.qkv(weights, x, rows)
@@ -123,7 +120,7 @@ class PlainESDLLM:
                 rows, x = [rows[i] for i in kept], x[kept]
         if records:
             self.retained = recorded
-            self.retained_by_block.append([retained for retained, _, _ in recorded])
+            self.run.traces["retained_positions"].append([retained for retained, _, _ in recorded])
         return rows, self.buffer.logits(x, rows)
 
     def cut(self, layer: int, rows: list[int], values: torch.Tensor, num_rows: int, skips: bool) -> list[int]:
@@ -134,7 +131,7 @@ class PlainESDLLM:
             count = max(int(self.fractions[layer] * num_rows), min(len(self.decoded_last) + 2, len(self.block)))
             scores = self.importance(rows, values, old[rows])
             kept = sorted(self.run.largest(dict(enumerate(scores)), count))
-            self.selected[-1].append([rows[i] for i in kept])
+            self.run.traces["selected_positions"][-1].append([rows[i] for i in kept])
         old[[rows[i] for i in kept]] = values[kept]
         return kept
 

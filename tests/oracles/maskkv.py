@@ -90,21 +90,19 @@ def pooled(scores: Sequence[float], width: int) -> list[float]:
     return [max(scores[max(i - reach, 0) : i + reach + 1]) for i in range(len(scores))]
 
 
-def layer_budgets(average: int, profile: Sequence[float], num_layers: int, *, beta: float) -> list[int]:
+def layer_budgets(average: int, profile: Sequence[float], *, beta: float) -> list[int]:
     """Algorithm 2."""
+    num_layers, base = len(profile), math.floor(beta * average)
     if sum(profile) == 0:
         return [average] * num_layers
-    boundary = sorted({0, num_layers - 1})
-    middle = [layer for layer in range(num_layers) if layer not in boundary]
-    boundary_score, middle_score = (sum(profile[layer] for layer in layers) for layers in (boundary, middle))
-    base = math.floor(beta * average)
+    boundary = {0, num_layers - 1}
+    middle = {*range(num_layers)} - boundary
+    boundary_score, middle_score = (sum(profile[layer] for layer in sorted(layers)) for layers in (boundary, middle))
     pool = (average - base) * num_layers
     boundary_pool = math.floor(pool * boundary_score / (boundary_score + middle_score))
-    shares = [
-        base + (boundary_pool / len(boundary) if layer in boundary else (pool - boundary_pool) / len(middle))
-        for layer in range(num_layers)
-    ]
-    return [math.floor(share) for share in shares]
+    pools = {layer: boundary_pool / len(boundary) for layer in boundary}
+    pools |= {layer: (pool - boundary_pool) / len(middle) for layer in middle}
+    return [math.floor(base + pools[layer]) for layer in range(num_layers)]
 
 
 def head_shares(masses: Sequence[float], layer_budget: int, alpha: float) -> list[float]:
@@ -160,7 +158,7 @@ class MaskKVCache(AdaptiveCache):
             if self.layer_budget == "squeeze":
                 self.budgets = squeeze(self.kv_budget, measured)
             else:
-                self.budgets = layer_budgets(self.kv_budget, measured, num_layers, beta=self.beta)
+                self.budgets = layer_budgets(self.kv_budget, measured, beta=self.beta)
         self.pool_kernel_size = {"snapkv": 7}.get(self.scorer, 1)
         self.retained: list[list[list[int]]] = []
         run.traces["retained_per_head"] = [self.retained]

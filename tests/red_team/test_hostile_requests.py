@@ -9,6 +9,8 @@ import socket
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from tests.support.server import DEMO_SERVER, scrape
@@ -93,13 +95,6 @@ OPTIONS = st.sampled_from(
 )
 
 
-def fields_of(path: str) -> list[str]:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-
-    return list((ChatCompletionRequest if path == CHAT else CompletionRequest).model_fields)
-
-
 @pytest.fixture
 def bounded(request):
     """``bounded(count)``: so many examples, the same in each run; ``--red-team N`` draws N times as many."""
@@ -145,10 +140,14 @@ def structured(name: str, value: object, kind: str) -> dict[str, object]:
 STRUCTURED = st.builds(
     structured, st.sampled_from([*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]), SCHEMAS, FORMATS
 )
+STANDARD = {CHAT: [*ChatCompletionRequest.model_fields], COMPLETIONS: [*CompletionRequest.model_fields]}
 OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd})
 ODD = {
     "our options": (150, lambda path: OURS),
-    "standard": (300, lambda path: st.dictionaries(st.sampled_from(fields_of(path)), VALUES, min_size=1, max_size=2)),
+    "standard": (
+        300,
+        lambda path: st.dictionaries(st.sampled_from(STANDARD[path]), VALUES, min_size=1, max_size=2),
+    ),
     "structured output": (200, lambda path: STRUCTURED),
 }
 """How many examples to draw, and the fields of a body for a path."""

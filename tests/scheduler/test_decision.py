@@ -8,7 +8,7 @@ import pytest
 
 from dllm_engine.scheduler.constraints.decision import Decision, RunningDecision
 from dllm_engine.scheduler.constraints.lattice import Graph, edges_between
-from tests.oracles.decisions import decide
+from tests.oracles.decisions import decide, given_masked
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
 ENDS = frozenset({3, 7})
@@ -24,10 +24,7 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
     while not running.is_complete:
         before = running.answers
         logits = rng.normal(0, 3, (len(canvas), STOP_TOKEN))
-        certain = np.full_like(logits, -1e6)
-        certain[range(len(canvas)), [token or 0 for token in canvas]] = 0
-        given = np.array([[token is not None] for token in canvas])
-        plain = decide(fields, literals, np.where(given, certain, logits), ENDS, committed)
+        plain = decide(fields, literals, given_masked(canvas, logits), ENDS, committed)
         positions = [i for i, token in enumerate(canvas) if token is None]
         written, options = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
         assert written.keys() <= {*positions}
