@@ -68,8 +68,8 @@ def test_methods_names_what_there_is():
 
 def written(page: str) -> str:
     """A page with its tables made anew."""
-    tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": engine_table, "cache": cache_tables}
-    tables |= {"checkpoints": checkpoint_table, "papers": paper_tables}
+    tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": lambda: [*HEAD, *rows(EngineOptions)]}
+    tables |= {"cache": cache_tables, "checkpoints": checkpoint_table, "papers": paper_tables}
     pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
     return re.sub(pattern, lambda m: m[1] + "\n".join(tables[m[2]]()) + "\n" + m[3], page, flags=re.DOTALL)
 
@@ -110,10 +110,6 @@ def slow_fast_table() -> list[str]:
         )
 
     return [*HEAD, *(row(name, schema, default(name)) for name, schema in schemas.items())]
-
-
-def engine_table() -> list[str]:
-    return [*HEAD, *rows(EngineOptions)]
 
 
 def cache_tables() -> list[str]:

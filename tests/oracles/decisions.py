@@ -17,16 +17,14 @@ Spelling = tuple[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class PlainDecision:
+    """Probabilities of the values of each field, and the most probable sequence."""
+
     probabilities: dict[str, dict[object, float]]
-    """Of the values of each field."""
     values: tuple[object, ...]
-    """Of the most probable sequence."""
     spellings: dict[str, Spelling]
-    """Of the most probable sequence."""
     sureness: dict[str, float]
     """Probability that each field has this spelling."""
     probability: float
-    """Of the most probable sequence."""
 
 
 def decide(
@@ -36,13 +34,8 @@ def decide(
     ends: Iterable[int],
     committed: Mapping[str, Spelling] = MappingProxyType({}),
 ) -> PlainDecision:
-    """
-    Args:
-        literals: tokens before each field, and behind the last.
-        logprobs: of each token at each position, ``[num_positions, vocab_size]``; 0 where a token is given.
-        ends: tokens that fill up the positions behind a shorter text.
-        committed: fields that earlier passes have written.
-    """
+    """``literals``: tokens before each field, and behind the last. ``logprobs``: ``[num_positions, vocab_size]``, 0
+    where a token is given. ``ends`` fill up what is behind a shorter text. Earlier passes wrote ``committed``."""
     end = np.logaddexp.reduce(logprobs[:, [*ends]], axis=1, initial=-np.inf)
     scores, texts, spellings = [], [], []
     for spelled in product(*fields.values()):
