@@ -64,6 +64,7 @@ def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, 
     monkeypatch.chdir(tmp_path)
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("started"))
+    monkeypatch.setattr("vllm.entrypoints.cli.main.main", lambda: pytest.fail("started"))
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
