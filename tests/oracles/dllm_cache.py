@@ -6,9 +6,6 @@ away.
 
 Readings where the papers leave room, besides those of docs/methods.md:
 
-* Forward passes are counted from n = 1 over the whole generation, never restarted at a block. The prompt is due when
-  (n - 1) mod Kp = 0, the response (everything behind the prompt) when (n - 1) mod Kr = 0. With parallel unmasking,
-  intervals count unmasked tokens.
 * Prompt rows keep AttnOut and FFNOut only as long as somebody reads them: never, except Dream's last prompt row.
 * Adaptive update: the fresh V of all response rows is compared with the cached V, and replaces it; then K, AttnOut and
   FFNOut of only the picked rows. Attention therefore sees fresh V everywhere and stale K outside the picked rows.
@@ -140,6 +137,4 @@ class AdaptiveCache:
 
 
 def plain_dllm_cache(run: Decoding, **options: object) -> None:
-    """``refresh_first_layer``: the authors' code refreshes the whole first layer in every pass; the paper does not say
-    so."""
     AdaptiveCache(run, **options).decode()  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ Readings where the paper leaves room:
 
 With a guide of another tokenizer (``Texts``), which the paper does not spell out:
 
-* The guide reads the text of the canvas in its own tokens. A drafted token is read as all guide tokens that share a
-  character with it. It agrees if each of them is among the guide's ``guide_top_k`` best. What has no text agrees never.
+* A drafted token is read as all guide tokens that share a character with it. What has no text agrees never.
 * Bytes that are no valid UTF-8 are shown as the replacement character, one per maximal malformed part.
 * The guide's own token in its place: the guide's words from the drafted token's first byte on; of that text the longest
   token of the diffusion model that begins it. The drafted token itself if the guide agrees with all of it, if no text

@@ -1,8 +1,5 @@
 """Sparse-dLLM as slow, plain PyTorch.
 
-Within a block: ``update_delay`` passes over the whole canvas, one more that also selects what each layer retains, then
-passes over the block alone, which read the retained positions, as that one left them, and the block.
-
 Where a refresh computes less than the canvas (``Refreshes``), what only whole refreshes compute and the rest are two
 sets of candidates. The first gives its share of them, rounded down, when the whole canvas is computed; the second what
 is missing to the share of both.
