@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,12 @@ import pytest
 
 from tests.support import tiny_checkpoints
 from tests.support.engines import EngineFactory, freeze_imports
+from tests.support.http_app import openai_client, served
 from tests.support.server import ServerFactory
-from tests.support.skips import pytest_sessionfinish, pytest_terminal_summary
 
 # A machine that is busy is no reason to fail.
-hypothesis.settings.register_profile("dllm", deadline=None)
+hypothesis.settings.register_profile("dllm", deadline=None, max_examples=80)
 hypothesis.settings.load_profile("dllm")
-
-__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +73,42 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return LoadServerScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+ALLOWED_SKIPS = {
+    "needs a GPU or TRITON_INTERPRET=1": "test_kernels_in_the_interpreter runs them in a process that has the variable",
+    "needs a GPU": "the same cases run on a CPU; a GPU is not part of CI",
+    "there is a GPU": "the refusal is for machines without one",
+    "needs the programs chromium and chromedriver": (
+        ".ci/run installs them where it is root on Debian; elsewhere its first lines say why not"
+    ),
+}
+"""Reasons of skips that may remain, and why. Every run ends with them, one line per reason; a skip that is not listed
+fails it. With pytest-xdist the process that reports is the one that counts."""
+
+
+def counted_skips(reporter: pytest.TerminalReporter) -> Counter[tuple[str, str]]:
+    """The number of tests skipped, by reason, with the file where the reason is not listed."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for report in reporter.stats.get("skipped", []):
+        if not hasattr(report, "wasxfail"):
+            reason = report.longrepr[2].removeprefix("Skipped: ")
+            counts["" if reason in ALLOWED_SKIPS else report.nodeid.split("::")[0], reason] += 1
+    return counts
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")  # workers of pytest-xdist have none
+    if reporter and exitstatus == pytest.ExitCode.OK and any(file for file, _ in counted_skips(reporter)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if counts := counted_skips(terminalreporter):
+        terminalreporter.section("skipped, as tests/conftest.py allows; others fail the run")
+    for (file, reason), count in sorted(counts.items()):
+        explained = f"FAILED, {file} is skipped without being listed" if file else ALLOWED_SKIPS[reason]
+        terminalreporter.write_line(f"{count:4} {reason}: {explained}", red=bool(file))
+
+
 @pytest.fixture(scope="session")
 def engines() -> EngineFactory:
     """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
@@ -90,16 +125,12 @@ def demo(engines: EngineFactory) -> Any:
 @pytest.fixture(scope="session")
 def client(demo: Any) -> Any:
     """A client of the application that ``vllm serve`` builds, with the demo model's engine in this process."""
-    from tests.support.http_app import served
-
     return served(demo, "--served-model-name", "demo")
 
 
 @pytest.fixture(scope="session")
 def openai(client: Any) -> Any:
     """OpenAI's own client of that application."""
-    from tests.support.http_app import openai_client
-
     return openai_client(client)
 
 

@@ -17,7 +17,7 @@ from tests.support.random_decisions import assert_same_decisions, decision_param
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks, watch_pages
-from tests.support.tiny_checkpoints import write_adapter, write_llada
+from tests.support.tiny_checkpoints import write, write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +148,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
 def test_two_ranks_split_quantized_weights(engines, tmp_path):
     """In bfloat16 a sum over ranks is rounded, so that tokens may differ where two are as probable."""
     # CPU kernels for four bits take multiples of 32, on each rank.
-    model = quantize(str(write_llada(tmp_path / "plain", mlp_hidden_size=128)), tmp_path / "quantized", "int4")
+    model = quantize(str(write("llada", tmp_path / "plain", mlp_hidden_size=128)), tmp_path / "quantized", "int4")
     params = DiffusionParams(gen_length=8, block_length=8, steps=1, ignore_eos=True, logprobs=2)
     with two_ranks(model, max_model_len=256, dtype="bfloat16") as sharded:
         answers = generate(sharded, SHORT_PROMPTS, params)
@@ -180,10 +180,7 @@ ASKED += [{"guide_top_k": 3, "guide_correction": True}, {"guide_fallback": "draf
 
 @pytest.mark.parametrize(("cache_method", "other_tokenizer"), [("freecache", False), ("dllm_cache", True)])
 def test_two_ranks_follow_the_guide_as_one_does(engines, tmp_path, cache_method, other_tokenizer):
-    guide = DEMO_GUIDE_DIR
-    if other_tokenizer:
-        guide = tmp_path / "guide"
-        copy_renumbered(DEMO_GUIDE_DIR, guide)
+    guide = copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide") if other_tokenizer else DEMO_GUIDE_DIR
     engine = {"cache_method": cache_method, "guide_model": str(guide), "page_size": 16}
     engine["skip_tokenizer_init"] = not other_tokenizer
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL_DIR)

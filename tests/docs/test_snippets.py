@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from vllm.utils.network_utils import get_open_port
 
 from tests.support.preloaded import preloaded_programs, wait_until
-from tests.support.server import free_port, is_healthy
+from tests.support.server import is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in CHECKOUT.glob("docs/*.md"))]
@@ -150,7 +151,7 @@ def environ(folder):
 @pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])
 def test_snippets_of_a_page(folder, environ, page):
     server: subprocess.Popen[bytes] | None = None
-    port = free_port()
+    port = get_open_port()
     try:
         for number, snippet in enumerate(to_run(page)):
             file = folder / f"snippet{number}.{'py' if snippet.language == 'python' else 'sh'}"

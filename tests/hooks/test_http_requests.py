@@ -7,7 +7,7 @@ import pytest
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import chunks_of, refusal
+from tests.support.http_app import chunks_of, length_of, refusal
 
 QUESTION = "Tom=48. Ida=07. Give: Ida, Tom"
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]})
@@ -26,12 +26,6 @@ ENDPOINTS = {
 def ask(request, client):
     path, body = ENDPOINTS[request.param]
     return lambda **fields: client.post(path, json={"model": "demo"} | body | fields)
-
-
-def length_of(answer):
-    assert answer.status_code == 200, answer.text
-    usage = answer.json()["usage"]
-    return usage.get("completion_tokens", usage.get("output_tokens"))
 
 
 def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
@@ -67,17 +61,19 @@ def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
         assert fragment in refusal(whole)
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+of_chats_and_completions = pytest.mark.parametrize("ask", ["chat", "completion"], indirect=True)
+
+
+@of_chats_and_completions
 @pytest.mark.parametrize("asked", [{}, {"trace": True}, {"return_order": True}])
-def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(client, endpoint, asked):
-    path, body = ENDPOINTS[endpoint]
-    body = body | {"model": "demo", "ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"block_length": 8} | asked}
-    (choice,) = client.post(path, json=body).json()["choices"]
+def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(ask, asked):
+    fields = {"ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"block_length": 8} | asked}
+    (choice,) = ask(**fields).json()["choices"]
     whole = choice["diffusion"]
     assert ("trace" in whole, "committed_at" in whole) == ("trace" in asked, "return_order" in asked)
     if "return_order" in asked:
         assert len(whole["committed_at"]) == len(whole["committed_logprobs"]) == 16
-    chunks = chunks_of(client.post(path, json=body | {"stream": True}))
+    chunks = chunks_of(ask(**fields, stream=True))
     first, last = (c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c)
     assert (first["forward_passes"], last) == (8, whole)
     assert not {"trace", "committed_at"} & first.keys()
@@ -95,14 +91,11 @@ def test_an_end_token_is_kept_out_by_a_bias(ask):
     assert length_of(ask(logit_bias={END: 100})) == 1
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_a_response_has_a_least_length(client, endpoint):
-    path, body = ENDPOINTS[endpoint]
-    asked = {"model": "demo", "logit_bias": {END: 100}} | body
+@of_chats_and_completions
+def test_a_response_has_a_least_length(ask):
     for length in (1, 13, 31, 32):
-        assert length_of(client.post(path, json=asked | {"min_tokens": length})) == min(length + 1, 32)
-    refused = client.post(path, json=asked | {"min_tokens": 33})
-    assert "min_tokens must be less than or equal to max_tokens=32" in refusal(refused)
+        assert length_of(ask(logit_bias={END: 100}, min_tokens=length)) == min(length + 1, 32)
+    assert "min_tokens must be less than or equal to max_tokens=32" in refusal(ask(min_tokens=33))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +111,9 @@ def test_a_response_has_a_least_length(client, endpoint):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("endpoint", ["chat", "completion"])
-def test_what_these_cannot_serve_is_refused_by_name(client, endpoint, fields, named):
-    path, body = ENDPOINTS[endpoint]
-    assert named in refusal(client.post(path, json={"model": "demo"} | body | fields))
+@of_chats_and_completions
+def test_what_these_cannot_serve_is_refused_by_name(ask, fields, named):
+    assert named in refusal(ask(**fields))
 
 
 BATCH = ("/v1/chat/completions/batch", {"messages": [CHAT[1]["messages"]]})

@@ -10,7 +10,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.infill import http
 from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
 from tests.support.engines import assert_nothing_left
-from tests.support.http_app import answered_meanwhile, chunks_of, refusal
+from tests.support.http_app import answered_meanwhile, chunks_of, length_of, refusal
 
 PROMPT = "User: Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max\nBot:"
 CHAT = [{"role": "user", "content": PROMPT[6:-5]}]
@@ -106,7 +106,7 @@ def test_suffix_of_a_completion(complete):
     answer = complete(suffix=AFTER, max_tokens=4).json()
     (choice,) = answer["choices"]
     assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (WANTED, [WANTED], 4)
-    assert complete(suffix=AFTER).json()["usage"]["completion_tokens"] == 16
+    assert length_of(complete(suffix=AFTER)) == 16
     chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
     assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
 
@@ -115,10 +115,7 @@ def test_suffix_of_a_completion(complete):
 def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(client, path):
     body, *names = BODIES[path]
     for name in names:
-        answer = client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)
-        assert answer.status_code == 200, answer.text
-        usage = answer.json()["usage"]
-        assert usage.get("completion_tokens", usage.get("output_tokens")) == 5
+        assert length_of(client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)) == 5
         assert "suffix" in refusal(client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body))
 
 
@@ -142,10 +139,8 @@ def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client,
     body, name, *_ = BODIES[path]
     template = {"vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}}
     answers = [client.post(path, json={"model": "demo"} | body | template | {name: n}) for n in (14, 100, 10**6, 13)]
-    assert [answer.status_code for answer in answers] == [200, 200, 200, 400], answers[0].text
+    assert [length_of(answer) for answer in answers[:3]] == [14] * 3
     assert BEFORE + WANTED + AFTER in answers[1].text
-    usages = [answer.json()["usage"] for answer in answers[:3]]
-    assert [usage.get("completion_tokens", usage.get("output_tokens")) for usage in usages] == [14] * 3
     assert "max_tokens=13" in refusal(answers[3])
 
 
@@ -176,15 +171,9 @@ def test_in_python_too(demo, kind):
         ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
         ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
         ({"vllm_xargs": {"response_template": "[" + "null," * 1000000}}, "response_template has 5000001 characters"),
-        (
-            {"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}},
-            "and 491 more errors|and 992 more errors",
-        ),
+        ({"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}}, "and (491|992) more errors"),
         ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
-        (
-            {"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4},
-            "max_tokens=4 .gen_length. is less than the 5 tokens",
-        ),
+        ({"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4}, "max_tokens=4 .* is less than the 5 tokens"),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
         ({"vllm_xargs": {"response_template": "[null, 600]"}}, "outside the vocabulary"),
         ({"vllm_xargs": {"response_template": "[null, 2]"}}, "mask token"),

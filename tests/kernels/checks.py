@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 import dllm_engine.kernels
 from dllm_engine.check.cases import Draw, Sizes
@@ -33,6 +34,10 @@ runs_triton = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="ne
 
 def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Draw:
     return Draw(Sizes(1, 1, 1, 1, 1), dtype, dtype, device, seed)
+
+
+NUMBERS = st.builds(draw, st.sampled_from(list(TOLERANCE)), st.integers(0, 1000))
+"""Random numbers of each type."""
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -146,12 +151,12 @@ class FlashStandIn:
         return out
 
 
-def flash_stand_in(monkeypatch: pytest.MonkeyPatch) -> FlashStandIn:
-    """What stands in for FlashAttention 3, on a GPU that has it, until the test ends."""
+def flash_stand_in(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> FlashStandIn:
+    """What stands in for FlashAttention, on a GPU that has this version, until the test ends."""
     from vllm.v1.attention.backends import fa_utils
 
     stand_in = FlashStandIn()
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: 3)
+    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
     # As an operator, so that a fake of CUDA graphs takes it for one kernel.
     flash = Operator(stand_in)
     flash.triton = stand_in

@@ -8,9 +8,8 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from vllm.v1.attention.backends import fa_utils
 
 from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, paged_attention
@@ -50,7 +49,6 @@ def log(monkeypatch):
     dtype=st.sampled_from(list(TOLERANCE)),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=80, deadline=None)
 def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     q, k, v, *bounds = inputs(lengths, *heads, dtype=dtype, dim=dim, seed=seed)
     out = attention.bidirectional_attention(q, k, v, *bounds)
@@ -87,8 +85,7 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(monkeypatch, en
     ],
 )  # fmt: skip
 def test_which_backend_is_chosen(monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
-    flash_stand_in(monkeypatch)
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
+    flash_stand_in(monkeypatch, version)
     if chosen is None:
         with pytest.raises(ValueError, match=f"dense_attention='{name}' needs") as refused:
             choose_backend(name, device, dtype, head_dim)
@@ -133,8 +130,7 @@ def test_engines_answer_the_same_with_flash_over_pages(monkeypatch, engines, tin
     expected, flash = answers(llm, *asked), flash_stand_in(monkeypatch)
     monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
     if recorded:
-        monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
-        recorder = record_steps(runner_of(llm))
+        recorder = record_steps(runner_of(llm), monkeypatch)
     assert answers(llm, *asked) == expected
     assert bool(flash.calls) == (settings["cache_method"] != "maskkv")  # whose heads have tokens of their own
     if recorded:
@@ -153,8 +149,7 @@ def test_engines_answer_the_same_with_flash_over_pages(monkeypatch, engines, tin
     ],
 )
 def test_when_flash_over_pages_is_chosen(monkeypatch, log, device, dtype, page_size, version, reason):
-    flash_stand_in(monkeypatch)
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
+    flash_stand_in(monkeypatch, version)
     assert (choose_paged_flash(device, dtype, 128, page_size) is None) == (reason is not None)
     (line,) = log
     assert (reason or f"flash {version} where it applies") in line

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices, voting_scores
-from tests.kernels.checks import TOLERANCE, attention, draw, error
+from tests.kernels.checks import NUMBERS, attention, error
 
 
 def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -20,12 +20,10 @@ def mean_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     candidates=st.one_of(st.integers(0, 3), st.integers(0, 2000)),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (14, 2)]),
     dim=st.sampled_from([8, 64, 96]),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    seed=st.integers(0, 1000),
+    numbers=NUMBERS,
 )
-@settings(max_examples=60, deadline=None)
-def test_scores_equal_the_formula(block_rows, candidates, heads, dim, dtype, seed):
-    fused = draw(dtype, seed).normal(candidates + block_rows, sum(heads), dim)
+def test_scores_equal_the_formula(block_rows, candidates, heads, dim, numbers):
+    fused = numbers.normal(candidates + block_rows, sum(heads), dim)
     block, keys = fused[candidates:, : heads[0]], fused[:candidates, heads[0] :]
     scores = mean_query_scores(block, keys)
     assert scores.dtype == torch.float32
@@ -40,7 +38,6 @@ def test_scores_equal_the_formula(block_rows, candidates, heads, dim, dtype, see
     pool_kernel_size=st.sampled_from([1, 3, 5, 9]),
     fraction=st.floats(0, 1),
 )
-@settings(max_examples=60, deadline=None)
 def test_selection_takes_the_highest_pooled_scores_in_ascending_order(scores, pool_kernel_size, fraction):
     count = int(len(scores) * fraction)
     retained = select_retained(torch.tensor(scores, dtype=torch.float32), count, pool_kernel_size).tolist()
@@ -65,14 +62,12 @@ def test_equal_scores_on_a_gpu_are_ordered_by_position():
     others=st.integers(1, 50),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (14, 2)]),
     dim=st.sampled_from([8, 64, 96]),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    seed=st.integers(0, 1000),
+    numbers=NUMBERS,
 )
-@settings(max_examples=60, deadline=None)
-def test_votes_equal_the_formula_for_views_of_one_projection(voters, keys, others, heads, dim, dtype, seed):
+def test_votes_equal_the_formula_for_views_of_one_projection(voters, keys, others, heads, dim, numbers):
     """The last rows of a sequence vote on its first, with ``others`` between them; what lies behind is not read."""
     num_heads, kv_heads = heads
-    fused = draw(dtype, seed).normal(keys + others + voters, sum(heads), dim)
+    fused = numbers.normal(keys + others + voters, sum(heads), dim)
     fused = torch.cat((fused, torch.full_like(fused[:1], torch.nan).expand(99, -1, -1)))[: len(fused)]
     q, k = fused[keys + others :, :num_heads], fused[:, num_heads:]
     lse = F.pad(attention(q, k, k)[1].float(), (0, 0, 3, 0), value=torch.nan)[3:]

@@ -1,25 +1,22 @@
 """Rows of features in slots of pages, on the CPU, against the same a row at a time."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_engine.kernels.pages import add_features, feature_rows, read_features, write_features
-from tests.kernels.checks import EXACT, TOLERANCE, draw
+from tests.kernels.checks import EXACT, NUMBERS
 
 
 @given(
     num_rows=st.one_of(st.integers(0, 3), st.integers(0, 60)),
     width=st.sampled_from([8, 24, 50, 128]),
     slots_per_page=st.sampled_from([8, 9, 64]),
-    dtype=st.sampled_from(list(TOLERANCE)),
-    seed=st.integers(0, 1000),
+    numbers=NUMBERS,
 )
-@settings(max_examples=60, deadline=None)
-def test_rows_are_written_read_and_added_and_nothing_else_is_touched(num_rows, width, slots_per_page, dtype, seed):
-    numbers = draw(dtype, seed)
+def test_rows_are_written_read_and_added_and_nothing_else_is_touched(num_rows, width, slots_per_page, numbers):
     num_pages = -(-num_rows // (2 * slots_per_page * 8 // width)) + 2
-    memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=dtype)
+    memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=numbers.dtype)
     rows = feature_rows(memory, width)
     slots = numbers.slots(rows, num_rows)
     values, hidden = numbers.normal(num_rows, 2 * width + 3)[:, 3:].split(width, dim=1)

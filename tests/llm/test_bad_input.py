@@ -1,6 +1,7 @@
 """What cannot be served as asked: the error names the setting, its value and the way out; the engine goes on."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,11 +15,10 @@ from vllm.sampling_params import StructuredOutputsParams as Match
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
-from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, generate, tokens_of
+from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-MASK = tiny_checkpoints.MASK
 BEAMS = BeamSearchParams(beam_width=2, max_tokens=4)
 
 
@@ -35,8 +35,7 @@ def healthy(llm) -> list[int]:
 SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
 
 
-def answer(llm) -> list[int]:
-    return tokens_of(llm, PROMPT, **SETTINGS)
+answer = partial(tokens_of, prompt=PROMPT, **SETTINGS)
 
 
 def refuse(llm, healthy, *fragments: str, prompt=PROMPT, params=None, **settings) -> None:

@@ -7,23 +7,20 @@ import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
 
-from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.oracles.models import PlainModel
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate
+from tests.support.engines import completion_of
 from tests.support.plans import resolved
 from tests.support.tiny_checkpoints import EOS
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-SETTINGS = {"gen_length": 16, "block_length": 8, "steps": 6, "ignore_eos": True}
 SAMPLED = {"temperature": 1.3, "top_p": 0.9, "top_k": 20, "seed": 3}
 
 
-def complete(llm, prompt=PROMPT, **settings):
-    return generate(llm, [prompt], DiffusionParams(**(SETTINGS | settings)))[0].outputs[0]
+complete = partial(completion_of, prompt=PROMPT, gen_length=16, block_length=8, steps=6, ignore_eos=True)
 
 
 def replayed(folder, completion) -> dict[int, torch.Tensor]:

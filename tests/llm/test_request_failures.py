@@ -1,8 +1,8 @@
 """A request ends alone with an error where its logits are not finite or its own work raises an exception."""
 
-import functools
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,13 +14,14 @@ from dllm_engine.scheduler.messages import failure_of
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import (
-    EACH_METHOD_WITH_A_FAMILY,
+    EACH_METHOD_WITH_A_MODEL,
     assert_nothing_left,
     generate,
     runner_of,
     scheduler_of,
     set_steps_per_dispatch,
 )
+from tests.support.plans import WAYS
 from tests.support.random_requests import any_text
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
@@ -28,41 +29,19 @@ BROKEN, EARLIER = 121, 118
 """Tokens whose embeddings are not finite; no answer below contains them."""
 BAD = [3, 1, 4, BROKEN, 5, 9]
 NEIGHBOURS = [[(7 * i * i + 3 * j) % 90 for i in range(9 + 8 * j)] for j in range(3)]
-SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
-WAYS = [
-    {"unmasking": "low_confidence"},
-    {"unmasking": "random", "seed": 1},
-    {"unmasking": "maskgit_plus"},
-    {"unmasking": "entropy"},
-    {"unmasking": "topk_margin"},
-    {"unmasking": "origin", "seed": 1},
-    {"threshold": 0.5},
-    {"entropy_bound": 0.5},
-    {"margin": 0.3},
-    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
-    {"logprobs": 2},
-    {"delay_eos": True},
-    {"steps": 5},
-    {"threshold": 0.5, "extra_args": {"constraint": any_text(VOCAB_SIZE, {MASK, BROKEN, EARLIER}).packed}},
-]
-"""Ways of unmasking, of which a cache method may refuse some."""
+CONSTRAINT = {"constraint": any_text(VOCAB_SIZE, {MASK, BROKEN, EARLIER}).packed}
 NOT_FINITE = "the model produced logits that are NaN or infinite in forward pass {}"
-
-
-def params(**settings):
-    return DiffusionParams(**(SETTINGS | settings))
+params = partial(DiffusionParams, gen_length=16, block_length=8, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(engines, tiny_llada, tiny_dream):
-    """``engine(method, family)``: two tokens have embeddings that are not finite until the test ends. (In half
+def engine(engines, checkpoint_of):
+    """``engine(method, model)``: two tokens have embeddings that are not finite until the test ends. (In half
     precision a product overflows; loading refuses weights that are not finite.)"""
     made = []
 
-    def make(cache_method: str, family: str = "LLaDA", **settings):
-        llm = engines(
-            {"LLaDA": tiny_llada, "Dream": tiny_dream}[family], page_size=8, cache_method=cache_method, **settings
-        )
+    def make(cache_method: str, model: str = "tiny_llada", **settings):
+        llm = engines(checkpoint_of(model), page_size=8, cache_method=cache_method, **settings)
         weight = runner_of(llm).model.embedding.weight.data
         made.append((llm, weight, weight[[BROKEN, EARLIER]].clone()))
         weight[BROKEN], weight[EARLIER] = torch.inf, torch.nan
@@ -99,16 +78,16 @@ def accepted(llm, ways):
     return found
 
 
-@functools.cache
+@cache
 def answers_alone(llm):
     """What the neighbours are answered one by one, at first."""
     return [tokens(generate(llm, [prompt], params())[0]) for prompt in NEIGHBOURS]
 
 
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, family):
-    llm = engine(method, family)
-    ways = accepted(llm, WAYS)
+@pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
+def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, model):
+    llm = engine(method, model)
+    ways = accepted(llm, [*WAYS, {"unmasking": "maskgit_plus"}, {"threshold": 0.5, "extra_args": CONSTRAINT}])
     assert len(ways) >= 6
     neighbours = [params() for _ in NEIGHBOURS]
     alone = answers_alone(llm)
@@ -120,11 +99,11 @@ def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, metho
         assert failed(output) == 1
 
 
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, family, monkeypatch):
+@pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
+def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, model, monkeypatch):
     """The first token that the request commits becomes the broken one, when the next steps are on the device
     already."""
-    llm = engine(method, family)
+    llm = engine(method, model)
     runner = runner_of(llm)
     set_steps_per_dispatch(llm, 4, monkeypatch)
     alone = answers_alone(llm)
@@ -151,10 +130,8 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
 
 def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, monkeypatch):
     def num_failed() -> int:
-        (metric,) = [
-            m for m in llm.get_metrics() if m.name.endswith("requests_failed") and m.labels["cause"] == "not_finite"
-        ]
-        return metric.value
+        failures = [metric for metric in llm.get_metrics() if metric.name.endswith("requests_failed")]
+        return sum(metric.value for metric in failures if metric.labels["cause"] == "not_finite")
 
     llm = engine("dual", disable_log_stats=False, cuda_graphs=False)
     before = num_failed()
@@ -186,7 +163,7 @@ def test_passes_that_unmask_nothing_end_their_request(engine, monkeypatch, asked
     monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
     if not is_bound_to_fill:
         monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
-    (output,) = generate(engine("none", "Dream"), NEIGHBOURS[:1], params(**asked))
+    (output,) = generate(engine("none", "tiny_dream"), NEIGHBOURS[:1], params(**asked))
     assert output.outputs[0].finish_reason == "error"
     assert error in output.outputs[0].diffusion.error
 

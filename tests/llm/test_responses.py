@@ -1,18 +1,16 @@
 """Where a response ends, and what a request that leaves things open gets."""
 
+from functools import partial
+
 import pytest
 from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from tests.support import tiny_checkpoints
-from tests.support.engines import generate
+from tests.support.engines import completion_of, generate
 
 PROMPT = [3, 1, 4, 1, 5, 9]
-SETTINGS = {"gen_length": 32, "block_length": 8}
-
-
-def complete(llm, **settings):
-    return generate(llm, [PROMPT], DiffusionParams(**(SETTINGS | settings)))[0].outputs[0]
+complete = partial(completion_of, prompt=PROMPT, gen_length=32, block_length=8)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +35,7 @@ def cut(full) -> int:
     ids=["the end token", "one of several", "that of a turn"],
 )
 def test_a_response_ends_at_the_end_token_of_a_finished_block(engines, tmp_path, full, cut, stated):
-    llm = engines(tiny_checkpoints.write_llada(tmp_path, **stated(full[cut])))
+    llm = engines(tiny_checkpoints.write("llada", tmp_path, **stated(full[cut])))
     completion = complete(llm)
     assert (list(completion.token_ids), completion.finish_reason) == (full[: cut + 1], "stop")
     assert completion.diffusion.forward_passes == 16, "the blocks behind it are not computed"
@@ -53,7 +51,7 @@ def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
 
 @pytest.mark.parametrize(("prompt_length", "max_model_len", "expected"), [(6, 512, 256), (28, 128, 100)])
 def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, prompt_length, max_model_len, expected):
-    llm = engines(tiny_checkpoints.write_llada(tmp_path, max_sequence_length=512), max_model_len=max_model_len)
+    llm = engines(tiny_checkpoints.write("llada", tmp_path, max_sequence_length=512), max_model_len=max_model_len)
     prompt, own = [7] * prompt_length, DiffusionParams(ignore_eos=True, steps=8)
     plain = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8})
     for params in (own, plain):
@@ -62,18 +60,15 @@ def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, promp
     assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
 
 
-def ask(llm, **settings):
-    params = DiffusionParams(**({"gen_length": 32, "block_length": 8, "ignore_eos": True} | settings))
-    return llm.generate(["User: codes: Tom=48; Ida=07. Give Ida\nBot:"], params, use_tqdm=False)[0].outputs[0]
-
-
 def test_stop_string_ends_before_it(demo):
-    whole = ask(demo).text
+    prompt = demo.get_tokenizer().encode("User: codes: Tom=48; Ida=07. Give Ida\nBot:")
+    ask = partial(complete, demo, prompt=prompt, ignore_eos=True)
+    whole = ask().text
     stop = whole[2:4]
-    completion = ask(demo, stop=[stop])
+    completion = ask(stop=[stop])
     assert completion.text == whole[: whole.index(stop)]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
-    kept = ask(demo, stop=[stop], include_stop_str_in_output=True)
+    kept = ask(stop=[stop], include_stop_str_in_output=True)
     assert kept.text == whole[: whole.index(stop) + len(stop)]
 
 
@@ -101,12 +96,8 @@ def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, setti
     llm = engines(checkpoint, max_model_len=CONTEXT, **settings)
     outputs = [output.outputs[0] for output in generate(llm, prompts, params)]
     assert [output.token_ids for output in outputs] == longer
-    assert [(len(tokens), output.finish_reason) for tokens, output in zip(longer, outputs, strict=True)] == [
-        (20, "length"),
-        (3, "length"),
-        (CONTEXT - 5, "length"),
-        (1, "length"),
-    ]
+    assert [len(tokens) for tokens in longer] == [20, 3, CONTEXT - 5, 1]
+    assert {output.finish_reason for output in outputs} == {"length"}
 
 
 def test_what_does_not_fit_the_context_is_refused_with_the_numbers(engines, checkpoint):

@@ -2,33 +2,26 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.provisional import BlockChanges, BlockReader
-from tests.support import tiny_checkpoints
-from tests.support.engines import generate
+from tests.support.engines import completion_of
 from tests.support.stepped_engines import streamed
+from tests.support.tiny_checkpoints import MASK
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
+plain = partial(completion_of, prompt=PROMPT, **SETTINGS)
 SPANS = {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}
 """SlowFast sampling that fills several tokens in some passes."""
-MASK = tiny_checkpoints.MASK
-
-
-def parameters(**settings):
-    return DiffusionParams(**(SETTINGS | settings))
 
 
 def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
-    params = parameters(**({"stream_granularity": "step"} | settings))
+    params = DiffusionParams(stream_granularity="step", **SETTINGS | settings)
     return streamed(llm, prompts, [params] * len(prompts))
-
-
-def plain(llm, **settings):
-    return generate(llm, [PROMPT], parameters(**settings))[0].outputs[0]
 
 
 @pytest.mark.parametrize("rule", [{}, {"slow_fast": SPANS}], ids=["one", "slow_fast"])
@@ -76,9 +69,9 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines,
     assert {(b.num_blocks, b.gen_length, b.block_length, b.first_block_length) for b in blocks} == {(3, 9, 4, 2)}
     assert [b.step for b in blocks if b.block < 2] == [1, 2, 1, 2, 3, 4]
     assert [len(c.token_ids) for c in outputs if c.token_ids] == [2, 4, 3]
-    (expected,) = generate(llm, [prompt], parameters(gen_length=9, block_length=4))
-    assert [token for c in outputs for token in c.token_ids] == list(expected.outputs[0].token_ids)
-    assert blocks[-1].token_ids == list(expected.outputs[0].token_ids)[6:]
+    expected = plain(llm, prompt=prompt, gen_length=9, block_length=4)
+    assert [token for c in outputs for token in c.token_ids] == list(expected.token_ids)
+    assert blocks[-1].token_ids == list(expected.token_ids)[6:]
 
 
 @pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
@@ -86,7 +79,7 @@ def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order
     llm = engines(reference_checkpoints / model, cache_method="dual")
     asked = {"gen_length": 32, "threshold": 0.2, "block_add_threshold": 0.2}
     prompt = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
-    whole = generate(llm, [prompt], parameters(**asked))[0].outputs[0]
+    whole = plain(llm, prompt=prompt, **asked)
     windows = [(start - len(prompt), stop - len(prompt)) for start, stop in whole.diffusion.windows]
     assert max(stop - start for start, stop in windows) > 8
     outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], **asked)]

@@ -11,8 +11,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks import engine_core
+from tests.support import tiny_checkpoints
 from tests.support.engines import assert_nothing_left, scheduler_of, tokens_of
-from tests.support.tiny_checkpoints import write_llada, write_sdar
 
 PROMPT = [3, 1, 4, 1, 5]
 SETTINGS = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
@@ -48,16 +48,15 @@ class FromThisProcess(WeightTransferEngine):
 @pytest.fixture(scope="module")
 def others(tmp_path_factory):
     """Another model of the same shapes, in a folder."""
-    return write_llada(tmp_path_factory.mktemp("others"), seed=7)
+    return tiny_checkpoints.write("llada", tmp_path_factory.mktemp("others"), seed=7)
 
 
 @pytest.fixture(scope="module")
 def trained(engines, tiny_llada):
     """An engine whose weights these tests change."""
     WeightTransferEngineFactory.register_engine("from_this_process", FromThisProcess)
-    llm = engines(
-        tiny_llada, cache_method="dual", weight_transfer_config=WeightTransferConfig(backend="from_this_process")
-    )
+    transfer = WeightTransferConfig(backend="from_this_process")
+    llm = engines(tiny_llada, cache_method="dual", weight_transfer_config=transfer)
     llm.init_weight_transfer_engine({"init_info": {}})
     return llm
 
@@ -78,11 +77,10 @@ def answers(engines, tiny_llada, others):
     return tuple(tokens_of(engines(model, cache_method="dual"), PROMPT, **SETTINGS) for model in (tiny_llada, others))
 
 
-def start_request(llm, name="running"):
-    """Runs one step."""
-    params = DiffusionParams(**SETTINGS)
-    llm.llm_engine.add_request(name, {"prompt_token_ids": PROMPT}, params)
-    llm.llm_engine.step()
+def start_request(llm):
+    """The outputs of its first step."""
+    llm.llm_engine.add_request("running", {"prompt_token_ids": PROMPT}, DiffusionParams(**SETTINGS))
+    return llm.llm_engine.step()
 
 
 def finish_requests(llm):
@@ -93,8 +91,7 @@ def finish_requests(llm):
 
 
 def error_of_request(llm):
-    llm.llm_engine.add_request("refused", {"prompt_token_ids": PROMPT}, DiffusionParams(**SETTINGS))
-    (output,) = llm.llm_engine.step()
+    (output,) = start_request(llm)
     assert output.outputs[0].finish_reason == "error"
     return output.outputs[0].diffusion.error
 
@@ -117,7 +114,7 @@ def test_weights_come_from_a_trainer_in_parts(llm, others, answers):
 def test_new_weights_read_no_pages_of_the_old_ones(engines, tiny_sdar, tmp_path):
     """Requests of a block diffusion model share pages of equal prompts."""
     prompt, settings = [3, 17, 99, 4] * 12, {"cache_method": "block", "page_size": 4, "max_num_seqs": 2}
-    changing, other = engines(tiny_sdar, **settings), write_sdar(tmp_path, seed=7)
+    changing, other = engines(tiny_sdar, **settings), tiny_checkpoints.write("sdar", tmp_path, seed=7)
     expected = [tokens_of(engines(model, **settings), prompt, gen_length=8) for model in (tiny_sdar, other)]
     assert expected[0] != expected[1]
     changing.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
@@ -153,7 +150,7 @@ def test_weights_that_are_incomplete_answer_nothing(llm, tmp_path, tiny_llada, a
     llm.start_weight_update()
     assert "weights are incomplete since start_weight_update" in error_of_request(llm)
     llm.finish_weight_update()
-    broken = write_llada(tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight"))
+    broken = tiny_checkpoints.write("llada", tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight"))
     with pytest.raises(ValueError, match="lacks 1 tensors"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
     assert "weights are incomplete since reload_weights" in error_of_request(llm)
@@ -192,9 +189,8 @@ def test_a_frozen_request_goes_on_where_it_stopped_and_a_cpu_gives_no_memory_bac
 
 def test_steps_are_profiled(engines, tiny_llada, tmp_path_factory, answers):
     folder = tmp_path_factory.mktemp("profile")
-    llm = engines(
-        tiny_llada, cache_method="dual", profiler_config={"profiler": "torch", "torch_profiler_dir": str(folder)}
-    )
+    profiler = {"profiler": "torch", "torch_profiler_dir": str(folder)}
+    llm = engines(tiny_llada, cache_method="dual", profiler_config=profiler)
     llm.start_profile("steps")
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
     llm.stop_profile()

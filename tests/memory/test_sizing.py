@@ -1,7 +1,5 @@
 """Sizing arithmetic says what a running engine does."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,7 +16,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
-from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, assert_nothing_left, runner_of, scheduler_of
+from tests.support.engines import EACH_METHOD_WITH_A_MODEL, assert_nothing_left, runner_of, scheduler_of
 from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
@@ -28,16 +26,9 @@ MEMORY = 64 << 20
 
 
 def deployment(model, method="sparse", **settings):
-    defaults = {
-        "gpu_memory": GIB,
-        "prompt": PROMPT,
-        "response": RESPONSE,
-        "block_length": BLOCK_LENGTH,
-        "options": EngineOptions(cache_method=method, page_size=PAGE_SIZE),
-        "dtype": "float32",
-        "max_num_batched_tokens": 512,
-        "overhead": 0,
-    }
+    options = EngineOptions(cache_method=method, page_size=PAGE_SIZE)
+    defaults = {"prompt": PROMPT, "response": RESPONSE, "block_length": BLOCK_LENGTH, "options": options}
+    defaults |= {"gpu_memory": GIB, "dtype": "float32", "max_num_batched_tokens": 512, "overhead": 0}
     return Deployment(model=str(model), **defaults | settings)
 
 
@@ -57,9 +48,9 @@ def run_one(llm, response):
     return reserved, retained, rows
 
 
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_a_request_takes_what_a_running_engine_reserves(engines, request, method, family):
-    model = request.getfixturevalue(f"tiny_{family.lower()}")
+@pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
+def test_a_request_takes_what_a_running_engine_reserves(engines, checkpoint_of, method, model):
+    model = checkpoint_of(model)
     llm = engines(model, cache_method=method, page_size=PAGE_SIZE)
     reserved, retained, _ = run_one(llm, RESPONSE)
     demand = plan(deployment(model, method)).demand
@@ -82,18 +73,18 @@ def padded_bytes(model, num_tables) -> int:
 
 
 @pytest.mark.parametrize(
-    ("write", "config", "num_tables"),
+    ("family", "config", "num_tables"),
     [
-        (tiny_checkpoints.write_llada, {}, 2),
-        (tiny_checkpoints.write_llada, {"include_qkv_bias": True, "weight_tying": True, "n_kv_heads": 2}, 1),
-        (tiny_checkpoints.write_llada_moe, {}, 2),
-        (tiny_checkpoints.write_llada_moe, tiny_checkpoints.ALL_KINDS_OF_EXPERTS, 2),
-        (tiny_checkpoints.write_dream, {}, 2),
-        (tiny_checkpoints.write_sdar_moe, {"mlp_only_layers": [0]}, 2),
+        ("llada", {}, 2),
+        ("llada", {"include_qkv_bias": True, "weight_tying": True, "n_kv_heads": 2}, 1),
+        ("llada_moe", {}, 2),
+        ("llada_moe", tiny_checkpoints.ALL_KINDS_OF_EXPERTS, 2),
+        ("dream", {}, 2),
+        ("sdar_moe", {"mlp_only_layers": [0]}, 2),
     ],
 )
-def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, write, config, num_tables):
-    model = write(tmp_path, **config)
+def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, family, config, num_tables):
+    model = tiny_checkpoints.write(family, tmp_path, **config)
     assert weight_bytes(load_config(str(model)), 1, 4) == padded_bytes(model, num_tables)
 
 
@@ -165,10 +156,7 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
 
 @pytest.mark.parametrize("own_tokenizer", [False, True])
 def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, own_tokenizer):
-    guide = "demo"
-    if own_tokenizer:
-        copy_renumbered(DEMO_GUIDE_DIR, folder := tmp_path / "guide")
-        guide = str(folder)
+    guide = str(copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")) if own_tokenizer else "demo"
     settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
     llm = engines("demo", skip_tokenizer_init=False, **settings)
     reserved, retained, _ = run_one(llm, RESPONSE)
@@ -233,9 +221,8 @@ def test_a_model_that_is_nowhere_is_named(monkeypatch):
 
 
 def test_a_quantized_checkpoint_is_noted(tiny_llada, tmp_path):
-    config = json.loads((tiny_llada / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    assert "quantized" in plan(deployment(tmp_path)).notes[0]
+    quantized = tiny_checkpoints.write("llada", tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "quantized" in plan(deployment(quantized)).notes[0]
     assert plan(deployment(tiny_llada)).notes == []
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dllm_engine.model_executor.retention.budgets import HEAD_BUDGETS, LAYER_BUDGETS, head_budgets, layer_budgets
@@ -23,7 +23,6 @@ def test_pyramid(average, importance, expected):
 
 
 @pytest.mark.parametrize("kind", LAYER_BUDGETS)
-@settings(max_examples=80, deadline=None)
 @given(
     average=st.integers(0, 80),
     importance=st.lists(st.floats(0, 2), min_size=1, max_size=12) | st.just([0.0] * 4),
@@ -43,7 +42,6 @@ def test_layers_have_the_average_and_no_more(kind, average, importance, base_sha
 
 
 @pytest.mark.parametrize("kind", HEAD_BUDGETS)
-@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     heads=st.integers(1, 8),

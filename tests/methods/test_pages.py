@@ -155,16 +155,16 @@ def test_rows_that_es_dllm_drops(engine):
 
 
 @pytest.mark.parametrize(
-    ("method", "write", "depth"),
+    ("method", "family", "depth"),
     [
-        ("dllm_cache", tiny_checkpoints.write_llada, "n_layers"),
-        ("freecache", tiny_checkpoints.write_llada, "n_layers"),
-        ("freecache", tiny_checkpoints.write_dream, "num_hidden_layers"),
+        ("dllm_cache", "llada", "n_layers"),
+        ("freecache", "llada", "n_layers"),
+        ("freecache", "dream", "num_hidden_layers"),
     ],
 )
-def test_a_model_of_one_layer_answers_as_without_a_cache(engines, tmp_path, method, write, depth):
+def test_a_model_of_one_layer_answers_as_without_a_cache(engines, tmp_path, method, family, depth):
     """Its keys and values depend on nothing but their own token. With ``dllm_cache`` it needs no page of features."""
-    model = write(tmp_path, **{depth: 1})
+    model = tiny_checkpoints.write(family, tmp_path, **{depth: 1})
     prompts = [[7 * i % 100 for i in range(1, length)] for length in (14, 6)]
     params = params_of(24, 8, steps=12)
     cached, plain = (

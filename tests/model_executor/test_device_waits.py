@@ -2,6 +2,7 @@
 nothing waits and nothing goes wrong where a tensor names no device; here it is counted, and refused."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,17 +12,15 @@ from torch.overrides import TorchFunctionMode
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
-from tests.support.engines import EACH_METHOD_WITH_A_FAMILY, generate, runner_of, set_steps_per_dispatch
-from tests.support.plans import FULL_METHODS, SHORT_INTERVALS
+from tests.support.engines import EACH_METHOD_WITH_A_MODEL, generate, runner_of, set_steps_per_dispatch
+from tests.support.plans import FULL_METHODS, SHORT_INTERVALS, WAYS
 
 ASKING = ("cpu", "item", "tolist", "nonzero", "bincount", "unique", "masked_select", "repeat_interleave")
 CONVERTING = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
 WAITING = {getattr(torch.Tensor, name) for name in ASKING + CONVERTING} | {torch.nonzero, torch.bincount, torch.tensor}
 """Functions that bring numbers to the host, or a size, or the host's numbers from memory that a GPU cannot fetch."""
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-REFRESHES = [
-    (name, {"refresh": value}) for name, value in (("dual", "response"), ("dual", "near"), ("sparse", "response"))
-]
+REFRESHES = [("dual", {"refresh": "response"}), ("dual", {"refresh": "near"}), ("sparse", {"refresh": "response"})]
 PROMPTS = [[7 * i % 100 for i in range(1, length)] for length in (14, 10, 6, 14)]
 
 
@@ -68,8 +67,7 @@ def under(monkeypatch):
     return watch
 
 
-def asked(**settings):
-    return DiffusionParams(**({"gen_length": 12, "block_length": 6, "ignore_eos": True} | settings))
+asked = partial(DiffusionParams, gen_length=12, block_length=6, ignore_eos=True)
 
 
 @pytest.mark.parametrize(("method", "options"), [*((n, SHORT_INTERVALS.get(n, {})) for n in CACHE_METHODS), *REFRESHES])
@@ -103,19 +101,16 @@ class OnTheDevice(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("method", "family"), EACH_METHOD_WITH_A_FAMILY)
-def test_tensors_of_every_cache_method_name_their_device(
-    engines, tiny_llada, tiny_dream, under, monkeypatch, method, family
-):
-    model = {"LLaDA": tiny_llada, "Dream": tiny_dream}[family]
-    llm = engines.shared(model, cache_method=method, cache_options=OPTIONS.get(method, {}), page_size=8)
+@pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
+def test_tensors_of_every_cache_method_name_their_device(engines, checkpoint_of, under, monkeypatch, method, model):
+    options = OPTIONS.get(method, {})
+    llm = engines.shared(checkpoint_of(model), cache_method=method, cache_options=options, page_size=8)
     set_steps_per_dispatch(llm, 4, monkeypatch)
     under(llm, OnTheDevice)
     params = [asked(), asked(threshold=0.2), *[asked(temperature=0.8, top_p=0.9, seed=1)] * 2]
     prompts = PROMPTS
     if method == "none":  # which takes every way of unmasking
         params += [asked(unmasking=name) for name in UNMASKING_POLICIES if name not in PARALLEL_RULES]
-        params += [asked(factor=0.5), asked(entropy_bound=0.1), asked(margin=0.3), asked(delay_eos=True)]
-        params += [asked(logprobs=3), asked(slow_fast={"span_steps": 1, "fast_minimum": 3})]
+        params += [asked(**way) for way in WAYS]
         prompts = [PROMPTS[i % 4] for i in range(len(params))]
     generate(llm, prompts, params)

@@ -11,7 +11,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from tests.model_executor.models.test_loading import POINTER, refuse
 from tests.support.engines import generate, runner_of, start_engine
-from tests.support.tiny_checkpoints import write_adapter, write_llada
+from tests.support.tiny_checkpoints import write, write_adapter
 
 LLADA = [f"model.transformer.blocks.{part}" for part in ("0.q_proj", "1.v_proj", "0.ff_out", "1.up_proj")]
 MODULES = {
@@ -148,7 +148,7 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
     with pytest.raises(ValueError, match=r"lora_path=.* load_format='dummy'"):
         start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
     with pytest.raises(ValueError, match="head is its embedding"):
-        start_engine(write_llada(tmp_path / "tied", weight_tying=True), lora_path=head)
+        start_engine(write("llada", tmp_path / "tied", weight_tying=True), lora_path=head)
     quantized = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
-        start_engine(write_llada(tmp_path, quantization_config=quantized), lora_path=adapter, dtype="bfloat16")
+        start_engine(write("llada", tmp_path, quantization_config=quantized), lora_path=adapter, dtype="bfloat16")

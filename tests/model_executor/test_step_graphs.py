@@ -13,6 +13,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.fake_cuda_graphs import record_steps
+from tests.support.plans import WAYS
 from tests.support.random_requests import any_text
 from tests.support.tiny_checkpoints import MASK, VOCAB_SIZE
 
@@ -40,8 +41,7 @@ def recording(engines, monkeypatch):
 
     def start(model, **settings):
         llm = engines(model, page_size=4, **settings)
-        monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
-        return llm, record_steps(runner_of(llm))
+        return llm, record_steps(runner_of(llm), monkeypatch)
 
     return start
 
@@ -118,27 +118,7 @@ def filling_sizes(llm) -> list[tuple[int, int]]:
     return [size[:2] for size in runner_of(llm).denoiser.graphs.fillings.graphs]
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"threshold": 0.2},
-        {"unmasking": "entropy"},
-        {"unmasking": "topk_margin"},
-        {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
-        {"threshold": 0.2, "tokens_per_step": 2},
-        {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}},
-        {"temperature": 0.5, "seed": 1},
-        {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
-        {"unmasking": "random", "seed": 3},
-        {"unmasking": "origin", "seed": 3},
-        {"alg_temp": 0.1, "seed": 4},
-        {"logprobs": 3},
-        {"delay_eos": True},
-        {"return_order": True},
-        {"confidence_eos_eot_inf": True},
-        {"temperature": 0.4, "seed": 5, "confidence_eos_eot_inf": True, "logprobs": 1},
-    ],
-)
+@pytest.mark.parametrize("asked", WAYS, ids=str)
 def test_filling_is_recorded_for_each_way_to_choose(engines, recording, tiny_llada, asked):
     expected = answers(engines(tiny_llada, page_size=4, cache_method="dual"), **asked)
     llm, _ = recording(tiny_llada, cache_method="dual")

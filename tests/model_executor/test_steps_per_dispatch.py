@@ -1,6 +1,7 @@
 """Several denoising steps per dispatch: the same steps, with the scheduler out of the way."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,8 +14,7 @@ from tests.support.stepped_engines import run_in_steps
 PROMPTS = [[(5 * i * j + i + 1) % 100 for i in range(17 + 3 * j)] for j in range(4)]
 
 
-def asked(**settings):
-    return DiffusionParams(**({"gen_length": 24, "block_length": 8, "ignore_eos": True} | settings))
+asked = partial(DiffusionParams, gen_length=24, block_length=8, ignore_eos=True)
 
 
 @pytest.fixture
@@ -52,12 +52,8 @@ def count_runs(runner, monkeypatch):
 @pytest.mark.parametrize(
     ("method", "options"),
     [
-        ("none", {}),
-        ("sparse", {}),
-        ("dual", {}),
+        *((name, {}) for name in ("none", "sparse", "dual", "freecache", "dkv")),
         ("dual", {"refresh": "near"}),
-        ("freecache", {}),
-        ("dkv", {}),
         ("es_dllm", {"keep_schedule": [[1.0, 0.0], [0.5, 0.25]]}),
         ("es_dllm", {"keep_schedule": [[0.5, 0.0]], "indicator": "key", "retention_ratio": 0.5}),
     ],
@@ -71,9 +67,8 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
     expected = [answer(output) for output in generate(llm, prompts, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
     runner = runner_of(llm)
-    monkeypatch.setattr(runner.denoiser, "graphs", None)
     if recorded and method != "none":
-        record_steps(runner)
+        record_steps(runner, monkeypatch)
     step, lengths = runner.denoiser._step, count_runs(runner, monkeypatch)
 
     def watched(*args):

@@ -19,14 +19,9 @@ def engine(engines, tiny_llada, tiny_sdar):
     """``engine(method)``: canvases of up to 128 positions, three requests at once."""
 
     def start(method):
-        return engines(
-            tiny_llada if method in FULL_METHODS else tiny_sdar,
-            page_size=4,
-            max_model_len=128,
-            max_num_seqs=3,
-            cache_method=method,
-            cache_options=SHORT_INTERVALS.get(method, {}),
-        )
+        model = tiny_llada if method in FULL_METHODS else tiny_sdar
+        sizes = {"page_size": 4, "max_model_len": 128, "max_num_seqs": 3}
+        return engines(model, cache_method=method, cache_options=SHORT_INTERVALS.get(method, {}), **sizes)
 
     return start
 

@@ -95,8 +95,7 @@ def test_the_same_where_steps_run_ahead(engines, reference_checkpoints, cache_me
 
 def test_the_same_where_steps_are_recorded(engines, reference_checkpoints, monkeypatch):
     llm = engines(reference_checkpoints / MODEL, max_model_len=512, page_size=8)
-    monkeypatch.setattr(runner_of(llm).denoiser, "graphs", None)
-    recorder = record_steps(runner_of(llm))
+    recorder = record_steps(runner_of(llm), monkeypatch)
     for case, completion in zip(CASES, ask(llm, CASES), strict=True):
         assert_as_stated(case, completion)
     assert recorder.num_replayed > recorder.num_recorded > 0

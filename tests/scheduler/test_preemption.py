@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreEventType
@@ -77,7 +77,6 @@ def test_a_paused_engine_ends_what_it_has_preempted():
     policy=st.sampled_from(["fcfs", "priority"]),
     watermark=st.sampled_from([0.0, 0.3]),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_request_ends_and_the_first_is_never_preempted(arrivals, aborts, num_blocks, max_rows, policy, watermark):
     scheduler, runner = make(
         num_blocks=num_blocks, max_num_batched_tokens=max_rows, policy=policy, watermark=watermark, max_num_seqs=6

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,24 +21,34 @@ def server(servers):
 
 def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
     """Usage does not count the tokens of the last block that lie behind the end."""
-    create = server.client().chat.completions.create
     examples = make_examples("names", 4, seed=11) + make_examples("reverse", 2, seed=11)
     offline = demo_answers(engines, examples)
     for example, expected in zip(examples, offline, strict=True):
-        asked = {"model": model_path("demo"), "messages": [{"role": "user", "content": example.prompt}]}
-        asked |= {"max_tokens": 32, "extra_body": {"vllm_xargs": {"block_length": 8}}}
-        answer = create(**asked)
+        answer = server.chat(example.prompt, model_path("demo"))
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == expected.finish_reason
         figures = answer.choices[0].model_extra["diffusion"]
         assert figures["forward_passes"] == expected.diffusion.forward_passes
         assert figures["tokens_per_forward"] == 1.0
         assert "trace" not in figures
-        *_, last = create(**asked, stream=True, stream_options={"include_usage": True})
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = server.chat(example.prompt, model_path("demo"), **options)
         for usage in (answer.usage, last.usage):
             assert usage.completion_tokens == len(expected.token_ids) <= expected.diffusion.tokens_unmasked
             assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
+
+
+@pytest.mark.parametrize(("model", "method"), [("demo", "sparse"), ("demo-blocks", "block")])
+def test_two_data_parallel_engines_answer_as_one_process(engines, servers, model, method):
+    examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
+    expected = [answer.text for answer in demo_answers(engines, examples, model, cache_method=method, page_size=32)]
+    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
+    server = servers("dllm", "serve", model, *options)
+    with ThreadPoolExecutor(len(examples)) as clients:
+        answers = clients.map(lambda example: server.chat(example.prompt, model), examples)
+        assert [answer.choices[0].message.content for answer in answers] == expected
+    assert server.stop() == 0, server.tail()
 
 
 def test_vllms_benchmark_runs_against_the_server(server, tmp_path):

@@ -22,12 +22,7 @@ pytestmark = pytest.mark.slow
 NUM_ROUNDS = 3
 HANG_UPS = 0.2
 TIMEOUT_S = 60.0
-LEFT = (
-    "vllm:dllm_pages_reserved",
-    "vllm:dllm_pages_allocated",
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-)
+LEFT = ("dllm_pages_reserved", "dllm_pages_allocated", "num_requests_running", "num_requests_waiting")
 """What is 0 on ``/metrics`` where nothing is left."""
 Answer = dict[int, tuple[str, str | None]]
 """Text and reason of the end, by the number of the choice."""
@@ -118,4 +113,4 @@ def test_answers_under_load_are_those_given_alone(servers):
                     assert number in leaving or got == alone[number], asks[number]
 
     asyncio.run(run())
-    wait_until(lambda: not any(scrape(url)[name] for name in LEFT), TIMEOUT_S)
+    wait_until(lambda: not any(scrape(url)[f"vllm:{name}"] for name in LEFT), TIMEOUT_S)

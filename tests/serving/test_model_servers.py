@@ -18,17 +18,12 @@ def server(servers):
     return blocks_server(servers)
 
 
-@pytest.fixture(scope="module")
-def client(server):
-    return server.client()
-
-
-def test_the_second_request_finds_the_pages_of_the_first(client, servers, engines):
+def test_the_second_request_finds_the_pages_of_the_first(server, servers, engines):
     llm = engines(servers.folder / "blocks", skip_tokenizer_init=False, page_size=PAGE_SIZE)
     messages = [{"role": "user", "content": "Tom lives in Paris. Ida lives in Oslo. Where does Ida live?"}]
     (offline,) = llm.chat(messages, DiffusionParams(gen_length=14, ignore_eos=True), use_tqdm=False)
     asked = {"model": "blocks", "messages": messages, "max_tokens": 14, "extra_body": {"ignore_eos": True}}
-    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+    first, second = (server.client().chat.completions.create(**asked) for _ in range(2))
     whole = len(offline.prompt_token_ids) // PAGE_SIZE * PAGE_SIZE
     for answer in (first, second):
         assert answer.choices[0].message.content == offline.outputs[0].text
@@ -38,14 +33,14 @@ def test_the_second_request_finds_the_pages_of_the_first(client, servers, engine
     assert second.choices[0].model_extra["diffusion"]["denoising_steps"] == offline.outputs[0].diffusion.denoising_steps
 
 
-def test_preemptions_and_hits_are_in_vllms_metrics(client, server):
+def test_preemptions_and_hits_are_in_vllms_metrics(server):
     """Requests side by side get the tokens that they get alone."""
     shared, numbers = [*range(10, 26)], range(4)
 
     def ask(number):
         body = {"seed": number, "temperature": number % 2, "ignore_eos": True, "return_token_ids": True}
         prompt = [*shared, *range(30, 35 + number)]
-        answer = client.completions.create(model="blocks", prompt=prompt, max_tokens=200, extra_body=body)
+        answer = server.client().completions.create(model="blocks", prompt=prompt, max_tokens=200, extra_body=body)
         return answer.choices[0].model_extra["token_ids"]
 
     def grown():

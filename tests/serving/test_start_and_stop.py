@@ -18,17 +18,16 @@ SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
 
 
-class Watched:
+class Watched(Server):
     def __init__(self, *arguments, log):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
-        self.server = Server("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", log=log)
-        self.processes = set()
-        self.clients = ThreadPoolExecutor()
+        super().__init__("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", log=log)
+        self.processes, self.clients = set(), ThreadPoolExecutor()
 
     def process_called(self, name):
         """A process below the server; what is there now is to be gone at the end."""
-        self.processes |= set(psutil.Process(self.server.process.pid).children(recursive=True))
+        self.processes |= set(psutil.Process(self.process.pid).children(recursive=True))
         return next((p for p in self.processes if p.is_running() and name in p.name()), None)
 
     def ask(self) -> "Future[httpx.Response]":
@@ -37,7 +36,7 @@ class Watched:
 
         def answer():
             try:
-                return httpx.post(self.server.url + "/v1/completions", json=body, timeout=120)
+                return httpx.post(self.url + "/v1/completions", json=body, timeout=120)
             except httpx.TransportError:
                 return httpx.Response(0)
 
@@ -45,19 +44,17 @@ class Watched:
 
     def wait_until_running(self, number):
         """Together: if they never do, ask for more tokens."""
-        wait_until(lambda: scrape(self.server.url)["vllm:num_requests_running"] >= number, 60)
+        wait_until(lambda: scrape(self.url)["vllm:num_requests_running"] >= number, 60)
         self.process_called("")
 
     def check_the_end(self, status):
-        assert self.server.process.wait(SECONDS) == status, self.server.tail()
+        assert self.process.wait(SECONDS) == status, self.tail()
         _, alive = psutil.wait_procs(self.processes, timeout=SECONDS)
         assert not alive
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def start(tmp_path):
     started = []
 
     def run(*arguments):
@@ -66,8 +63,8 @@ def start(tmp_path, monkeypatch):
 
     yield run
     for watched in started:
-        if watched.server.process.poll() is None:
-            os.killpg(watched.server.process.pid, signal.SIGKILL)
+        if watched.process.poll() is None:
+            os.killpg(watched.process.pid, signal.SIGKILL)
         watched.clients.shutdown()
 
 
@@ -75,7 +72,7 @@ def start(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("name", "ranks"), [("EngineCore", "1"), ("Worker", "2")])
 def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks):
     watched = start("--tensor-parallel-size", ranks)
-    watched.server.wait_until_ready()
+    watched.wait_until_ready()
     answers = [watched.ask() for _ in range(NUM_CLIENTS)]
     watched.wait_until_running(NUM_CLIENTS)
     watched.process_called(name).kill()
@@ -86,26 +83,25 @@ def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name
 
 def test_engines_and_workers_end_with_a_server_that_is_killed(start):
     watched = start("--tensor-parallel-size", "2")
-    watched.server.wait_until_ready()
+    watched.wait_until_ready()
     assert watched.process_called("EngineCore")
-    watched.server.process.kill()
+    watched.process.kill()
     watched.check_the_end(-signal.SIGKILL)
 
 
 def test_ctrl_c_ends_a_server_that_loads(start):
     watched = start()
-    server = watched.server
-    wait_until(lambda: watched.process_called("Worker"), START_TIMEOUT_S, server.process, server.log)
-    os.killpg(server.process.pid, signal.SIGINT)  # a terminal sends it to all
+    wait_until(lambda: watched.process_called("Worker"), START_TIMEOUT_S, watched.process, watched.log)
+    os.killpg(watched.process.pid, signal.SIGINT)  # a terminal sends it to all
     watched.check_the_end(130)
-    assert "dllm: interrupted" in server.tail()
+    assert "dllm: interrupted" in watched.tail()
 
 
 def test_a_server_that_is_stopped_ends_well(start):
     watched = start()
-    watched.server.wait_until_ready()
+    watched.wait_until_ready()
     answer = watched.ask()
     watched.wait_until_running(1)
-    watched.server.process.terminate()
+    watched.process.terminate()
     assert answer.result(timeout=SECONDS).status_code == 503
     watched.check_the_end(0)

@@ -51,7 +51,8 @@ def spelled(tokenizer: PreTrainedTokenizerFast) -> dict[int, bytes]:
     }
 
 
-def copy_renumbered(guide: Path, folder: Path) -> None:
+def copy_renumbered(guide: Path, folder: Path) -> Path:
+    """A copy of a guide that gives its tokens other numbers."""
     shutil.copytree(guide, folder)
     weights = load_file(folder / "model.safetensors")
     size = weights["model.embed_tokens.weight"].shape[0]
@@ -65,3 +66,4 @@ def copy_renumbered(guide: Path, folder: Path) -> None:
     for token in tokenizer["added_tokens"]:
         token["id"] = int(order[token["id"]])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder

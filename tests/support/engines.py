@@ -16,8 +16,8 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
 from tests.support.plans import FULL_METHODS
 
-EACH_METHOD_WITH_A_FAMILY = list(zip(FULL_METHODS, cycle(("LLaDA", "Dream"))))
-"""Both families with each method are in ``tests/methods/test_random_requests.py``."""
+EACH_METHOD_WITH_A_MODEL = list(zip(FULL_METHODS, cycle(("tiny_llada", "tiny_dream"))))
+"""Fixtures of checkpoints. Both families with each method are in ``tests/methods/test_random_requests.py``."""
 
 
 class EngineFactory:
@@ -100,8 +100,12 @@ def demo_answers(
     return [output.outputs[0] for output in outputs]
 
 
+def completion_of(llm: LLM, prompt: list[int], **params: Any) -> Any:
+    return generate(llm, [prompt], DiffusionParams(**params))[0].outputs[0]
+
+
 def tokens_of(llm: LLM, prompt: list[int], **params: Any) -> list[int]:
-    return list(generate(llm, [prompt], DiffusionParams(**params))[0].outputs[0].token_ids)
+    return list(completion_of(llm, prompt, **params).token_ids)
 
 
 def assert_nothing_left(llm: LLM) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
@@ -118,7 +119,9 @@ class FakeGraphs:
         return replay
 
 
-def record_steps(runner: DiffusionModelRunner) -> FakeGraphs:
+def record_steps(runner: DiffusionModelRunner, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+    """Record steps until the test ends."""
     graphs = FakeGraphs(runner)
+    monkeypatch.setattr(runner.denoiser, "graphs", None)
     runner.use_graphs(graphs)
     return graphs

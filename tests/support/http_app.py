@@ -90,6 +90,13 @@ def openai_client(client: "TestClient") -> Any:
     return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
 
 
+def length_of(answer: Any) -> int:
+    """The tokens of the response in an answer of any route."""
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return usage.get("completion_tokens", usage.get("output_tokens"))
+
+
 def refusal(answer: Any) -> str:
     """The message of an answer with status 400."""
     assert answer.status_code == 400, answer.text

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.demo import model_path
+from tests.support import tiny_checkpoints
 from tests.support.server import Server, ServerFactory
-from tests.support.tiny_checkpoints import Tensors, write_sdar
 
 KEY = "open-sesame"
 WORD, MARKUP = "Hal", "<img src=x onerror=window.ran=1><script>window.ran=1</script>"
@@ -36,11 +36,8 @@ def blocks_server(servers: ServerFactory) -> Server:
     model, demo = servers.folder / "blocks", Path(model_path("demo"))
     if not model.exists():
         same = {name: json.loads((demo / "config.json").read_text())[name] for name in ("vocab_size", "mask_token_id")}
-
-        def never_the_mask(t: Tensors) -> None:
-            t["lm_head.weight"][same["mask_token_id"]] = 0
-
-        write_sdar(model, edit=never_the_mask, eos_token_id=1, max_position_embeddings=512, **same)
+        never_the_mask = lambda t: t["lm_head.weight"][same["mask_token_id"]].zero_()  # noqa: E731
+        tiny_checkpoints.write("sdar", model, edit=never_the_mask, eos_token_id=1, max_position_embeddings=512, **same)
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, model)
     flags = ["--page-size", str(PAGE_SIZE), "--max-model-len", "256", "--enable-prompt-tokens-details", "--trace"]

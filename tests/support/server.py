@@ -3,17 +3,17 @@
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import openai
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.utils.network_utils import get_open_port
 
 from tests.support.preloaded import Program, wait_until
 
@@ -23,12 +23,8 @@ DEMO_SERVER = (
     *("--cache-method", "sparse", "--page-size", "8"),
 )
 """Arguments of a server with a cache."""
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+UNBOUND = ChainMap({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}, os.environ)
+"""Processes of several ranks, servers and workers of pytest would bind to the same cores."""
 
 
 class Server:
@@ -42,9 +38,9 @@ class Server:
         log: Path,
         logging_level: str = "WARNING",
         preloaded: bool = True,
-        environment: Mapping[str, str] = os.environ,
+        environment: Mapping[str, str] = UNBOUND,
     ) -> None:
-        self.port = free_port()
+        self.port = get_open_port()
         self.log = log
         # The tests' own engines run in one process.
         variables = {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

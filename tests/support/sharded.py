@@ -35,23 +35,17 @@ def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Ite
 
 
 def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
-    """Pages reserved when a step is planned, and allocated and reserved after it, as the engine runs."""
+    """Pages reserved while a step runs, and allocated and reserved after it, as the engine runs."""
     scheduler, seen = scheduler_of(llm), []
-    schedule, update = scheduler.schedule, scheduler.update_from_output
-    planned = 0
+    update, pages = scheduler.update_from_output, scheduler.pages
 
-    def counting_schedule(*args, **kwargs):
-        nonlocal planned
-        output = schedule(*args, **kwargs)
-        planned = scheduler.pages.num_reserved
-        return output
-
-    def counting_update(*args, **kwargs):
-        outputs = update(*args, **kwargs)
-        seen.append((planned, scheduler.pages.num_allocated, scheduler.pages.num_reserved))
+    def counting(*args):
+        planned = pages.num_reserved
+        outputs = update(*args)
+        seen.append((planned, pages.num_allocated, pages.num_reserved))
         return outputs
 
-    scheduler.schedule, scheduler.update_from_output = counting_schedule, counting_update
+    scheduler.update_from_output = counting
     return seen
 
 

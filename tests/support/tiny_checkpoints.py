@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +16,55 @@ Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
 _VOCABULARY: Config = {"vocab_size": VOCAB_SIZE, "mask_token_id": MASK, "eos_token_id": EOS, "torch_dtype": "float32"}
-LLADA_CONFIG = _VOCABULARY | {"architectures": ["LLaDAModelLM"], "model_type": "llada", "block_type": "llama"}
-LLADA_CONFIG |= {"activation_type": "silu", "layer_norm_type": "rms", "rms_norm_eps": 1e-5}
-LLADA_CONFIG |= {"rope": True, "rope_theta": 500000.0, "alibi": False}
-LLADA_CONFIG |= {"include_bias": False, "include_qkv_bias": False, "weight_tying": False}
-LLADA_CONFIG |= {"d_model": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 112}
-LLADA_CONFIG |= {"embedding_size": VOCAB_SIZE, "max_sequence_length": 256}
 _TRANSFORMERS_NAMES = _VOCABULARY | {"hidden_act": "silu", "hidden_size": 64, "num_hidden_layers": 2}
 _TRANSFORMERS_NAMES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 _TRANSFORMERS_NAMES |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""What all other families have, by the names that transformers gives it."""
-DREAM_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["DreamModel"], "model_type": "Dream"}
-DREAM_CONFIG |= {"intermediate_size": 112, "rope_theta": 1000000.0, "rope_scaling": None, "use_sliding_window": False}
-LLADA_MOE_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["LLaDAMoEModelLM"], "model_type": "llada"}
-LLADA_MOE_CONFIG |= {"dense_intermediate_size": 112, "expert_intermediate_size": 48}
-LLADA_MOE_CONFIG |= {"shared_expert_intermediate_size": None, "num_experts": 6, "num_experts_per_tok": 2}
-LLADA_MOE_CONFIG |= {"moe_layer_freq": [1, 1], "moe_router_enable_expert_bias": False, "norm_topk_prob": None}
-LLADA_MOE_CONFIG |= {"moe_router_score_function": "softmax", "num_key_value_heads": 4, "qk_layernorm": True}
-LLADA_MOE_CONFIG |= {"rms_norm_eps": 1e-5, "rope_theta": 50000, "partial_rotary_factor": 1, "rope_scaling": None}
-LLADA_MOE_CONFIG |= {"attention_bias": False, "clip_qkv": None}
-SDAR_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4}
-SDAR_CONFIG |= {"head_dim": 24, "intermediate_size": 112}  # heads need not fill the hidden size
-SDAR_CONFIG |= {"rope_theta": 1000000, "attention_bias": False}
-DREAM_REASONER_CONFIG = SDAR_CONFIG | {"architectures": ["DreamForCausalLM"], "model_type": "Dream", "block_size": 8}
-ILLADA_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["ILLaDAForCausalLM"], "model_type": "illada"}
-ILLADA_CONFIG |= {"intermediate_size": 112, "rope_theta": 500000.0, "tie_word_embeddings": True, "mlp_bias": False}
-STABLE_DIFFCODER_CONFIG = ILLADA_CONFIG | {"architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"}
-STABLE_DIFFCODER_CONFIG |= {"block_size": 4, "tie_word_embeddings": False}
-SDAR_MOE_CONFIG = SDAR_CONFIG | {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe"}
-SDAR_MOE_CONFIG |= {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-SDAR_MOE_CONFIG |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
-LLADA2_CONFIG = _TRANSFORMERS_NAMES | {"architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe"}
-LLADA2_CONFIG |= {"block_size": 8, "intermediate_size": 112, "head_dim": 16, "partial_rotary_factor": 0.5}
-LLADA2_CONFIG |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "num_shared_experts": 1}
-LLADA2_CONFIG |= {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
-LLADA2_CONFIG |= {"moe_router_enable_expert_bias": True, "rope_theta": 600000, "use_qk_norm": True}
+"""What all families but LLaDA have, by the names that transformers gives it."""
+CONFIGS: dict[str, Config] = {
+    "llada": _VOCABULARY | {
+        "architectures": ["LLaDAModelLM"], "model_type": "llada", "block_type": "llama", "activation_type": "silu",
+        "layer_norm_type": "rms", "rms_norm_eps": 1e-5, "rope": True, "rope_theta": 500000.0, "alibi": False,
+        "include_bias": False, "include_qkv_bias": False, "weight_tying": False, "d_model": 64, "n_layers": 2,
+        "n_heads": 4, "n_kv_heads": 4, "mlp_hidden_size": 112, "embedding_size": VOCAB_SIZE, "max_sequence_length": 256,
+    },
+    "dream": _TRANSFORMERS_NAMES | {
+        "architectures": ["DreamModel"], "model_type": "Dream", "intermediate_size": 112, "rope_theta": 1000000.0,
+        "rope_scaling": None, "use_sliding_window": False,
+    },
+    "llada_moe": _TRANSFORMERS_NAMES | {
+        "architectures": ["LLaDAMoEModelLM"], "model_type": "llada", "dense_intermediate_size": 112,
+        "expert_intermediate_size": 48, "shared_expert_intermediate_size": None, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_layer_freq": [1, 1], "moe_router_enable_expert_bias": False,
+        "norm_topk_prob": None, "moe_router_score_function": "softmax", "num_key_value_heads": 4, "qk_layernorm": True,
+        "rms_norm_eps": 1e-5, "rope_theta": 50000, "partial_rotary_factor": 1, "rope_scaling": None,
+        "attention_bias": False, "clip_qkv": None,
+    },
+    "sdar": _TRANSFORMERS_NAMES | {
+        "architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 4, "intermediate_size": 112,
+        "head_dim": 24,  # heads need not fill the hidden size
+        "rope_theta": 1000000, "attention_bias": False,
+    },
+    "illada": _TRANSFORMERS_NAMES | {
+        "architectures": ["ILLaDAForCausalLM"], "model_type": "illada", "intermediate_size": 112,
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "mlp_bias": False,
+    },
+    "llada2": _TRANSFORMERS_NAMES | {
+        "architectures": ["LLaDA2MoeModelLM"], "model_type": "llada2_moe", "block_size": 8, "intermediate_size": 112,
+        "head_dim": 16, "partial_rotary_factor": 0.5, "num_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "num_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 2.5, "moe_router_enable_expert_bias": True, "rope_theta": 600000, "use_qk_norm": True,
+    },
+}  # fmt: skip
+CONFIGS["dream_reasoner"] = CONFIGS["sdar"] | {"architectures": ["DreamForCausalLM"], "model_type": "Dream"}
+CONFIGS["dream_reasoner"]["block_size"] = 8
+CONFIGS["sdar_moe"] = CONFIGS["sdar"] | {
+    "architectures": ["SDARMoeForCausalLM"], "model_type": "sdar_moe", "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+CONFIGS["stable_diffcoder"] = CONFIGS["illada"] | {
+    "architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama", "block_size": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 ALL_KINDS_OF_EXPERTS: Config = {"moe_layer_freq": [0, 1], "shared_expert_intermediate_size": 32}
 ALL_KINDS_OF_EXPERTS |= {"moe_router_enable_expert_bias": True, "num_key_value_heads": 2}
 """A dense layer and one with all that layers with experts may have."""
@@ -125,26 +138,8 @@ def _add_mlp(t: Tensors, p: str, d: int, width: int, draw: "_Draw") -> None:
     t[p + "down_proj.weight"] = draw.linear(d, width)
 
 
-CONFIGS = {
-    "llada": LLADA_CONFIG,
-    "dream": DREAM_CONFIG,
-    "illada": ILLADA_CONFIG,
-    "dream_reasoner": DREAM_REASONER_CONFIG,
-    "stable_diffcoder": STABLE_DIFFCODER_CONFIG,
-    "llada_moe": LLADA_MOE_CONFIG,
-    "sdar": SDAR_CONFIG,
-    "sdar_moe": SDAR_MOE_CONFIG,
-    "llada2": LLADA2_CONFIG,
-}
-
-
 def write(
-    family: str,
-    folder: Path,
-    *,
-    seed: int = 0,
-    edit: Callable[[Tensors], None] | None = None,
-    **config: Any,
+    family: str, folder: Path, *, seed: int = 0, edit: Callable[[Tensors], None] | None = None, **config: Any
 ) -> Path:
     """A checkpoint; ``config`` overrides keys (None removes one), ``edit`` changes the tensors in place."""
     c = CONFIGS[family] | config
@@ -157,17 +152,6 @@ def write(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps({k: v for k, v in c.items() if v is not None}, indent=1))
     return folder
-
-
-write_llada = partial(write, "llada")
-write_dream = partial(write, "dream")
-write_illada = partial(write, "illada")
-write_dream_reasoner = partial(write, "dream_reasoner")
-write_stable_diffcoder = partial(write, "stable_diffcoder")
-write_llada_moe = partial(write, "llada_moe")
-write_sdar = partial(write, "sdar")
-write_sdar_moe = partial(write, "sdar_moe")
-write_llada2 = partial(write, "llada2")
 
 
 def write_adapter(

@@ -113,9 +113,8 @@ def test_logits_are_those_of_transformers_models_with_the_same_blocks(engines, t
     folder = tiny_checkpoints.write(name.split()[0], tmp_path / "model", seed=3, **config)
     stated = json.loads((folder / "config.json").read_text())
     theirs = shutil.copytree(folder, tmp_path / "theirs")
-    (theirs / "config.json").write_text(
-        json.dumps(stated | {"model_type": model_type, "architectures": [architecture]})
-    )
+    renamed = stated | {"model_type": model_type, "architectures": [architecture]}
+    (theirs / "config.json").write_text(json.dumps(renamed))
     model, report = getattr(transformers, architecture).from_pretrained(
         theirs, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
@@ -131,7 +130,7 @@ def test_logits_are_those_of_transformers_models_with_the_same_blocks(engines, t
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 def test_each_dtype_loads_and_keeps_its_precision(engines, tmp_path, stored, served):
-    folder = tiny_checkpoints.write_llada(tmp_path / "model", torch_dtype=stored)
+    folder = tiny_checkpoints.write("llada", tmp_path / "model", torch_dtype=stored)
     llm = engines(folder, dtype=served)
     ids = list(range(1, 30))
     relative = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.02}[served]

@@ -31,8 +31,8 @@ def test_tied_checkpoint_may_carry_a_redundant_head(engines, tmp_path):
     def add_head(tensors):
         tensors["model.transformer.ff_out.weight"] = torch.zeros(tiny_checkpoints.VOCAB_SIZE, 64)
 
-    plain = tiny_checkpoints.write_llada(tmp_path / "plain", weight_tying=True)
-    redundant = tiny_checkpoints.write_llada(tmp_path / "redundant", weight_tying=True, edit=add_head)
+    plain = tiny_checkpoints.write("llada", tmp_path / "plain", weight_tying=True)
+    redundant = tiny_checkpoints.write("llada", tmp_path / "redundant", weight_tying=True, edit=add_head)
     settings = {"gen_length": 16, "block_length": 8, "ignore_eos": True}
     assert tokens_of(engines(redundant), PROMPT, **settings) == tokens_of(engines(plain), PROMPT, **settings)
 
@@ -69,7 +69,7 @@ def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
 )
 def test_unknown_and_misshapen_tensors_are_named(tmp_path, name, edited):
     edit = lambda tensors: tensors.update({name: edited(tensors.get(name))})  # noqa: E731
-    refuse(tiny_checkpoints.write_llada(tmp_path, edit=edit), name)
+    refuse(tiny_checkpoints.write("llada", tmp_path, edit=edit), name)
 
 
 def test_a_misshapen_expert_is_named(tmp_path):
@@ -77,7 +77,7 @@ def test_a_misshapen_expert_is_named(tmp_path):
         name = next(name for name in tensors if "experts.0.gate_proj" in name)
         tensors[name] = tensors[name][:, ::2].contiguous()
 
-    refuse(tiny_checkpoints.write_llada2(tmp_path, edit=halve), "experts.0.gate_proj.weight' has the shape")
+    refuse(tiny_checkpoints.write("llada2", tmp_path, edit=halve), "experts.0.gate_proj.weight' has the shape")
 
 
 def shorten(file, num_bytes: int) -> None:
@@ -96,7 +96,7 @@ def shorten(file, num_bytes: int) -> None:
     ids=["truncated", "no safetensors", "missing", "truncated shard", "missing shard"],
 )
 def test_file_that_cannot_be_read_is_named(tmp_path, file, damage):
-    folder = tiny_checkpoints.write_llada(tmp_path)
+    folder = tiny_checkpoints.write("llada", tmp_path)
     if file != "model.safetensors":
         tiny_checkpoints.shard(folder)
     damage(folder / file)
@@ -135,7 +135,7 @@ def test_dream_runs_without_its_remote_code(engines, tmp_path, trust_remote_code
     special = {"<|endoftext|>": 258, "<|im_start|>": 259, "<|im_end|>": 260, "<|mask|>": 261}
     remote = {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"}
     sizes = {"vocab_size": 262, "mask_token_id": 261, "eos_token_id": 258}
-    folder = tiny_checkpoints.write_dream(tmp_path, auto_map=remote, **sizes)
+    folder = tiny_checkpoints.write("dream", tmp_path, auto_map=remote, **sizes)
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(characters)} | {"he": 256, "ll": 257}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))

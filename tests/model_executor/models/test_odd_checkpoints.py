@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from dllm_engine.model_executor.models.configs import parse_config
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
-LLADA, DREAM, MOE = tiny_checkpoints.LLADA_CONFIG, tiny_checkpoints.DREAM_CONFIG, tiny_checkpoints.LLADA_MOE_CONFIG
-SDAR_MOE, LLADA2 = tiny_checkpoints.SDAR_MOE_CONFIG, tiny_checkpoints.LLADA2_CONFIG
-ILLADA = tiny_checkpoints.ILLADA_CONFIG
+FAMILIES = ("llada", "dream", "llada_moe", "sdar_moe", "illada", "llada2")
+LLADA, DREAM, MOE, SDAR_MOE, ILLADA, LLADA2 = (tiny_checkpoints.CONFIGS[family] for family in FAMILIES)
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -76,10 +74,7 @@ def test_a_value_that_cannot_be_is_named_with_its_key(config, stated):
         (MOE | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq must hold num_hidden_layers=2"),
         (MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None}, "need a dense_intermediate_size"),
         (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future=1, sliding_window=8: not known of LLaDA-MoE"),
-        (
-            DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
-            "model_type='llama' is not a supported",
-        ),
+        (DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type='llama' is not a"),
         (DREAM | {"architectures": ["DreamLM"]}, "goes with the architecture 'DreamModel' or 'DreamForCausalLM'"),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
         ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), ILLaDAForCausalLM (iLLaDA)"),
@@ -110,7 +105,7 @@ def test_the_architecture_may_be_left_out():
     ids=["damaged", "missing", "zero"],
 )
 def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, config, message):
-    folder = tiny_checkpoints.write_llada(tmp_path)
+    folder = tiny_checkpoints.write("llada", tmp_path)
     (folder / "config.json").unlink()
     if config is not None:
         (folder / "config.json").write_text(config)
@@ -156,10 +151,8 @@ def test_defaults_that_follow_from_other_keys_follow_overrides():
 
 
 def test_a_caller_states_what_a_config_leaves_out(engines, tiny_sdar, tmp_path):
-    folder = shutil.copytree(tiny_sdar, tmp_path / "unstated")
     stated = {"block_size": 8, "mask_token_id": tiny_checkpoints.MASK}
-    config = {name: value for name, value in tiny_checkpoints.SDAR_CONFIG.items() if name not in stated}
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = tiny_checkpoints.write("sdar", tmp_path, **dict.fromkeys(stated))
     asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
     expected = tokens_of(engines(tiny_sdar), block_length=8, **asked)
     assert tokens_of(engines(folder, hf_overrides=stated), **asked) == expected

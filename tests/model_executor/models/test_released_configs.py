@@ -10,7 +10,7 @@ from dllm_engine.checkpoints import is_named_shape, load_config, named_shape
 from dllm_engine.model_executor.models.configs import CONFIG_CLASSES, parse_config
 from dllm_engine.plugin import register
 from dllm_engine.scheduler.options.resolve import checkpoint_defaults
-from tests.support.tiny_checkpoints import DREAM_CONFIG, LLADA_CONFIG, SDAR_CONFIG, write_stable_diffcoder
+from tests.support.tiny_checkpoints import CONFIGS, write
 
 RELEASED = {
     name: entry
@@ -49,8 +49,8 @@ def test_any_other_key_is_named_with_its_value(name):
 @pytest.mark.parametrize("name", ["Dream-org/DreamOn-v0-7B", "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a"])
 def test_models_that_decode_otherwise_are_known_by_their_names(name):
     with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
-        parse_config(DREAM_CONFIG, name)
-    parse_config(DREAM_CONFIG, name.replace("DreamOn", "Dream"))
+        parse_config(CONFIGS["dream"], name)
+    parse_config(CONFIGS["dream"], name.replace("DreamOn", "Dream"))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,8 @@ def test_only_the_released_name_tells_the_model_that_edits(name, edits):
 
 def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model():
     stated = {"temperature": 0.2, "top_p": 0.95, "max_length": 2048, "is_encoder_decoder": False}
-    assert parse_config(LLADA_CONFIG | stated, "folder").to_dict() == parse_config(LLADA_CONFIG, "folder").to_dict()
+    plain = parse_config(CONFIGS["llada"], "folder")
+    assert parse_config(CONFIGS["llada"] | stated, "folder").to_dict() == plain.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +78,7 @@ def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model(
     [("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16), ("mine/SDAR-4B-Chat-beta", 4)],
 )
 def test_a_block_size_in_a_name_counts_where_the_config_states_none(tmp_path, name, block_size):
-    config = {key: value for key, value in SDAR_CONFIG.items() if key != "block_size"}
+    config = {key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"}
     assert parse_config(config, name).block_size == block_size
     assert parse_config(config | {"block_size": 8}, name).block_size == 8
     register()  # for transformers
@@ -93,7 +94,7 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is LlamaConfig
     assert type(CONFIG_MAPPING["llama"](hidden_size=64)) is LlamaConfig, "as a part of another model's config"
-    write_stable_diffcoder(tmp_path)
+    write("stable_diffcoder", tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is CONFIG_CLASSES["StableDiffcoderForCausalLM"]
 
 

@@ -70,10 +70,8 @@ def test_each_spelling_means_the_same(family, kind, more):
 def test_models_compute_with_it(engines, tmp_path, family, kind):
     longest = {"llada": "max_sequence_length"}.get(family, "max_position_embeddings")
     spelling = "rope_scaling with type" if family in ("dream", "sdar") else "rope_parameters"
-    rope = spellings(kind, 3000.0)[spelling]
-    folder = tiny_checkpoints.write(
-        family, tmp_path, seed=3, **{longest: 64, "rope_theta": None, "rope_scaling": None} | rope
-    )
+    stated = {longest: 64, "rope_theta": None, "rope_scaling": None} | spellings(kind, 3000.0)[spelling]
+    folder = tiny_checkpoints.write(family, tmp_path, seed=3, **stated)
     llm = engines(folder, max_model_len=None)
     served = llm.model_config.max_model_len
     assert served == {"linear": 160, "dynamic": 192}.get(kind, 64)
@@ -84,12 +82,11 @@ def test_models_compute_with_it(engines, tmp_path, family, kind):
 
 def test_dynamic_scaling_is_for_the_longest_canvas_that_is_served(engines, tmp_path):
     rope = {"rope_scaling": {"type": "dynamic", "factor": 4.0}, "max_position_embeddings": 64}
-    folder = tiny_checkpoints.write_sdar(tmp_path, **rope)
+    folder = tiny_checkpoints.write("sdar", tmp_path, **rope)
     for asked, positions in ((64, 64), (90, 92)):
         table = runner_of(engines(folder, max_model_len=asked)).model.rotary_table.cpu()
-        torch.testing.assert_close(
-            table, plain_table(rope | {"rope_theta": 1_000_000}, positions, 24), atol=1e-5, rtol=0
-        )
+        expected = plain_table(rope | {"rope_theta": 1_000_000}, positions, 24)
+        torch.testing.assert_close(table, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +129,8 @@ def test_a_part_of_a_head_is_turned_in_llada2_alone():
 @pytest.mark.parametrize("stated", [{}, {"rope_scaling": {"type": "dynamic", "factor": 3}}], ids=["none", "dynamic"])
 def test_an_override_takes_the_place_of_what_the_file_states(engines, tmp_path, stated):
     rope = {"rope_type": "linear", "factor": 4.0}
-    plain = tiny_checkpoints.write_dream(tmp_path / "plain", **stated)
-    stretched = tiny_checkpoints.write_dream(tmp_path / "stretched", rope_parameters=rope)
+    plain = tiny_checkpoints.write("dream", tmp_path / "plain", **stated)
+    stretched = tiny_checkpoints.write("dream", tmp_path / "stretched", rope_parameters=rope)
     asked = {"prompt": [*range(30)], "gen_length": 20, "ignore_eos": True}
     expected = tokens_of(engines(stretched, max_model_len=None), **asked)
     assert expected != tokens_of(engines(plain), **asked)
