@@ -11,12 +11,15 @@ _POLL_SECONDS = 0.1
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it."""
-    parent = os.getppid()  # not multiprocessing's, which is another one behind a fork server
+    """End this process soon after the one that started it, which may have ended before this call."""
+    started_by, parent = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_POLL_SECONDS)
+        if started_by is not None:
+            started_by.join()
+        else:
+            while os.getppid() == parent:
+                time.sleep(_POLL_SECONDS)
         # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
         signal.alarm(GRACE_SECONDS)
 

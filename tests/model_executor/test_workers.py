@@ -1,6 +1,8 @@
 """What vLLM's workers use of a model runner: ours has it, or its worker never gets there."""
 
 import ast
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -70,3 +72,23 @@ def test_what_cannot_be_done_is_refused_by_name(engines, tiny_llada):
     with pytest.raises(NotImplementedError, match="name its folder as lora_path"):
         llm.collective_rpc("add_lora", args=(None,))
     assert llm.collective_rpc("get_draft_model") == [None]
+
+
+LATE = """
+import multiprocessing, os, time
+from dllm_engine.model_executor.workers.parent import end_vllm_process_with_parent
+
+def late(parent):
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    end_vllm_process_with_parent()
+    time.sleep(120)
+
+multiprocessing.get_context("fork").Process(target=late, args=(os.getpid(),), name="VllmWorker-1").start()
+os._exit(0)
+"""
+
+
+def test_a_worker_ends_whose_engine_was_gone_before_it_looked():
+    # Whoever has the pipe, the worker among them, keeps it open.
+    subprocess.run([sys.executable, "-c", LATE], stdout=subprocess.PIPE, timeout=60, check=True)
