@@ -22,8 +22,6 @@ _KINDS = "an enum or const, a boolean, an integer with minimum and maximum, or a
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a decision."""
-
     name: str
     values: list[Any] | None
     """Its choices; None: any text of ``schema``."""

@@ -111,7 +111,6 @@ class DensePass(LayerPass):
     writes = False
 
     def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
-        """``row_bounds``: of the sequences."""
         self.row_bounds = row_bounds
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,6 @@ class EarlySkipPass(LayerPass):
     """``FeatureTables.row_slots``, likewise, if there are ``features``."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        """Requests in steps that skip and in steps that do not share the pass."""
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes

@@ -67,21 +67,16 @@ def select(
     least: torch.Tensor | None = None,
     enough: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose candidates of each request by ``rule``; among equally confident ones the first.
+    """Choose candidates of each request by ``rule``, among equally confident ones the first: bool ``[num_candidates]``.
 
     Args:
         confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
         requests, offsets: int64 ``[num_candidates]``; number of the request, and a number below ``width`` that is
             unique within the request and ascends with the position.
-        values: of each request, ``[num_requests]``.
-        guaranteed: int64 ``[num_requests]``; at least the most confident candidate with ``offsets`` below it is chosen.
-            None: no guarantee.
-        least: int64 ``[num_requests]``; minimum number of chosen candidates, the most confident. None: no minimum.
-        enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most confident candidate is chosen. None:
-            no such number.
-
-    Returns:
-        bool ``[num_candidates]``.
+        values: of each request, ``[num_requests]``, like the int64 numbers that follow.
+        guaranteed: at least the most confident candidate with ``offsets`` below it is chosen.
+        least: at least so many are chosen, the most confident.
+        enough: if the rule chooses fewer, only the most confident candidate is chosen.
     """
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence
