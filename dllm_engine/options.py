@@ -188,7 +188,7 @@ class EngineOptions(BaseModel):
 
     @property
     def uses_pages(self) -> bool:
-        return self.method.uses_pages or self.guide_model is not None
+        return self.method.pages is not None or self.guide_model is not None
 
     @cached_property
     def cache(self) -> CacheOptions:

@@ -91,9 +91,7 @@ class Denoiser:
             if not group.positions.numel():
                 continue
             if batch.canvases[group.members[0]].decision is not None:
-                decided, failures = decide(self.predictor, hidden[group.rows], group)
-                filled.append(decided)
-                self.failures |= failures
+                filled.append(decide(self.predictor, hidden[group.rows], group, self.failures))
                 continue
             outcome, statistics = self._fill(hidden, group)
             filled.append(outcome)

@@ -19,8 +19,7 @@ from dllm_engine.scheduler.constraints.decision import Decision
 from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, edges_between, states_reached
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.requests import build_input
-from dllm_engine.structured_output.vocabulary import vocabulary_of
+from dllm_engine.structured_output.requests import build_input, vocabulary_of
 
 _SUM_COST = 16
 """To sum over a transition takes as long as to search so many."""

@@ -9,12 +9,12 @@ from typing import Any
 from jsonschema import Draft202012Validator
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.structured_output.json_schema import BOUNDS, integer_range
 
 MOST_FIELDS, MOST_CHOICES = 256, 1024
 """Limits of one decision, and of one field. An integer of a larger range is a field of a pattern."""
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
 _OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", *_ANNOTATIONS}
-_INTEGER_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _TYPES = ("string", "number", "integer", "boolean", "null")
 """Types of choices."""
 _KINDS = "an enum or const, a boolean, an integer with minimum and maximum, or a string with a pattern"
@@ -22,8 +22,6 @@ _KINDS = "an enum or const, a boolean, an integer with minimum and maximum, or a
 
 @dataclass(frozen=True)
 class Field:
-    """One field of a decision."""
-
     name: str
     values: list[Any] | None
     """Its choices; None: any text of ``schema``."""
@@ -83,7 +81,7 @@ def _field(name: str, schema: Any) -> Field:
         return Field(name, [True, False], {})
     if kind == "string" and keywords == {"pattern"} and isinstance(schema["pattern"], str):
         return Field(name, None, {"type": "string", "pattern": schema["pattern"]})
-    if kind == "integer" and keywords and keywords <= _INTEGER_BOUNDS:
+    if kind == "integer" and keywords and keywords <= {*BOUNDS}:
         return _integer(name, {bound: schema[bound] for bound in keywords})
     shown = json.dumps({key: schema[key] for key in schema if key in keywords or key == "type"}, ensure_ascii=False)
     raise InvalidRequestError(f"fields.{name}: {shown[:200]} is not supported; a field is {_KINDS}")
@@ -108,11 +106,9 @@ def _choices(name: str, values: Any, kind: Any) -> list[Any]:
 def _integer(name: str, bounds: dict[str, Any]) -> Field:
     if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds.values()):
         raise InvalidRequestError(f"fields.{name}: the bounds of an integer are whole numbers")
-    lows = [bounds[key] + ahead for key, ahead in (("minimum", 0), ("exclusiveMinimum", 1)) if key in bounds]
-    highs = [bounds[key] - ahead for key, ahead in (("maximum", 0), ("exclusiveMaximum", 1)) if key in bounds]
-    if not lows or not highs or max(lows) > min(highs):
+    low, high = integer_range(bounds)
+    if low is None or high is None or low > high:
         raise InvalidRequestError(f"fields.{name}: give an integer a minimum, and a maximum that is not below it")
-    low, high = max(lows), min(highs)
     if high - low < MOST_CHOICES:
         return Field(name, list(range(low, high + 1)), {})
     return Field(name, None, {"type": "integer", "minimum": low, "maximum": high})

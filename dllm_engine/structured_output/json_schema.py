@@ -1,6 +1,7 @@
 """JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, but not every valid text is there
 (docs/structured_output.md). A keyword that cannot be held to is refused by name."""
 
+from collections.abc import Mapping
 from fractions import Fraction
 from itertools import combinations
 from math import ceil, floor
@@ -21,13 +22,13 @@ _ANNOTATIONS = {
     *("$defs", "definitions", "discriminator"),
 }
 _COMBINING = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _BY_TYPE: dict[str, tuple[str, ...]] = {
     "object": ("properties", "required", "additionalProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "string": ("minLength", "maxLength", "pattern", "format"),
-    "number": _BOUNDS,
-    "integer": _BOUNDS,
+    "number": BOUNDS,
+    "integer": BOUNDS,
     "boolean": (),
     "null": (),
 }
@@ -194,14 +195,18 @@ class _Reader:
 
 
 def _bounds(schema: dict[str, Any]) -> dict[str, Fraction]:
-    return {keyword: Fraction(str(schema[keyword])) for keyword in _BOUNDS if keyword in schema}
+    return {keyword: Fraction(str(schema[keyword])) for keyword in BOUNDS if keyword in schema}
 
 
 def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
     """Decimals of as many digits behind the point."""
-    scaled = {keyword: bound * 10**places for keyword, bound in bounds.items()}
-    low = [ceil(scaled[keyword]) for keyword in scaled if keyword == "minimum"]
-    low += [floor(scaled[keyword]) + 1 for keyword in scaled if keyword == "exclusiveMinimum"]
-    high = [floor(scaled[keyword]) for keyword in scaled if keyword == "maximum"]
-    high += [ceil(scaled[keyword]) - 1 for keyword in scaled if keyword == "exclusiveMaximum"]
-    return decimals(max(low, default=None), min(high, default=None), places)
+    return decimals(*integer_range({keyword: bound * 10**places for keyword, bound in bounds.items()}), places)
+
+
+def integer_range(bounds: Mapping[str, Fraction | int]) -> tuple[int | None, int | None]:
+    """The least and the largest integer within bounds, by their keywords; None where there is no bound."""
+    lows = [ceil(bounds[key]) for key in bounds if key == "minimum"]
+    lows += [floor(bounds[key]) + 1 for key in bounds if key == "exclusiveMinimum"]
+    highs = [floor(bounds[key]) for key in bounds if key == "maximum"]
+    highs += [ceil(bounds[key]) - 1 for key in bounds if key == "exclusiveMaximum"]
+    return max(lows, default=None), min(highs, default=None)

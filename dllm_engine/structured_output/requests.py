@@ -4,20 +4,24 @@ of the reasoning in front, as a reasoning parser of vLLM describes it."""
 import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
+from tokenizers import Tokenizer
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.vocabulary import vocabulary_of
+from dllm_engine.structured_output.compiler import Vocabulary
 
 LONGEST_GRAMMAR = 1 << 16
 """Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
+_CHECKED = 256
+"""Tokens that are decoded to compare."""
 _REFUSED = {
     "grammar": "context-free grammars are not supported; use regex, choice or json",
     "structural_tag": "structural tags are not supported; use regex, choice or json",
@@ -181,3 +185,38 @@ def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInpu
     engine = EngineOptions.from_vllm_config(vllm_config)
     limits = (engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
     return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), *limits)
+
+
+@lru_cache(maxsize=4)
+def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabulary:
+    """The tokenizer's bytes, for as many tokens as the model predicts; reading them takes a while the first time.
+
+    Raises ``InvalidRequestError`` for a tokenizer whose text is not the bytes of its tokens, end to end (``tokenizer``
+    is None with ``skip_tokenizer_init``).
+    """
+    if tokenizer is None:
+        raise InvalidRequestError("structured_outputs needs a tokenizer: start the engine without skip_tokenizer_init")
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise _refused("it is none of Hugging Face's fast tokenizers")
+    from xgrammar import TokenizerInfo, VocabType  # takes a while, for structured output alone
+
+    vocabulary = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=0)
+    if vocabulary.vocab_type == VocabType.RAW:
+        raise _refused("its tokens are not bytes")
+    added = backend.get_added_tokens_decoder()
+    spelled = [b"" if number in added else text for number, text in enumerate(vocabulary.decoded_vocab)]
+    # A sample of tokens decodes to its bytes, alone and together.
+    used = [number for number, text in enumerate(spelled) if text.decode(errors="ignore").encode() == text != b""]
+    sample = used[:: max(1, len(used) // _CHECKED)]
+    spaced = [number for number in used if spelled[number].startswith(b" ")][:8]
+    for numbers in (sample, *([number] for number in (*spaced, *sample[:32]))):
+        if backend.decode(numbers) != b"".join(spelled[number] for number in numbers).decode():
+            raise _refused("it decodes tokens to other text than the bytes of each")
+    return Vocabulary(spelled)
+
+
+def _refused(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured_outputs is not supported with this model's tokenizer: {reason}; byte-level BPE is supported"
+    )

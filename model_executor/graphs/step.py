@@ -105,7 +105,6 @@ class StepGraphs:
         self.max_pages: int = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
         """The most pages of a request in a layer."""
         self.max_requests: int = runner.vllm_config.scheduler_config.max_num_seqs
-        """The most requests of a batch."""
         self.launches_before = 0
         """Times that work of a kind is launched before it is recorded."""
         self.tokens: torch.Tensor | None = None
@@ -165,11 +164,8 @@ class StepGraphs:
         rows, width, positions = padded(num_candidates), padded(group.width), padded(delayed)
         if rows is None or width is None or positions is None or not worth_padding(num_candidates, rows):
             return None
-        if (
-            self.runner.predictor.tp_group.world_size > 1
-            or group.biased
-            or any(spec.guidance is not None for spec in specs)
-        ):
+        is_guided = any(spec.guidance is not None for spec in specs)
+        if is_guided or group.biased or self.runner.predictor.tp_group.world_size > 1:
             return None
         self._forget_outdated()
         size = FillingSize(rows, width, positions if delayed else None, group.certainty is not None, work)

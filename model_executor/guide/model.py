@@ -63,8 +63,6 @@ class Draft:
 
 
 class Guide:
-    """A loaded guide."""
-
     def __init__(self, vllm_config: VllmConfig, device: torch.device, failures: dict[str, RequestFailure]) -> None:
         """Load the engine's ``guide_model``. ``failures``: where those of requests go."""
         options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
-from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
+from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import HeadTables, KVTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
@@ -111,7 +111,6 @@ class DensePass(LayerPass):
     writes = False
 
     def __init__(self, row_bounds: RowBounds, pages: object = None) -> None:
-        """``row_bounds``: of the sequences."""
         self.row_bounds = row_bounds
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -135,22 +134,16 @@ def attend_split(
     rows: SplitRows,
     *,
     attend_fresh: bool,
+    alone: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``attend_alone`` of the requests that need no pages, and ``attend_pages`` of the others."""
+    """Attention of each request's rows over what it has in pages, and with ``attend_fresh`` over its own rows. Requests
+    that need no pages ``attend_alone``; ``alone`` is what comes out for them, where that is known."""
     n = rows.num_paged_rows
-    if not n:
-        return attend_alone(q, k, v, rows.alone)
-    tokens = tables.paged_tokens(layer)
-    if n == q.shape[0]:
-        return attend_pages(tokens, q, k, v, rows.paged, attend_fresh=attend_fresh)
-    paged_out = attend_pages(tokens, q[:n], k[:n], v[:n], rows.paged, attend_fresh=attend_fresh)
-    return torch.cat((paged_out, attend_alone(q[n:], k[n:], v[n:], rows.alone)))
-
-
-def attend_pages(
-    tokens: PagedTokens, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: RowBounds, *, attend_fresh: bool
-) -> torch.Tensor:
-    """Attention of each request's rows over its ``tokens`` in pages, and with ``attend_fresh`` over the rows' own."""
-    return paged_attention(
-        q, k, v, rows.cu_seqlens, tokens, attend_fresh=attend_fresh, limits=rows.limits, max_seqlen=rows.max_seqlen
-    )
+    if alone is None and n < q.shape[0]:
+        alone = attend_alone(q[n:], k[n:], v[n:], rows.alone)
+    if alone is not None and not n:
+        return alone
+    bounds, limits, longest = rows.paged.cu_seqlens, rows.paged.limits, rows.paged.max_seqlen
+    tokens, own = tables.paged_tokens(layer), (q[:n], k[:n], v[:n])
+    paged = paged_attention(*own, bounds, tokens, attend_fresh=attend_fresh, limits=limits, max_seqlen=longest)
+    return paged if alone is None else torch.cat((paged, alone))

@@ -51,7 +51,6 @@ class EarlySkipPass(LayerPass):
     """``FeatureTables.row_slots``, likewise, if there are ``features``."""
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
-        """Requests in steps that skip and in steps that do not share the pass."""
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes
@@ -168,18 +167,12 @@ class EarlySkipPass(LayerPass):
         return sizes, tuple(self.skips), tuple(self.reading)
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        inputs = self.tables.graph_inputs()
-        for stage in self.stages:
-            inputs += stage.graph_inputs()
-        for cut in self.cuts.values():
-            inputs += cut.graph_inputs()
+        own = [self.confidences, self.bonuses] if self.follows else []
+        parts: list[Any] = [self.tables, *self.stages, *self.cuts.values(), *filter(None, [self.features])]
         if self.copy_tokens is not None:
-            inputs += [self.copy_tokens, *self.attended.graph_inputs()]
-        if self.follows:
-            inputs += [self.confidences, self.bonuses]
-        if self.features is not None:
-            inputs += self.features.graph_inputs()
-        return inputs
+            own.append(self.copy_tokens)
+            parts.append(self.attended)
+        return own + [tensor for part in parts for tensor in part.graph_inputs()]
 
     @property
     def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:

@@ -14,7 +14,7 @@ from dllm_engine.model_executor.batch_tables import HeadTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.adaptive import AdaptivePass
-from dllm_engine.model_executor.passes.base import attend_alone, attend_pages
+from dllm_engine.model_executor.passes.base import attend_alone, attend_split
 from dllm_engine.model_executor.retention.budgets import head_budgets, layer_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import RowBounds, Rows, SplitRows, StepBatch
@@ -120,10 +120,7 @@ class MaskKVPass(AdaptivePass):
             first, stop = computed.bounds[index : index + 2]
             self._vote(layer, index, q[first:stop], k[first:stop], None if lse is None else lse[first - n : stop - n])
         self.pages.write(k, v, self.row_slots[layer][rows])
-        if not n:
-            return out
-        tokens = self.tables.paged_tokens(layer)
-        return torch.cat((attend_pages(tokens, q[:n], k[:n], v[:n], computed.paged, attend_fresh=False), out))
+        return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False, alone=out)
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:
         canvas, heads = self.batch.canvases[index], k.shape[1]

@@ -23,14 +23,9 @@ class PagedPass(LayerPass):
     def __init__(
         self, tokens: KVTables, rows: SplitRows, slots: torch.Tensor | None = None, *, attend_fresh: bool = True
     ) -> None:
-        """
-        Args:
-            tokens: what is retained.
-            rows: those of requests that read none of it attend alone.
-            slots: where the rows' own keys and values are put into pages before any row attends, as ``PageView.write``
-                wants it, int64 ``[num_layers, num_rows, num_kv_heads]``. None: they are not put there.
-            attend_fresh: whether a row attends to its request's own rows beside what its pages retain.
-        """
+        """``rows``: those of requests that read no ``tokens`` attend alone. ``slots``: where the rows' keys and values
+        are written before any row attends, int64 ``[num_layers, num_rows, num_kv_heads]``; None: nowhere. With
+        ``attend_fresh`` a row attends to its request's own rows as well."""
         self.tokens, self.rows, self.row_slots, self.attend_fresh = tokens, rows, slots, attend_fresh
         self.writes = slots is not None
 

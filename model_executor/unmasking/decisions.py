@@ -8,17 +8,16 @@ from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.decision import TokenOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
 
 
 def decide(
-    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
-) -> tuple[Filled, dict[str, RequestFailure]]:
+    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates, failures: dict[str, RequestFailure]
+) -> Filled:
     """Commit fields of each decision, from hidden states of a group of decisions alone. Waits for the device once.
-
-    Also returns the failures of decisions whose own part raised an exception.
-    """
+    ``failures`` gets those of decisions whose own part raises an exception."""
     device, canvases = hidden.device, group.batch.canvases
     asked = []
     for index in group.members:
@@ -26,15 +25,14 @@ def decide(
         assert decision is not None
         asked.append((slice(*group.bounds[index : index + 2].tolist()), on_device(decision.columns, device)))
     logits = on_host(predictor.logits_at(hidden, asked))
-    parts, failures = [np.empty((4, 0), np.int64)], {}
+    parts = [np.empty((4, 0), np.int64)]
     for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True):
         try:
-            part = _commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64))
-            parts.append(part)
+            parts.append(_commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64)))
         except Exception as error:
             request_id = group.batch.request_ids[index]
             failures[request_id] = failure_of(request_id, error)
-    return on_device(np.concatenate(parts, axis=1), device), failures
+    return on_device(np.concatenate(parts, axis=1), device)
 
 
 def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -53,15 +51,13 @@ def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarra
     written, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
     canvas.tokens[written] = values
     canvas.masked[written] = False
-    _keep_logprobs(canvas, committed, options)
+    if canvas.logprobs is not None:
+        _keep_logprobs(canvas, canvas.logprobs, committed, options)
     return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
 
 
-def _keep_logprobs(canvas: Canvas, tokens: dict[int, int], options: TokenOptions) -> None:
-    """Keep log-probabilities among accepted texts, if the request asks for some."""
-    kept = canvas.logprobs
-    if kept is None:
-        return
+def _keep_logprobs(canvas: Canvas, kept: TokenLogprobs, tokens: dict[int, int], options: TokenOptions) -> None:
+    """Keep log-probabilities among accepted texts."""
     for position, token in tokens.items():
         place, (names, values) = canvas.spec.prompt_length + position, options[position]
         own = values[names == token].max()

@@ -16,19 +16,8 @@ def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Te
     return (torch.arange(ordered.shape[-1], device=ordered.device) < value).expand(ordered.shape)
 
 
-def drawn_below(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """For policies that draw each position: those whose number, uniform in (0, 1), is below ``value``."""
-    return ordered < value
-
-
-def reaching(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """Fast-dLLM (arXiv 2505.22618): all at least as confident as ``value``."""
-    return ordered >= value
-
-
-def exceeding(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """ES-dLLM (arXiv 2603.10088): all more confident than ``value``."""
-    return ordered > value
+drawn_below: Rule = torch.lt
+"""For policies that draw each position: those whose number, uniform in (0, 1), is below the value."""
 
 
 def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
@@ -52,28 +41,19 @@ def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.T
     return (-ordered.clamp(max=0)).cumsum(-1) < value
 
 
-def within_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM (arXiv 2601.07568) for LLaDA: all of an entropy of at most ``value``."""
-    return ordered >= -value
-
-
-def below_threshold(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """d3LLM for Dream: all of an entropy below ``value``."""
-    return ordered > -value
-
-
 SELECTION_RULES: dict[str, Rule] = {
-    "threshold": reaching,
+    "threshold": torch.ge,
     "factor": within_factor,
     "entropy_bound": within_bound,
     "entropy_budget": within_budget,
-    "margin": reaching,
-    "slow_fast": reaching,
-    "exceeded_threshold": exceeding,
-    "entropy_threshold": within_threshold,
-    "strict_entropy_threshold": below_threshold,
+    "margin": torch.ge,
+    "slow_fast": torch.ge,
+    "exceeded_threshold": torch.gt,
+    "entropy_threshold": lambda ordered, value: ordered >= -value,
+    "strict_entropy_threshold": lambda ordered, value: ordered > -value,
 }
-"""By the names in ``scheduler/unmasking_policies.py``, which say of which rules a step fills one position at least."""
+"""By the names in ``scheduler/unmasking_policies.py``, which says whose they are, and by which of them a step fills one
+position at least."""
 
 
 def select(
@@ -87,21 +67,16 @@ def select(
     least: torch.Tensor | None = None,
     enough: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Choose candidates of each request by ``rule``; among equally confident ones the first.
+    """Choose candidates of each request by ``rule``, among equally confident ones the first: bool ``[num_candidates]``.
 
     Args:
         confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
         requests, offsets: int64 ``[num_candidates]``; number of the request, and a number below ``width`` that is
             unique within the request and ascends with the position.
-        values: of each request, ``[num_requests]``.
-        guaranteed: int64 ``[num_requests]``; at least the most confident candidate with ``offsets`` below it is chosen.
-            None: no guarantee.
-        least: int64 ``[num_requests]``; minimum number of chosen candidates, the most confident. None: no minimum.
-        enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most confident candidate is chosen. None:
-            no such number.
-
-    Returns:
-        bool ``[num_candidates]``.
+        values: of each request, ``[num_requests]``, like the int64 numbers that follow.
+        guaranteed: at least the most confident candidate with ``offsets`` below it is chosen.
+        least: at least so many are chosen, the most confident.
+        enough: if the rule chooses fewer, only the most confident candidate is chosen.
     """
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker around our model runner."""
+"""vLLM's CPU worker, with our model runner and its warm-up."""
 
 import os
 import re
@@ -16,8 +16,6 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
-    """Differs from vLLM's in the runner it makes and in how that is warmed up."""
-
     def init_device(self) -> None:
         end_vllm_process_with_parent()
         # Not the inherited one, which names vLLM's runner in its body.

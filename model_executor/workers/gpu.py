@@ -1,4 +1,4 @@
-"""vLLM's GPU worker around our model runner."""
+"""vLLM's GPU worker, with our model runner and its warm-up."""
 
 import time
 
@@ -16,8 +16,6 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
-    """Differs from vLLM's in the runner it makes and in how that is warmed up."""
-
     def init_device(self) -> None:
         end_vllm_process_with_parent()
         super().init_device()

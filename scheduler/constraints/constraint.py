@@ -124,6 +124,7 @@ class Constraint:
         used = np.bincount(self.class_of[self.class_of >= 0], minlength=num_classes + 1) > 0
         self.next_state[:, ~used] = -1
         self.num_states, self.num_classes = self.next_state.shape
+        self._transitions = Transitions(self.next_state)
         self._before_mask = lru_cache(maxsize=1024)(self._states_before_mask)
 
     def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
@@ -157,10 +158,6 @@ class Constraint:
         """Fewest tokens of an accepted text, without an end token; None: no text is accepted."""
         fewest = int(distances(self._transitions.targets, self._transitions.sources, self.accepting)[0])
         return None if fewest == FAR else fewest
-
-    @cached_property
-    def _transitions(self) -> Transitions:
-        return Transitions(self.next_state)
 
     @property
     def search_size(self) -> int:

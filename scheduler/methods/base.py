@@ -94,10 +94,6 @@ class CacheMethod:
             yield plan, progress
             progress.advance(spec, min(plan.quota.count, progress.num_masked), retained=plan.retained)
 
-    @property
-    def uses_pages(self) -> bool:
-        return self.pages is not None
-
     def held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
         """Pages that a request holds while ``running`` run, including those of the guide."""
         own = self.pages(spec, running, geometry) if self.pages is not None and self.keeps(spec) else {}

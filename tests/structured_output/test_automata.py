@@ -16,8 +16,7 @@ from dllm_engine.structured_output import automata
 from dllm_engine.structured_output.automata import MOST_WAITING, automaton, take_counts
 from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
-from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of
-from dllm_engine.structured_output.vocabulary import vocabulary_of
+from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of, vocabulary_of
 from tests.support.automaton_walks import accepts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.preloaded import Program, wait_until

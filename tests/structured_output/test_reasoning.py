@@ -20,8 +20,7 @@ from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.constraint import joined
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
-from dllm_engine.structured_output.requests import ReasoningArguments, reasoning_before
-from dllm_engine.structured_output.vocabulary import vocabulary_of
+from dllm_engine.structured_output.requests import ReasoningArguments, reasoning_before, vocabulary_of
 from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
