@@ -244,5 +244,4 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
-    """Mean of the scores and its standard error."""
     return statistics.fmean(scores), statistics.pstdev(scores) / math.sqrt(len(scores))

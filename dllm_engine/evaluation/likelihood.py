@@ -54,11 +54,8 @@ def weighted_canvases(
 
 
 def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> Iterator[tuple[float, list[int]]]:
-    """(weight, masked positions) whose weighted sums of log-probabilities add up to the bound or an unbiased estimate.
-
-    All masks of a continuation of ``length`` tokens if there are no more than ``num_samples``; otherwise that many,
-    their numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling).
-    """
+    """(weight, masked positions): all masks if there are no more than ``num_samples``, which give the bound; else that
+    many, which estimate it, with numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling)."""
     if 2**length - 1 <= num_samples:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):

@@ -66,10 +66,7 @@ class Config(PretrainedConfig):
         return self.schema.experts_of(self)
 
     def check(self) -> None:
-        """Check what may have been changed unseen, and that a model can be served with it.
-
-        Raises ``ValueError`` as ``__init__`` does.
-        """
+        """Check what may have been changed unseen, and that a model can be served with it; raises as ``__init__``."""
         self.schema.read(self._without_kept(vars(self)), _source(self._stated))
         if self.mask_token_id is None:
             raise ValueError(
@@ -137,10 +134,7 @@ def registered_classes() -> dict[str, type[PretrainedConfig]]:
 
 
 class DreamTokenizer(Qwen2Tokenizer):
-    """Dream's tokenizer is Qwen2's with other special tokens, which its files list.
-
-    transformers looks the class up by the name in tokenizer_config.json, so the name is not free.
-    """
+    """Qwen2's tokenizer with the special tokens of Dream's files, under the name in Dream's tokenizer_config.json."""
 
 
 def register_tokenizers() -> None:
@@ -178,6 +172,6 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
 
 
 def _source(values: Mapping[str, Any]) -> str:
-    """The file that ``values`` were read from, as an error names it."""
+    """The file of ``values``, as an error names it."""
     name = values.get("name_or_path")
     return str(Path(name) / "config.json") if isinstance(name, str) and name else "config.json"
