@@ -193,12 +193,9 @@ class LLM(vllm.LLM):
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Per canvas the log-probabilities of its masked tokens given all others, from forward passes without a cache.
-
-        Args:
-            canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
-                as fit into one forward pass (``max_num_batched_tokens``).
-        """
+        """Per canvas, its tokens and which positions of it to mask, the log-probabilities of these tokens given all
+        others, without a cache. Canvases are taken as needed, as many as fit into one forward pass
+        (``max_num_batched_tokens``)."""
         limit = self.model_config.max_model_len
         for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             for tokens, masked in batch:

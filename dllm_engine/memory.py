@@ -1,8 +1,6 @@
-"""Memory of weights, activations and pages, and the requests that fit a GPU, computed from a model's config alone.
-
-Bytes of pages are exact, those of weights too but for unknown quantization; activations are an estimate, which vLLM
-replaces by a measurement at start.
-"""
+"""Memory of weights, activations and pages, and the requests that fit a GPU, from a model's config alone. Bytes of
+weights (but for unknown quantization) and pages are exact; activations are an estimate, which vLLM replaces by a
+measurement at start."""
 
 from dataclasses import dataclass, replace
 from functools import partial

@@ -28,11 +28,9 @@ Canvas = tuple[list[int], list[int]]
 def log_likelihoods(
     llm: "LLM", pairs: Sequence[tuple[list[int], list[int]]], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> list[float]:
-    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs.
-
-    The same pair, ``num_samples`` and ``seed`` give the same estimate, whatever the other pairs. Continuations of equal
-    length after the same prompt, such as the choices of a question, share their masks. A cache method has no say.
-    """
+    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs, the same whatever the other
+    pairs. Continuations of equal length after the same prompt, such as the choices of a question, share their masks. A
+    cache method has no say."""
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")
     terms, ahead = itertools.tee(weighted_canvases(pairs, num_samples, seed))

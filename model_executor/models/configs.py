@@ -1,8 +1,5 @@
-"""Configurations and tokenizers of the supported checkpoints.
-
-They are registered with transformers so that the checkpoints' own remote code is never needed, also where ``auto_map``
-names some.
-"""
+"""Configurations and tokenizers of the supported checkpoints, registered with transformers in place of the remote code
+that ``auto_map`` names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +17,8 @@ _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "nam
 
 
 class Config(PretrainedConfig):
-    """Config of a supported checkpoint, with the changes of callers (vLLM's hf_overrides).
-
-    The attributes are the keys of ``schema``, and the names vLLM asks for (``hidden_size``, ``num_attention_heads``,
-    …). Each change makes the config anew, so that the same rules hold for it as for the file.
-    """
+    """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM asks for too (``hidden_size``, …).
+    Each change (vLLM's hf_overrides) makes it anew, so that the same rules hold as for the file."""
 
     schema: ClassVar[type[CheckpointKeys]]
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})

@@ -147,7 +147,7 @@ class DiffusionDecoder(nn.Module):
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
     ) -> None:
         """``hf_config``: of a second model beside the engine's own, which is not quantized. ``max_positions``: of the
-        longest sequence; None: of ``max_model_len``."""
+        longest sequence; None: the canvas of ``max_model_len``."""
         super().__init__()
         self.vllm_config = vllm_config
         lora_path = EngineOptions.from_vllm_config(vllm_config).lora_path if hf_config is None else None
