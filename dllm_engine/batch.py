@@ -158,11 +158,9 @@ class _Record(BaseModel):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """The output of a run, which resumes an earlier one; pipes and devices can be written but not resumed.
-
-    Raises ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that
-    holds anything but records of the same input and settings.
-    """
+    """The output of a run, which resumes an earlier one; pipes and devices can be written but not resumed. Raises
+    ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that holds
+    anything but records of the same input and settings."""
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
         self.path = path

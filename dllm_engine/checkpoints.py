@@ -62,11 +62,8 @@ def is_named_shape(model: str) -> bool:
 
 
 def named_shape(name: str) -> dict[str, Any]:
-    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads cannot be divided so.
-
-    ``llada-8b/4`` has a quarter of the width, the heads (of unchanged size), the layers, the MLP and the vocabulary.
-    Experts become smaller, not fewer.
-    """
+    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads cannot be divided so. In
+    ``llada-8b/4`` heads keep their size, and experts become smaller, not fewer."""
     base, slash, divisor = name.partition("/")
     if base not in _SHAPES:
         raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or one with /N")
@@ -87,10 +84,7 @@ def named_shape(name: str) -> dict[str, Any]:
 
 def load_config(model: str) -> "Config":
     """A model's config: of its folder, a named shape, known by its name, or of Hugging Face, which is asked for
-    config.json alone.
-
-    Raises ``ValueError`` naming the model or the key of its config that is not supported.
-    """
+    config.json alone. Raises ``ValueError`` naming the model, or the key that is not supported."""
     from dllm_engine.model_executor.models.configs import parse_config
 
     if is_named_shape(model):

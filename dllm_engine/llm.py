@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from typing import Any, Literal
 
 import vllm
@@ -14,7 +15,7 @@ from dllm_engine.decisions.fields import schema_of
 from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
-from dllm_engine.infill.template import Piece, answered, fill_in
+from dllm_engine.infill.template import Piece, filled_in, response_template, sized
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
 from dllm_engine.plugin import register
@@ -119,7 +120,32 @@ class LLM(vllm.LLM):
         Raises:
             ValueError: a template without a hole, a special token in a text, and what ``generate`` refuses.
         """
-        return fill_in(self, prompts, templates, params or DiffusionParams())
+        if len(prompts) != len(templates):
+            raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
+        params = params or DiffusionParams()
+        choices = [sized(template) for template in templates]
+        if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
+            raise ValueError(
+                f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole"
+            )
+        asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
+        requests = []
+        for number, pieces in asked:
+            request = params.clone()
+            request.response_template = response_template(pieces, self._tokenizer, self.model_config.max_model_len)
+            request.return_given = False
+            if len(choices[number]) > 1 and request.logprobs is None:
+                request.logprobs = 0
+            requests.append(request)
+        outputs = self._answered([prompts[number] for number, _ in asked], requests)
+        for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
+            for completion in output.outputs:
+                template = request.response_template or []
+                completion.holes = filled_in(completion.token_ids, template, self._tokenizer, with_given=False)
+                texts = iter(completion.holes)
+                completion.joined = "".join(piece if isinstance(piece, str) else next(texts) for piece in pieces)
+        remaining = iter(outputs)
+        return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
 
     def decide(
         self,
@@ -144,24 +170,32 @@ class LLM(vllm.LLM):
         Raises:
             ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
         """
-        tokenizer = None if self.model_config.skip_tokenizer_init else self.get_tokenizer()
+        vllm_config = self.llm_engine.vllm_config
         params = decision_params(
-            schema_of(fields), tokenizer, self.llm_engine.vllm_config, template=template, passes=passes, top_k=top_k
+            schema_of(fields), self._tokenizer, vllm_config, template=template, passes=passes, top_k=top_k
         )
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        return [DecisionOutput.of(output) for output in answered(self, prompts, params)]
+        return [DecisionOutput.of(output) for output in self._answered(prompts, params)]
+
+    def _answered(self, prompts: list[Any], params: Any) -> list[vllm.RequestOutput]:
+        """Responses to prompts, or to messages, by parameters of all or of each."""
+        chats = [isinstance(prompt, list) for prompt in prompts]
+        if any(chats) and not all(chats):
+            raise ValueError("prompts are texts or messages, not some of each")
+        return (self.chat if any(chats) else self.generate)(prompts, params, use_tqdm=False)
+
+    @property
+    def _tokenizer(self) -> Any:
+        return None if self.model_config.skip_tokenizer_init else self.get_tokenizer()
 
     @property
     def has_chat_template(self) -> bool:
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Per canvas the log-probabilities of its masked tokens given all others, from forward passes without a cache.
-
-        Args:
-            canvases: per canvas its tokens, none masked, and which positions of it to mask. Taken as needed, as many
-                as fit into one forward pass (``max_num_batched_tokens``).
-        """
+        """Per canvas, its tokens and which positions of it to mask, the log-probabilities of these tokens given all
+        others, without a cache. Canvases are taken as needed, as many as fit into one forward pass
+        (``max_num_batched_tokens``)."""
         limit = self.model_config.max_model_len
         for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             for tokens, masked in batch:
@@ -182,6 +216,12 @@ class LLM(vllm.LLM):
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
+
+
+def _mean_logprob(output: vllm.RequestOutput) -> float:
+    """Per token filled in."""
+    completion = output.outputs[0]
+    return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)
 
 
 _ARGUMENTS = inspect.signature(LLM.__init__).parameters

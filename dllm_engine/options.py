@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -15,9 +15,6 @@ from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.scheduler.page_layout import GuideShape, PoolGeometry, head_dim_of
 from dllm_engine.scheduler.request import CacheOptions
 from dllm_engine.text import choices, did_you_mean
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 OPTIONS_KEY = "dllm"
 """Key of our options in ``additional_config``, and of defaults of requests in a checkpoint's config.json."""
@@ -217,7 +214,7 @@ class EngineOptions(BaseModel):
         )
 
     @classmethod
-    def from_vllm_config(cls, vllm_config: "VllmConfig") -> "EngineOptions":
+    def from_vllm_config(cls, vllm_config: Any) -> "EngineOptions":
         """The options in ``additional_config["dllm"]``."""
         additional = vllm_config.additional_config
         raw = additional.get(OPTIONS_KEY, {}) if isinstance(additional, dict) else {}

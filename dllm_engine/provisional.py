@@ -1,8 +1,5 @@
-"""Streaming by denoising step: the running blocks as they are after each step, before their text is final.
-
-A request asks with ``stream_granularity="step"``, and gets them whole as ``RequestOutput.outputs[i].provisional``, over
-HTTP what changed.
-"""
+"""Streaming by denoising step (``stream_granularity="step"``): the running blocks before their text is final, whole as
+``RequestOutput.outputs[i].provisional``, over HTTP what changed."""
 
 from dataclasses import dataclass
 from functools import cache

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from dllm_engine.cli.arguments import add_options, as_words
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
-from dllm_engine.memory.capacity import Deployment, RequestDemand, Sizing, plan
+from dllm_engine.memory import Deployment, RequestDemand, Sizing, plan
 from dllm_engine.options import GUIDE_SETTINGS, explain
 from dllm_engine.text import format_table, readable_size
 

@@ -68,13 +68,9 @@ def make_examples(
     filler: float = 0.0,
     asked: int | None = None,
 ) -> list[Example]:
-    """Draw ``count`` examples of one task.
-
-    ``min_pairs`` and ``max_pairs`` bound the pairs (recall tasks) or words (list tasks) of a prompt; they default
-    to 2 and ``MAX_PAIRS[task]``. ``asked`` is how many pairs a recall prompt asks for; by default 1 to
-    ``MAX_ASKED``, drawn per example. ``filler`` is the fraction of the prompt that is taken up by sentences nobody
-    asks about. The chat task is a fixed list, which these settings do not change.
-    """
+    """Draw ``count`` examples of one task with 2 … ``MAX_PAIRS`` pairs (recall tasks) or words (list tasks), of which a
+    recall prompt asks for 1 … ``MAX_ASKED``. ``filler``: share of the prompt in sentences nobody asks about. The chat
+    task is a fixed list, which these settings do not change."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")

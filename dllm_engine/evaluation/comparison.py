@@ -147,11 +147,9 @@ def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
 
 
 class Comparison:
-    """Fills a table of a command of ``dllm``: a row per combination and task. Each is written to the file ``path`` as
-    soon as it is measured, and the same command goes on from there.
-
-    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more.
-    """
+    """Fills a table of a command of ``dllm``: a row per combination and task, written to the file ``path`` as soon as
+    it is measured, so that the same command goes on from there. ``subject`` is what all rows depend on. One engine runs
+    at a time: a device holds no more."""
 
     def __init__(self, path: Path | None, command: str, subject: dict[str, Any], load: Load) -> None:
         self._path, self._load = path, load
@@ -244,5 +242,4 @@ def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, st
 
 
 def mean_and_error(scores: Sequence[float]) -> tuple[float, float]:
-    """Mean of the scores and its standard error."""
     return statistics.fmean(scores), statistics.pstdev(scores) / math.sqrt(len(scores))

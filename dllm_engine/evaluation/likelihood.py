@@ -28,11 +28,9 @@ Canvas = tuple[list[int], list[int]]
 def log_likelihoods(
     llm: "LLM", pairs: Sequence[tuple[list[int], list[int]]], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> list[float]:
-    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs.
-
-    The same pair, ``num_samples`` and ``seed`` give the same estimate, whatever the other pairs. Continuations of equal
-    length after the same prompt, such as the choices of a question, share their masks. A cache method has no say.
-    """
+    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs, the same whatever the other
+    pairs. Continuations of equal length after the same prompt, such as the choices of a question, share their masks. A
+    cache method has no say."""
     if num_samples < 1:
         raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")
     terms, ahead = itertools.tee(weighted_canvases(pairs, num_samples, seed))
@@ -54,11 +52,8 @@ def weighted_canvases(
 
 
 def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> Iterator[tuple[float, list[int]]]:
-    """(weight, masked positions) whose weighted sums of log-probabilities add up to the bound or an unbiased estimate.
-
-    All masks of a continuation of ``length`` tokens if there are no more than ``num_samples``; otherwise that many,
-    their numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling).
-    """
+    """(weight, masked positions): all masks if there are no more than ``num_samples``, which give the bound; else that
+    many, which estimate it, with numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling)."""
     if 2**length - 1 <= num_samples:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):

@@ -1,8 +1,5 @@
-"""The search of ``dllm tune``: one factor of the settings after the other is varied, of the best setting so far.
-
-The best is the fastest whose score is at most so much below that of plain decoding. Each setting is a row of a
-comparison, so a run with the file of an earlier one goes on from there.
-"""
+"""The search of ``dllm tune``: one factor after the other is varied, of the fastest setting so far whose score is at
+most so much below that of plain decoding. Each setting is a row of a comparison."""
 
 import math
 import time
@@ -155,12 +152,9 @@ class Search:
 
 
 def loss_interval(plain: Sequence[float], scores: Sequence[float]) -> tuple[float, float]:
-    """The 90 % interval of the mean that scores are below those of plain decoding, on the same examples.
-
-    It is that of a mean of differences between pairs, with two examples added, one lost and one won. For answers that
-    are right or wrong it is the adjusted Wald interval of Bonett and Price (2012, Journal of Educational and Behavioral
-    Statistics 37), which holds for few examples and for none that differ.
-    """
+    """The 90 % interval of the mean that scores are below those of plain decoding on the same examples, with one lost
+    and one won added: for answers right or wrong the adjusted Wald interval of Bonett and Price (2012, Journal of
+    Educational and Behavioral Statistics 37), which holds for few examples and for none that differ."""
     differences = [a - b for a, b in zip(plain, scores, strict=True)]
     centre, error = mean_and_error([*differences, 1.0, -1.0])
     bound = NormalDist().inv_cdf(0.95) * error

@@ -32,8 +32,8 @@ async def settle_template(request: Any, serving: Any) -> None:
         tokens = await tokenize(template, serving.renderer.tokenizer, serving.model_config.max_model_len)
         xargs["response_template"] = json.dumps(tokens)  # vLLM reads a batch of chats anew, and takes no null
         request.vllm_xargs = xargs
-    elif isinstance(given := xargs.get("response_template"), str | list):
-        check_length("response_template", given, serving.model_config.max_model_len)
+    else:
+        check_length("response_template", xargs.get("response_template"), serving.model_config.max_model_len)
     if length := _options(xargs).returned_length:
         bound = length_of(request)
         set_length(request, length if bound is None else min(bound, length))

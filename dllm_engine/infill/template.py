@@ -1,17 +1,12 @@
-"""Templates of text, given pieces and holes (docs/infill.md): their tokens, and what engines fill in."""
+"""Templates of text, given pieces and holes (docs/infill.md): their tokens, and what a response fills in."""
 
 import math
 import re
 from collections.abc import Sequence
-from itertools import groupby, islice, product
-from typing import TYPE_CHECKING, Any
+from itertools import groupby, product
+from typing import Any
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-
-if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
-
-    from dllm_engine.params import DiffusionParams
 
 Piece = str | int | tuple[int, ...]
 """Given text, or a hole of so many tokens; of several sizes the surest is kept."""
@@ -79,12 +74,12 @@ def _check_pieces(pieces: Sequence[str | int], tokenizer: Any, max_model_len: in
         )
 
 
-def check_length(name: str, given: str | Sequence[Any], max_model_len: int) -> None:
+def check_length(name: str, given: Any, max_model_len: int) -> None:
     """Raise ``InvalidRequestError`` for more entries than a canvas has positions, before anybody looks at them; a text
-    is JSON that holds them."""
+    is JSON that holds them. Other types are refused later."""
     # A token id or null takes at most 16 characters, with what separates it from the next.
     unit, most = ("characters", 16 * max_model_len) if isinstance(given, str) else ("entries", max_model_len)
-    if len(given) > most:
+    if isinstance(given, str | list | tuple) and len(given) > most:
         raise InvalidRequestError(
             f"{name} has {len(given)} {unit}, of which max_model_len={max_model_len} allows {most}; shorten it"
         )
@@ -101,47 +96,3 @@ def filled_in(
         if is_hole:
             texts.append(tokenizer.decode(own, skip_special_tokens=True))
     return texts
-
-
-def fill_in(
-    llm: "LLM", prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: "DiffusionParams"
-) -> list["RequestOutput"]:
-    """As ``LLM.fill_in`` of this package, by a request for each combination of sizes."""
-    if len(prompts) != len(templates):
-        raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
-    choices = [sized(template) for template in templates]
-    if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
-        raise ValueError(f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole")
-    tokenizer = None if llm.model_config.skip_tokenizer_init else llm.get_tokenizer()
-    asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
-    requests = []
-    for number, pieces in asked:
-        request = params.clone()
-        request.response_template = response_template(pieces, tokenizer, llm.model_config.max_model_len)
-        request.return_given = False
-        if len(choices[number]) > 1 and request.logprobs is None:
-            request.logprobs = 0
-        requests.append(request)
-    outputs = answered(llm, [prompts[number] for number, _ in asked], requests)
-    for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
-        for completion in output.outputs:
-            template = request.response_template or []
-            completion.holes = filled_in(completion.token_ids, template, tokenizer, with_given=False)
-            texts = iter(completion.holes)
-            completion.joined = "".join(piece if isinstance(piece, str) else next(texts) for piece in pieces)
-    remaining = iter(outputs)
-    return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
-
-
-def answered(llm: "LLM", prompts: list[Any], params: Any) -> list["RequestOutput"]:
-    """Responses to prompts, or to messages, by parameters of all or of each."""
-    chats = [isinstance(prompt, list) for prompt in prompts]
-    if any(chats) and not all(chats):
-        raise ValueError("prompts are texts or messages, not some of each")
-    return llm.chat(prompts, params, use_tqdm=False) if any(chats) else llm.generate(prompts, params, use_tqdm=False)
-
-
-def _mean_logprob(output: "RequestOutput") -> float:
-    """Per token filled in."""
-    completion = output.outputs[0]
-    return (completion.cumulative_logprob or 0.0) / max(len(completion.token_ids), 1)

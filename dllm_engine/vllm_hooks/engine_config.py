@@ -1,9 +1,11 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
@@ -24,9 +26,6 @@ from dllm_engine.text import did_you_mean
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -49,7 +48,7 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
     """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
 
     @staticmethod
-    def verify_and_update_model_config(model_config: "ModelConfig") -> None:
+    def verify_and_update_model_config(model_config: ModelConfig) -> None:
         config, overrides = model_config.hf_config, model_config.hf_overrides
         if not isinstance(config, Config):
             raise ValueError(unsupported_model(model_config.model, config.model_type, config.architectures))
@@ -70,10 +69,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         model_config.override_generation_config = defaults | given
 
     @staticmethod
-    def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        from vllm.config.compilation import CompilationMode, CUDAGraphMode
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-        from vllm.platforms import current_platform
 
         keep_our_warnings()  # vLLM has set up logging anew for this engine
         refuse_unsupported(vllm_config)
@@ -127,13 +124,13 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         patch.apply(table.SERVING)
 
 
-def stated_defaults(model_config: "ModelConfig") -> dict[str, Any]:
+def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
     """Defaults of requests that the checkpoint, or the folder named as ``generation_config``, states; "vllm" there
     means that it states none."""
     return {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
 
 
-def left_out_defaults(model_config: "ModelConfig") -> list[str]:
+def left_out_defaults(model_config: ModelConfig) -> list[str]:
     """What the file states and the engine leaves out."""
     stated = stated_defaults(model_config)
     return [f"{name}={stated[name]!r}" for name in OTHER_DEFAULTS if unsupported(name, stated.get(name)) is not None]
@@ -152,7 +149,7 @@ def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in override.items() if name in USED_DEFAULTS and value is not None}
 
 
-def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
+def refuse_stray_options(original: Original, self: VllmConfig) -> None:
     """Refuse our options for a model that is none of ours; vLLM would ignore them."""
     model, additional = self.model_config, self.additional_config
     is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
@@ -162,11 +159,9 @@ def refuse_stray_options(original: Original, self: "VllmConfig") -> None:
     original(self)
 
 
-def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
+def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     """The engine's options, validated for this model and with its paper's settings. They are written back, so that
     every process reads the same."""
-    from vllm.platforms import current_platform
-
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
@@ -201,7 +196,7 @@ def _settle_engine_options(vllm_config: "VllmConfig") -> EngineOptions:
     return options
 
 
-def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: "ModelConfig") -> None:
+def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: ModelConfig) -> None:
     """Say which cache options are taken where papers have others for other models, and the name does not tell."""
     family, model = model_config.hf_config.family, model_config.model
     told, settings = options.method.settings_for(model, family)
@@ -215,7 +210,7 @@ def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, mode
         )
 
 
-def _with_guide_shape(options: EngineOptions, model_config: "ModelConfig") -> EngineOptions:
+def _with_guide_shape(options: EngineOptions, model_config: ModelConfig) -> EngineOptions:
     """Raises ``ValueError`` where the guide model cannot guide this model."""
     guide = options.guide_model
     assert guide is not None

@@ -50,8 +50,8 @@ def process_checked_inputs(
     prompt_token_ids = prompt.get("prompt_token_ids") or []
     if isinstance(params, DiffusionParams):
         params = params.to_sampling_params()
-    if isinstance(given := (params.extra_args or {}).get("response_template"), str | list):
-        check_length("response_template", given, self.model_config.max_model_len)
+    given = (params.extra_args or {}).get("response_template")
+    check_length("response_template", given, self.model_config.max_model_len)
     params = settled_params(params, prompt_token_ids, self.tokenizer, self.vllm_config)
     check_request(params, prompt_token_ids, self.vllm_config)
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)

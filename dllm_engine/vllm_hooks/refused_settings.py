@@ -2,12 +2,13 @@
 
 import reprlib
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
 from dllm_engine.options import EngineOptions
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 
@@ -48,7 +49,7 @@ _OPTIONS = {"cache_dtype": "kv_cache_dtype", "backend": "attention_backend", "lo
 """Names for users of settings that have another name."""
 
 
-def refuse_unsupported(vllm_config: "VllmConfig") -> None:
+def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ``ValueError`` for a setting that has another value than vLLM's default."""
     for place, names, instead in REFUSED:
         owner = attrgetter(place)(vllm_config) if place else vllm_config
@@ -65,11 +66,8 @@ def _is_default(config: Any, name: str, value: Any) -> bool:
     return value == default or not (value or default)
 
 
-def _is_honoured(name: str, config: "VllmConfig") -> bool:
+def _is_honoured(name: str, config: VllmConfig) -> bool:
     """Return True if a setting may have its value, which is not vLLM's default, in this engine."""
-    from vllm.platforms import current_platform
-    from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
-
     model, cache, options = config.model_config, config.cache_config, EngineOptions.from_vllm_config(config)
     match name:
         case "enable_expert_parallel":

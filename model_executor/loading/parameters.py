@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Fill the parameters of a model with tensors by their names in the checkpoint: all of them, unless it takes parts.
-
-    Returns the names of the parameters that were filled. Raises ``ValueError`` naming the tensor where one is unknown,
-    missing or of a wrong shape; vLLM looks for missing norms alone.
-    """
+    Returns the names of those filled; raises ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for
+    norms alone) or of a wrong shape."""
     parameters, model_name, in_layer = dict(model.named_parameters()), type(model).__name__, _modules_in_layer(model)
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:

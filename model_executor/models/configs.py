@@ -1,8 +1,5 @@
-"""Configurations and tokenizers of the supported checkpoints.
-
-They are registered with transformers so that the checkpoints' own remote code is never needed, also where ``auto_map``
-names some.
-"""
+"""Configurations and tokenizers of the supported checkpoints, registered with transformers in place of the remote code
+that ``auto_map`` names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,11 +17,8 @@ _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "nam
 
 
 class Config(PretrainedConfig):
-    """Config of a supported checkpoint, with the changes of callers (vLLM's hf_overrides).
-
-    The attributes are the keys of ``schema``, and the names vLLM asks for (``hidden_size``, ``num_attention_heads``,
-    …). Each change makes the config anew, so that the same rules hold for it as for the file.
-    """
+    """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM asks for too (``hidden_size``, …).
+    Each change (vLLM's hf_overrides) makes it anew, so that the same rules hold as for the file."""
 
     schema: ClassVar[type[CheckpointKeys]]
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
@@ -66,10 +60,7 @@ class Config(PretrainedConfig):
         return self.schema.experts_of(self)
 
     def check(self) -> None:
-        """Check what may have been changed unseen, and that a model can be served with it.
-
-        Raises ``ValueError`` as ``__init__`` does.
-        """
+        """Check what may have been changed unseen, and that a model can be served with it; raises as ``__init__``."""
         self.schema.read(self._without_kept(vars(self)), _source(self._stated))
         if self.mask_token_id is None:
             raise ValueError(
@@ -137,10 +128,7 @@ def registered_classes() -> dict[str, type[PretrainedConfig]]:
 
 
 class DreamTokenizer(Qwen2Tokenizer):
-    """Dream's tokenizer is Qwen2's with other special tokens, which its files list.
-
-    transformers looks the class up by the name in tokenizer_config.json, so the name is not free.
-    """
+    """Qwen2's tokenizer with the special tokens of Dream's files, under the name in Dream's tokenizer_config.json."""
 
 
 def register_tokenizers() -> None:
@@ -178,6 +166,6 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
 
 
 def _source(values: Mapping[str, Any]) -> str:
-    """The file that ``values`` were read from, as an error names it."""
+    """The file of ``values``, as an error names it."""
     name = values.get("name_or_path")
     return str(Path(name) / "config.json") if isinstance(name, str) and name else "config.json"

@@ -43,7 +43,6 @@ class RotaryPhases:
     """``rotary_table`` of the model."""
 
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
-        """Phases of some of the rows."""
         return RotaryPhases(self.positions[rows], self.table)
 
 
@@ -51,7 +50,6 @@ class DecoderLayer(nn.Module):
     """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
 
     def __init__(self, config: Any, number: int, arguments_of: ArgumentsOf) -> None:
-        """``config``: has transformers' names for sizes."""
         super().__init__()
         hidden_size, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, head_dim_of(config)
         num_heads = config.num_attention_heads
@@ -110,10 +108,8 @@ class DecoderLayer(nn.Module):
         return self.out_proj(attended.flatten(1))[0]
 
     def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """``count`` heads of the fused projection from the head ``first`` on, ``[num_rows, count, head_dim]``.
-
-        A quantized or prepacked weight cannot be sliced by rows; then the whole projection is computed.
-        """
+        """``count`` heads of the fused projection from the head ``first`` on, ``[num_rows, count, head_dim]``; all of
+        it is computed where the weight is quantized or prepacked, and cannot be sliced by rows."""
         start, stop = first * self.head_dim, (first + count) * self.head_dim
         weight, bias = getattr(self.qkv_proj, "weight", None), self.qkv_proj.bias
         shape = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, normed.shape[-1]
@@ -136,11 +132,8 @@ class DiffusionDecoder(nn.Module):
 
     names: ClassVar[TensorNames] = TRANSFORMERS_NAMES
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
-    """Last names of fused modules, and of the checkpoint's that fill them in their order; read by vLLM.
-
-    Its quantization methods know a fused layer by its own name beside those of the modules that fill it. So lists of
-    modules in a quantization config apply as they were written for the released names.
-    """
+    """Last names of fused modules, and of the checkpoint's that fill them in their order. vLLM's quantization methods
+    read it, so that lists of modules in a quantization config apply as they were written for the released names."""
 
     def __init_subclass__(cls) -> None:
         packed: dict[str, list[str]] = {}
@@ -153,11 +146,8 @@ class DiffusionDecoder(nn.Module):
     def __init__(
         self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
     ) -> None:
-        """
-        Args:
-            hf_config: of a second model beside the engine's own, which is not quantized; None: the engine's.
-            max_positions: the longest sequence that the model is given; None: the canvas of ``max_model_len``.
-        """
+        """``hf_config``: of a second model beside the engine's own, which is not quantized. ``max_positions``: of the
+        longest sequence; None: the canvas of ``max_model_len``."""
         super().__init__()
         self.vllm_config = vllm_config
         lora_path = EngineOptions.from_vllm_config(vllm_config).lora_path if hf_config is None else None
@@ -183,7 +173,7 @@ class DiffusionDecoder(nn.Module):
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings ``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
+        """``[num_rows, hidden_size]`` of token ids ``[num_rows]``."""
         return self.embedding(input_ids)
 
     @cached_property

@@ -93,12 +93,9 @@ class ExpertMLP(nn.Module):
     def _route(
         self, hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the router's logits
-        ``[num_rows, num_experts]``; the arguments are vLLM's.
-
-        LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; SDAR-MoE, which has no bias,
-        does the former, and LLaDA2 both.
-        """
+        """Weights (float32) and experts of each row, ``[num_rows, topk]``, from the router's logits ``[num_rows,
+        num_experts]``. LLaDA-MoE neither makes the weights sum to 1 nor takes the bias off them again; SDAR-MoE, which
+        has no bias, does the former, and LLaDA2 both."""
         if gating_output.is_cuda and hasattr(torch.ops._moe_C, "topk_softmax"):
             if self.shape.num_groups and not self.shape.capacity:
                 bias = gating_output.new_zeros(gating_output.shape[1]) if self.expert_bias is None else self.expert_bias

@@ -31,11 +31,8 @@ class Norm(RMSNorm):
         self.sum_kernel = vllm_kernel("fused_add_rms_norm", device) if rounds else None
 
     def forward(self, x: torch.Tensor, added: torch.Tensor | None = None) -> torch.Tensor:
-        """RMSNorm of rows ``x`` ``[num_rows, hidden_size]``.
-
-        With ``added``, a branch's output of the same shape, it is that of ``x + added``, which goes into ``x``. The
-        memory of ``added`` is used for the result.
-        """
+        """RMSNorm of rows ``x`` ``[num_rows, hidden_size]``; with ``added``, a branch's output of the same shape, that
+        of ``x + added``, which goes into ``x``. The result takes the memory of ``added``."""
         # Without weights vLLM keeps ones, which `sleep(level=2)` discards for good: they are never read.
         weight, eps = self.weight if self.has_weight else None, self.variance_epsilon
         fits = x.dtype == self.weight.dtype and x.is_contiguous()

@@ -46,10 +46,8 @@ def _checked_slow_fast(value: Any) -> Any:
 
 
 class RequestOptions(BaseModel):
-    """The options that vLLM's ``SamplingParams`` has no field for; they travel in ``extra_args``.
-
-    Over HTTP a client sets them in ``vllm_xargs``.
-    """
+    """The options that vLLM's ``SamplingParams`` has no field for; they travel in ``extra_args``, over HTTP in
+    ``vllm_xargs``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 

@@ -11,7 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.serve import vllm_arguments
-from dllm_engine.memory.capacity import Deployment, plan
+from dllm_engine.memory import Deployment, plan
 from dllm_engine.options import EngineOptions
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

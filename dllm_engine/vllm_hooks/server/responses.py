@@ -54,11 +54,8 @@ def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwa
 
 
 async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGenerator[str, None]:
-    """vLLM's stream of a response with our fields, and with chunks that show running blocks.
-
-    vLLM's generator, ``stream`` of what is ``given``, pulls a result and yields its chunks, or none if nothing is new.
-    It runs in a task of its own, so that our chunks can be sent while it waits for the next result.
-    """
+    """vLLM's ``stream`` of what is ``given``, with our fields and with chunks that show running blocks. It runs in a
+    task of its own, so that our chunks can be sent while it waits for the next result."""
     request, with_trace = given["request"], _asks_for_trace(given["request"])
     is_chat = "created_time" not in given  # else the chunks say when the stream begins
     head = {

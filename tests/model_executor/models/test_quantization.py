@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.memory.weights import weight_bytes
+from dllm_engine.memory import weight_bytes
 from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints

@@ -1,1 +1,0 @@
-"""Memory of weights, activations and pages, and the requests that fit."""
