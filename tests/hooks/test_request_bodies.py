@@ -159,7 +159,7 @@ def test_requests_of_files_have_our_options_in_vllm_xargs_too(request_class, bod
         async def create(self, request, raw_request=None):
             return request
 
-        handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours))
+        handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours, max_model_len=64))
         return asyncio.run(create_if_known(create, handler, request_class(**body, **fields)))
 
     for name in RequestOptions.model_fields.keys() - request_class.model_fields.keys():
