@@ -190,11 +190,9 @@ class Decision:
     def packed(self) -> bytes:
         """To be sent; ``unpacked_decision`` makes it a decision again."""
         buffer, graph = io.BytesIO(), self.graph
-        header = json.dumps(
-            [self.names, self.values, self.top_k, self.is_json, [text.hex() for text in self.spellings]]
-        )
-        header_bytes = np.frombuffer(header.encode(), np.uint8)
-        np.savez_compressed(buffer, ends=graph.ends, edges=graph.edges, header=header_bytes)
+        spellings = [text.hex() for text in self.spellings]
+        header = json.dumps([self.names, self.values, self.top_k, self.is_json, spellings])
+        np.savez_compressed(buffer, ends=graph.ends, edges=graph.edges, header=np.array(header))
         return buffer.getvalue()
 
 
@@ -203,7 +201,7 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         graph = Graph(arrays["ends"], arrays["edges"])
-        names, values, top_k, is_json, spellings = json.loads(arrays["header"].tobytes())
+        names, values, top_k, is_json, spellings = json.loads(arrays["header"].item())
     texts = [bytes.fromhex(text) for text in spellings]
     return Decision(graph, names, values, texts, top_k, is_json)
 

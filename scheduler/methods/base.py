@@ -76,7 +76,6 @@ class CacheMethod:
         return spec.decision is None or self.keeps_for_good
 
     def next_step(self, spec: DecodingSpec, progress: Progress) -> StepPlan:
-        """The next step of a request."""
         return self.plan(spec, progress) if self.keeps(spec) else plan_whole(spec, progress)
 
     def fitted(self, plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan:
@@ -100,7 +99,6 @@ class CacheMethod:
         return own | guide_pages(spec, geometry)
 
     def num_held(self, spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> int:
-        """Number of pages that a request holds while ``running`` run."""
         return sum(map(sum, self.held(spec, running, geometry).values()))
 
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
@@ -188,4 +186,3 @@ def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
 
 
 hold_canvas = hold_tokens(lambda spec, running: spec.canvas_length)
-"""Keys and values of the whole canvas in every layer."""

@@ -44,15 +44,11 @@ def plan_prefix(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def plan_dual(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step of a window keeps all but the window; the others compute the window alone."""
+    """The first step of a window keeps all but the window, or with ``refresh="near"`` renews what is near or the whole
+    canvas; the others compute the window alone."""
     options = DualOptions.of(spec)
-    if options.refresh == "near":
-        return _plan_near(spec, progress, options.near_tokens)
-    return refresh_then_reuse(spec, progress, 0, retain_all)
-
-
-def _plan_near(spec: DecodingSpec, progress: Progress, near_tokens: int) -> StepPlan:
-    """The first step of a window renews what is near, or the whole canvas, and the others the window."""
+    if options.refresh != "near":
+        return refresh_then_reuse(spec, progress, 0, retain_all)
     window = spec.span_of(progress.running)
     visible = spec.visible(window)
     state, scope, span = RefreshState.UPDATE, Scope.ACTIVE, window
@@ -62,8 +58,8 @@ def _plan_near(spec: DecodingSpec, progress: Progress, near_tokens: int) -> Step
         scope, span = Scope.ALL, visible
     else:
         # What becomes visible where a suffix is left out has not been computed before.
-        stop = window.stop + near_tokens if spec.suffix_blocks is None else visible.stop
-        span = Span(max(window.start - near_tokens, 0), min(stop, visible.stop))
+        stop = window.stop + options.near_tokens if spec.suffix_blocks is None else visible.stop
+        span = Span(max(window.start - options.near_tokens, 0), min(stop, visible.stop))
     return plan_on_canvas(spec, progress, state, scope, span, window_alone=True)
 
 
