@@ -224,16 +224,17 @@ def _with_guide(options: EngineOptions, model: str, config: Any) -> tuple[Engine
         return options, []
     from transformers import AutoTokenizer
 
-    from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape  # imports vLLM
+    from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape  # imports vLLM
     from dllm_engine.model_executor.models.configs import register_tokenizers
 
     register_tokenizers()
+    guide = guide_config(options.guide_model)
     try:
         vocabulary = AutoTokenizer.from_pretrained(model_path(model), config=config).get_vocab()
-        same_tokens = has_same_tokens(options.guide_model, vocabulary)
+        shape = guide_shape(options.guide_model, vocabulary, options.guide_tokens_per_token)
     except (OSError, ValueError) as error:
         raise ValueError(f"--guide-model needs the tokenizers of both models: {error}") from None
-    return with_shape(options, same_tokens=same_tokens), [guide_config(options.guide_model)]
+    return options.model_copy(update={"guide_shape": shape}), [guide]
 
 
 def pages_of_pool(pool_bytes: int, page_bytes: int) -> int:

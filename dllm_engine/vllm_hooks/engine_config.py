@@ -11,7 +11,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import barred_tokens
-from dllm_engine.model_executor.guide.sizes import guide_config, has_same_tokens, with_shape
+from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.loading.lora import check_adapter
@@ -214,13 +214,10 @@ def _with_guide_shape(options: EngineOptions, model_config: ModelConfig) -> Engi
     """Raises ``ValueError`` where the guide model cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    guide_config(guide)
-    # Without tokenizers this is unknown; ids are then passed on as they are.
-    same_tokens = model_config.skip_tokenizer_init or has_same_tokens(
-        guide, cached_tokenizer_from_config(model_config).get_vocab()
-    )
-    if not same_tokens:
+    tokenizer = None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
+    shape = guide_shape(guide, tokenizer and tokenizer.get_vocab(), options.guide_tokens_per_token)
+    if not shape.same_tokens:
         # It refuses what it cannot handle; do so before workers start.
         Retokenizer.between(model_config, guide)
         logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
-    return with_shape(options, same_tokens=same_tokens)
+    return options.model_copy(update={"guide_shape": shape})

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.configs import Config
-from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import GuideShape, head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model implements.
@@ -53,23 +52,19 @@ def guide_config(guide: str) -> Any:
     return config
 
 
-def has_same_tokens(guide: str, vocabulary: Mapping[str, int]) -> bool:
-    """Return True if token ids mean the same to a guide and a model of this vocabulary, and the guide knows most of
-    them."""
-    theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
-    agrees = all(vocabulary.get(token, number) == number for token, number in theirs.items())
-    return agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(vocabulary)
-
-
-def with_shape(options: EngineOptions, *, same_tokens: bool) -> EngineOptions:
-    """Engine options with the sizes of their guide; raises ``ValueError`` as ``guide_config``."""
-    assert options.guide_model is not None
-    config = guide_config(options.guide_model)
-    guide_shape = GuideShape(
+def guide_shape(guide: str, vocabulary: Mapping[str, int] | None, tokens_per_token: float) -> GuideShape:
+    """Sizes of a guide of a model with this vocabulary. The model's ids are passed on as they are if they mean the same
+    to the guide, which knows most of them, or if nothing is known of them (None); else the guide takes
+    ``tokens_per_token`` of its own for each."""
+    config, same_tokens = guide_config(guide), True
+    if vocabulary is not None:
+        theirs = AutoTokenizer.from_pretrained(guide).get_vocab()
+        agrees = all(vocabulary.get(token, number) == number for token, number in theirs.items())
+        same_tokens = agrees and len(vocabulary.keys() & theirs.keys()) >= 0.9 * len(vocabulary)
+    return GuideShape(
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim_of(config),
         same_tokens=same_tokens,
-        tokens_per_token=1.0 if same_tokens else options.guide_tokens_per_token,
+        tokens_per_token=1.0 if same_tokens else tokens_per_token,
     )
-    return options.model_copy(update={"guide_shape": guide_shape})

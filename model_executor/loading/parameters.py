@@ -48,10 +48,10 @@ def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torc
                 f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
-    wanted = {(name, shard) for name in parameters for shard in _shards_of(name, in_layer)}
-    missing = sorted(
-        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled if not _may_be_missing(name)
-    )
+    # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts in GPTQ's format.
+    needed = [name for name in parameters if not _is_group_index(name) and not name.endswith((".w13_bias", ".w2_bias"))]
+    wanted = {(name, shard) for name in needed for shard in _shards_of(name, in_layer)}
+    missing = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled)
     if missing and not model.takes_parts:
         raise ValueError(
             f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first for {missing[0]}; is a "
@@ -103,9 +103,3 @@ def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int,
 def _is_group_index(parameter_name: str) -> bool:
     """Return True if a parameter maps input features to groups of weights (GPTQ)."""
     return "g_idx" in parameter_name.rpartition(".")[2]
-
-
-def _may_be_missing(parameter_name: str) -> bool:
-    """Return True if a checkpoint may lack a parameter: GPTQ's consecutive groups, and the zero biases that vLLM gives
-    experts in GPTQ's format."""
-    return _is_group_index(parameter_name) or parameter_name.endswith((".w13_bias", ".w2_bias"))
