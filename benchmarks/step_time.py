@@ -32,7 +32,7 @@ from passes import Dispatch, InnerTime, InnerTimes, observed_step
 from program import Rows, argument_parser, report
 
 from dllm_engine import LLM, DiffusionParams
-from dllm_engine.cli.bench import random_engine
+from dllm_engine.evaluation.bench import random_engine
 from dllm_engine.evaluation.runner import runner_of
 
 BLOCK_LENGTH = 32

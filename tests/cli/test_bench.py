@@ -6,6 +6,7 @@ import pytest
 
 from dllm_engine.cli import bench
 from dllm_engine.cli.main import main
+from dllm_engine.evaluation.bench import Workload
 from tests.support.plans import FULL_METHODS
 
 
@@ -88,7 +89,7 @@ def test_arguments_go_before_the_preset_and_the_defaults(measured):
 
 def test_prompts_are_random_tokens_of_the_length_that_is_asked_for(engines, tiny_llada):
     llm = engines(tiny_llada)
-    (first, params), (second, _) = bench.Workload("", 2, 60, 1, 0).requests(llm, {})
+    (first, params), (second, _) = Workload("", 2, 60, 1, 0).requests(llm, {})
     assert (len(first), len(second), params.ignore_eos) == (60, 60, True)
     assert first != second
     assert llm.model_config.hf_config.mask_token_id not in {*first, *second}
