@@ -10,6 +10,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.scheduler.constraints.constraint import constraint_of
+from dllm_engine.scheduler.constraints.decision import unpacked_decision
+from dllm_engine.scheduler.constraints.lattice import END
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
 from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
@@ -79,6 +81,7 @@ def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_conf
         raise _too_long(prompt_length, params.max_tokens, prompt_length + params.max_tokens, max_model_len)
     spec = with_tokens(resolve_decoding(params, prompt_length, family, engine), params, hf_config)
     _check_given(spec.template, spec.end_tokens, hf_config)
+    _check_decision(spec)
     if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
         fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
@@ -144,6 +147,14 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         else:
             continue
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
+
+
+def _check_decision(spec: DecodingSpec) -> None:
+    if spec.decision is not None and not spec.end_tokens and END in unpacked_decision(spec.decision).lattice.tokens:
+        raise InvalidRequestError(
+            "fields: their texts have different numbers of tokens, and no end token may follow a shorter one; leave "
+            "ignore_eos unset"
+        )
 
 
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:

@@ -31,6 +31,7 @@ class LLM(vllm.LLM):
 
     It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
     ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
+    Raises ``ValueError`` for options that do not suit each other, the model or the machine.
     """
 
     def __init__(
@@ -193,9 +194,15 @@ class LLM(vllm.LLM):
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Per canvas, its tokens and which positions of it to mask, the log-probabilities of these tokens given all
-        others, without a cache. Canvases are taken as needed, as many as fit into one forward pass
-        (``max_num_batched_tokens``)."""
+        """Log-probabilities of masked tokens of each canvas, given all its other tokens and without a cache.
+
+        Args:
+            canvases: tokens of each canvas, and the positions to mask. They are read as needed, as many as fit into one
+                forward pass (``max_num_batched_tokens``).
+
+        Raises:
+            ValueError: a canvas that is empty or too long, a position outside it, or an engine that is paused.
+        """
         limit = self.model_config.max_model_len
         for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             for tokens, masked in batch:

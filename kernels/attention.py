@@ -79,7 +79,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         logger.info("Dense attention: sdpa")
         return attend_with_sdpa
     try:
-        flash, _ = flash_attention(device, dtype, head_dim)
+        flash, _ = find_flash(device, dtype, head_dim)
     except ValueError as error:
         if name != "auto":
             raise ValueError(f"dense_attention={name!r} {error}; leave it at 'auto'") from error
@@ -98,7 +98,7 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
     return attend
 
 
-def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Callable[..., torch.Tensor], int]:
+def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Callable[..., torch.Tensor], int]:
     """FlashAttention as vLLM takes it for this GPU, and its version. Raises ``ValueError`` if there is none."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
@@ -115,7 +115,7 @@ def flash_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> PagedFlash | None:
     """FlashAttention over pages of ``page_size`` tokens; None where it cannot be had."""
     try:
-        flash, version = flash_attention(device, dtype, head_dim)
+        flash, version = find_flash(device, dtype, head_dim)
         if version not in (2, 3):
             raise ValueError(f"needs FlashAttention 2 or 3, and vLLM takes {version} for this GPU")
         if page_size % 16:

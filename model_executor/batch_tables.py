@@ -187,7 +187,7 @@ class HeadTables(BatchTables):
         return [self.tables, self.kept, self.lengths, self.starts, self.requests, self.response_index, self.unread]
 
     def row_slots(self) -> "torch.Tensor | HeadTables":
-        """``self[layer]`` of each layer."""
+        """The slots of all rows by layer, −1 where nothing is kept of a row."""
         # While a request votes, where a layer's ranges begin follows from the votes of the layers before it.
         return self if self.prompts else self[ALL_LAYERS]
 

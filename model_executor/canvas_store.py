@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_engine.kernels.noise import signed_seed
+from dllm_engine.kernels.sampling import signed_seed
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
@@ -164,9 +164,11 @@ class CanvasStore:
         canvases = self.canvases.values()
         # Twice what is needed, so that a canvas moves a bounded number of times as others come and go.
         size = 2 * (canvas_length + sum(canvas.spec.canvas_length for canvas in canvases))
-        kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
         if size > self.tokens.numel():
             self.tokens, self.masked = self.tokens.new_empty(size), self.masked.new_empty(size)
+            kept = [(canvas.tokens, canvas.masked) for canvas in canvases]
+        else:
+            kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
         self._begin()
         for canvas, (tokens, masked) in zip(canvases, kept, strict=True):
             self._place(canvas)

@@ -83,8 +83,8 @@ class Denoiser:
         hidden = self.forward(batch, layer_pass)
         if self.graphs is not None and len(groups) > 1:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
-        if layer_pass.finished is not None:
-            groups = [group.of_finished(*layer_pass.finished) for group in groups]
+        if (finished := layer_pass.finished) is not None:
+            groups = [group.of_finished(*finished) for group in groups]
         drafts: list[Draft] = []
         filled = []
         for group in groups:

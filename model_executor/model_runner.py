@@ -136,7 +136,9 @@ class DiffusionModelRunner:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
             self.pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
-        if self.guide is not None and (shape := self.geometry.guide) is not None:
+        if self.guide is not None:
+            shape = self.geometry.guide
+            assert shape is not None
             self.guide.pages = self.pages.view_for(shape.num_kv_heads, shape.head_dim)
 
     def use_graphs(self, record: Record) -> StepGraphs:
@@ -176,7 +178,7 @@ class DiffusionModelRunner:
         while plans:
             ran = self._run_steps(plans, progress, scheduler_output.num_steps - len(reports))
             reports += ran
-            results = [result for step in ran for result in step.items()]
+            results = [(request_id, result) for step in ran for request_id, result in step.items()]
             # The scheduler must see tokens to send, and failures, before the next step.
             tells = any(isinstance(result, RequestFailure) or result.tokens is not None for _, result in results)
             if len(reports) == scheduler_output.num_steps or self.failures or tells:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from dllm_engine.kernels.noise import Counters
+from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds

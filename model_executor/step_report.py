@@ -39,12 +39,12 @@ class Reporter:
             rows = self.batch.host_positions[self.batch.rows(index)]
             for number, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
                 plan = step[request_id]
-                if number:
-                    if (canvas.known[slice(*plan.window)] >= 0).all():
-                        break  # it ran with others, and had nothing to do
-                    # It was fed the rows of the first step; those that its own plan leaves out had no effect.
-                    rows = row_positions(plan, canvas)
                 try:
+                    if number:
+                        if (canvas.known[slice(*plan.window)] >= 0).all():
+                            break  # it ran with others, and had nothing to do
+                        # It was fed the rows of the first step; those that its own plan leaves out had no effect.
+                        rows = row_positions(plan, canvas)
                     result = self._result(index, plan, outcome, rows)
                 except Exception as error:
                     result = failure_of(request_id, error)
@@ -56,9 +56,9 @@ class Reporter:
     def _result(self, index: int, plan: StepPlan, outcome: StepOutcome, rows: np.ndarray) -> StepResult:
         """Take what a step filled into a canvas. ``rows``: the canvas positions that it computed."""
         canvas, layer_pass = self.batch.canvases[index], self.layer_pass
-        spec, changed = canvas.spec, outcome.positions[index]
+        spec, changed, number = canvas.spec, outcome.positions[index], plan.forward + 1
         edited = canvas.write(changed, outcome.tokens[index])
-        canvas.committed_at[changed] = number = plan.forward + 1
+        canvas.committed_at[changed] = number
         if index in outcome.not_finite:
             message = f"the model produced logits that are NaN or infinite in forward pass {number}"
             return RequestFailure("not_finite", message)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.noise import Counters, filtered_logits, gumbel_max, noisy_logits
+from dllm_engine.kernels.sampling import Counters, filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
@@ -118,10 +118,11 @@ class TokenPredictor:
         least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
         chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows)
 
-        @lru_cache(maxsize=1)  # a single chunk is computed once, although constraints read it twice
-        def computed(number: int) -> _Chunk:
+        def compute(number: int) -> _Chunk:
             return _Chunk(self, hidden, chunks[number], settings, counters, biased, constrained, options)
 
+        # Constraints read chunks twice; a single one is computed once. Others need not outlive the next one's logits.
+        computed: Callable[[int], _Chunk] = lru_cache(maxsize=1)(compute) if constrained else compute
         numbers, classes = range(len(chunks)), None
         if constrained:
             by_request = zip(*(computed(number).class_maxima() for number in numbers), strict=True)
@@ -171,13 +172,15 @@ class _Chunk:
         options: torch.Tensor | None,
     ) -> None:
         """``rows``: those of the chunk. Other arguments as of ``predict``."""
-        self.rows, self.settings, self.tp_group, self.is_biased = rows, settings, predictor.tp_group, bool(biased)
+        self.rows, self.settings, self.tp_group = rows, settings, predictor.tp_group
         self.counters = None if counters is None else Counters(*(column[rows] for column in counters))
         self.responses = [(response.within(rows), response) for response in constrained]
         """The rows of each constrained response that are in the chunk, counted from its first."""
         self.options = None if options is None else options[rows]
         self.plain = predictor.compute_logits(hidden[rows])
-        self.logits, self.first_token = with_biases(self.plain, biased, rows)
+        changed = with_biases(self.plain, biased, rows)
+        self.is_biased = changed is not self.plain
+        self.logits, self.first_token = changed
         self.sharded = self.tp_group.world_size > 1 and not settings.filters
         if self.tp_group.world_size > 1 and settings.filters:
             self.logits, self.first_token = gather_shards(self.logits, self.tp_group), 0

@@ -74,17 +74,17 @@ class DiffusionScheduler(RequestQueue):
             with self._failing_alone(state, output):
                 request, spec, progress = state.request, state.spec, state.progress
                 keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, request.num_tokens)
-                found = self.pages.find(keys, self.geometry.num_layers)
-                num_found = len(found[0]) if found else 0
-                if self._being_filled.intersection(keys[num_found : num_found + 1]):
+                shared = self.pages.find(keys, self.geometry.num_layers)
+                num_shared = len(shared[0]) if shared else 0
+                if self._being_filled.intersection(keys[num_shared : num_shared + 1]):
                     break  # another request fills the next page in this step
-                progress.retained = num_found * self.geometry.page_size
+                progress.retained = num_shared * self.geometry.page_size
                 demand = self.method.admission_demand(spec, progress.running, self.geometry)
                 spare = self.watermark if self.running else 0
                 plan = self._fitted(self.method.next_step(spec, progress), spec, budget)
-                if not self.pages.can_reserve(demand + spare, found) or plan.max_rows > budget:
+                if not self.pages.can_reserve(demand + spare, shared) or plan.max_rows > budget:
                     break
-                self.pages.reserve(state.request_id, demand, found)
+                self.pages.reserve(state.request_id, demand, shared)
                 self._begin(state, output)
                 self._schedule_one(state, plan, output)
                 budget -= plan.max_rows
@@ -173,7 +173,7 @@ class DiffusionScheduler(RequestQueue):
     def _schedule_one(self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput) -> None:
         state.last_scheduled = self._num_steps
         output.plans[state.request_id] = plan
-        # What it reads without having written it was found.
+        # What it reads without having written it, other requests wrote.
         needs_pages = plan.state is RefreshState.UPDATE or (plan.read > 0 and not state.page_counts)
         self._hold_pages(state, output, needs_pages=needs_pages)
         if plan.state is RefreshState.UPDATE:

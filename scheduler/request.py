@@ -289,6 +289,6 @@ class DecodingSpec:
 
         Before the last step of the schedule a pass may fill no position: a time grid may ask for none, and chance may
         give none. After it, every second pass fills at least one: ES-dLLM may drop the row of the only candidate in one
-        pass, not in two.
+        pass, not in two. Token editing adds its own passes.
         """
         return sum(self.steps_per_block[slice(*blocks)]) + 2 * self.span_of(blocks).size + self.max_post_steps

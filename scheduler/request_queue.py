@@ -34,6 +34,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestQueue(SchedulerInterface):
+    """Requests of a scheduler, from their arrival to their output."""
+
     # Read by EngineCore.
     connector = None
     ec_connector = None
@@ -43,11 +45,14 @@ class RequestQueue(SchedulerInterface):
         self,
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
+        structured_output_manager: Any,
+        block_size: int,
         hash_block_size: int,
+        mm_registry: Any = None,
         include_finished_set: bool = False,
         log_stats: bool = False,
-        **unused: Any,
     ) -> None:
+        """Arguments are vLLM's; ``structured_output_manager``, ``block_size`` and ``mm_registry`` are not used."""
         self.options = EngineOptions.from_vllm_config(vllm_config)
         self.hf_config = vllm_config.model_config.hf_config
         scheduling = vllm_config.scheduler_config

@@ -41,11 +41,12 @@ class RowRule(Enum):
 
     ALL = "all"
     MASKED_BEFORE = "masked_before"
-    """Rows that predict the positions that were masked when the previous step began."""
+    """Rows that predict the positions that were masked when the previous step began, with those that it unmasked."""
     MASKED_BEFORE_AND_LAST = "masked_before_and_last"
     """As ``MASKED_BEFORE``, and the last row of the canvas, which predicts nothing with shifted logits."""
     FROM_LAST_UNMASKED = "from_last_unmasked"
-    """As ``ALL``, from the row on that predicted the leftmost position unmasked in the previous step."""
+    """As ``ALL``, and from the row on that predicted the leftmost position unmasked in the previous step, if that lies
+    before ``span``."""
     CHOSEN = "chosen"
     """Rows chosen by the layer pass of the previous step (``LayerPass.next_rows``)."""
 
@@ -69,7 +70,7 @@ class UnmaskQuota:
     ratio: float
     """``count`` as a share of the masked candidates, for policies that draw each position (``origin``)."""
     parallel: ParallelRule | None = None
-    """Replaces ``count``."""
+    """Rule that decides how many positions are filled, in place of ``count``; None: ``count`` does."""
     least: int = 0
     """Minimum for ``parallel``."""
     first_needed: bool = False

@@ -26,6 +26,7 @@ class UnmaskingPolicy:
 
     name: str
     measures: Measure
+    """Value that ranks positions."""
     tempered: bool = False
     """True: probabilities after temperature, top-p and top-k (Dream). False: plain softmax (LLaDA)."""
     draws_each_position: bool = False
@@ -38,11 +39,13 @@ class ParallelUnmasking:
 
     name: str
     measures: Measure
+    """Value that the rule compares; the request's policy must rank positions by the same."""
     else_counted: bool = False
     """True if policies with another measure keep their fixed count; False if they are refused."""
     untempered: bool = False
     """True if the rule uses the plain softmax in every family."""
     may_pass_none: bool = False
+    """True if the rule may allow no position; the best one is filled then (``UnmaskQuota.guaranteed``)."""
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     tuned: tuple[float, ...] = ()

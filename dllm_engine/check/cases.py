@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels import eviction, noise, pages, rotary, similarity, token_statistics
+from dllm_engine.kernels import attention_scores, pages, rotary, sampling, similarity, token_statistics
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 
 ROWS = 300
@@ -114,12 +114,12 @@ def rotate(draw: Draw) -> Results:
 def vote(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
     votes = q[-32:], k, draw.normal(32, draw.sizes.num_heads).float() + 6.0  # about the log of a sum of ROWS scores
-    results = [eviction.voting_scores(*votes)]
+    results = [attention_scores.voting_scores(*votes)]
     for rows, lengths in PAGED:
         q, _, _, bounds, tokens = paged_case(draw, rows, [[n] * draw.sizes.num_kv_heads for n in lengths])
         lse = draw.normal(*q.shape[:2]).float() + 6.0
         pages = tokens.k_pages, tokens.page_tables, tokens.head_len
-        results.append(eviction.summed_probabilities(q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5))
+        results.append(attention_scores.summed_probabilities(q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5))
     return results
 
 
@@ -135,9 +135,9 @@ def use_features(draw: Draw) -> Results:
 def predict(draw: Draw) -> Results:
     logits = draw.normal(8, draw.sizes.vocab_size) * 4
     logits[0], logits[1, 3] = logits[0].round(), 50.0  # many ties; the token that may not be drawn is the likeliest
-    counters = noise.Counters(draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8))
-    drawn = noise.gumbel_max(logits, counters, 0, 0.7, 3)
-    top_p, both, top_k = (noise.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
+    counters = sampling.Counters(draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8))
+    drawn = sampling.gumbel_max(logits, counters, 0, 0.7, 3)
+    top_p, both, top_k = (sampling.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
     # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
     filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
     return [*token_statistics.token_statistics(logits, 3, True, True), *drawn, *filtered]

@@ -162,7 +162,7 @@ class GraphBuilder:
         self.longest += max(map(len, choices))
         end = self._new_state()
         for number, tokens in enumerate(choices):
-            sources, choice = self.ends, number
+            sources, choice = self.ends, LITERAL if field == LITERAL else number
             for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
                 target = self._new_state() if left else end
                 self.edges.append(edges_between(sources, token, target, field, choice))

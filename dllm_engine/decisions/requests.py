@@ -87,11 +87,11 @@ async def decision_params_when_built(
 def _checked(schema: Any, template: str | None) -> tuple[str, str | None]:
     """The schema as JSON, and the template. Raises ``InvalidRequestError`` for one that is no text, or too long."""
     text = schema_text(schema, "fields")
-    check_size(text, "fields")
+    check_size(text, "fields", "ask for fewer fields, or leave out descriptions")
     if template is not None:
         if not isinstance(template, str) or not is_text(template):
             raise InvalidRequestError("template: it is no valid Unicode text; give one")
-        check_size(template, "template")
+        check_size(template, "template", "shorten it")
     return text, template
 
 

@@ -52,7 +52,7 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
         grammar = Grammar("json_object", "", spaces)
     else:
         raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
-    check_size(grammar.text, f"structured_outputs.{grammar.kind}")
+    check_size(grammar.text, f"structured_outputs.{grammar.kind}", "shorten it, or leave out descriptions")
     return grammar
 
 
@@ -66,12 +66,11 @@ def schema_text(schema: Any, name: str) -> str:
     return text
 
 
-def check_size(text: str, name: str) -> None:
-    """Raise ``InvalidRequestError`` for a text that is too long to be read."""
+def check_size(text: str, name: str, remedy: str) -> None:
+    """Raise ``InvalidRequestError``, which ends with ``remedy``, for a text that is too long to be read."""
     if len(text) > LONGEST_GRAMMAR:
         raise InvalidRequestError(
-            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} that are supported; give a "
-            "shorter one, such as a schema without descriptions"
+            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} that are supported; {remedy}"
         )
 
 

@@ -63,6 +63,8 @@ class Draft:
 
 
 class Guide:
+    """The autoregressive model that checks drafts."""
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, failures: dict[str, RequestFailure]) -> None:
         """Load the engine's ``guide_model``. ``failures``: where those of requests go."""
         options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config

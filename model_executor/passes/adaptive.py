@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.noise import NO_TOKEN, uniform
 from dllm_engine.kernels.pages import add_features, write_features
+from dllm_engine.kernels.sampling import NO_TOKEN, uniform
 from dllm_engine.kernels.similarity import least_similar, replace_and_compare
 from dllm_engine.model_executor.batch_tables import FeatureTables, HeadTables, TokenTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -49,7 +49,8 @@ class AdaptivePass(LayerPass):
         self.options = DLLMCacheOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.tables = batch, pages, self.make_tables(batch, pages)
         self.first_adaptive_layer = int(self.options.refresh_first_layer)
-        """Layers before it recompute every row in every step, and keep no features."""
+        """Layers before it recompute every row in every step, and keep no features: as in the authors' code, so that
+        changed tokens enter all other layers."""
         device = batch.device
         kept = [Span(live_start(canvas.spec), canvas.spec.canvas_length) for canvas in batch.canvases]
         self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)

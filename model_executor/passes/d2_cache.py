@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.eviction import summed_probabilities
+from dllm_engine.kernels.attention_scores import summed_probabilities
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices
+from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.pages import page_places, read_features, write_features
 from dllm_engine.model_executor.batch_tables import BatchTables, FeatureTables, TokenTables
 from dllm_engine.model_executor.canvas_store import SPARE

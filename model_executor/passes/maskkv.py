@@ -8,7 +8,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_gather
 
 from dllm_engine.kernels.attention import bidirectional_attention
-from dllm_engine.kernels.eviction import max_pooled
+from dllm_engine.kernels.attention_scores import max_pooled
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.batch_tables import HeadTables
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained
+from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.paged import RetentionPass

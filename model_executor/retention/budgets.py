@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dllm_engine.kernels.eviction import top_indices
+from dllm_engine.kernels.attention_scores import top_indices
 from dllm_engine.scheduler.methods.maskkv import MEASURED_IMPORTANCE
 
 PYRAMID_STEEPNESS = 20

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm_engine.kernels.eviction import voting_scores
-from dllm_engine.kernels.noise import uniform
+from dllm_engine.kernels.attention_scores import voting_scores
+from dllm_engine.kernels.sampling import uniform
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.step_batch import Rows
 from dllm_engine.model_executor.transfer import on_device
@@ -72,7 +72,7 @@ def votes(voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: tor
     return voting_scores(layer.q[rows], layer.k[tokens], layer.lse[rows])
 
 
-def masked(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
+def masked_voters(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
     """Some quarters of the masked positions that the layer computes, in order; one position at least (MaskKV: all of
     them; Table 11: one quarter)."""
     positions = np.flatnonzero(layer.canvas.known[: layer.q.shape[0]] < 0)
@@ -80,13 +80,13 @@ def masked(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
     return on_device(positions[first : max(stop, first + 1)], layer.q.device)
 
 
-def last_of_prompt(layer: ScoredLayer) -> Rows:
+def last_prompt_voters(layer: ScoredLayer) -> Rows:
     """The last prompt tokens (SnapKV, arXiv 2404.14469)."""
     length = layer.canvas.spec.prompt_length
     return slice(max(length - layer.observation_window, 0), length)
 
 
-def prompt(layer: ScoredLayer) -> Rows:
+def prompt_voters(layer: ScoredLayer) -> Rows:
     """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its heavy hitters, here of a model
     whose attention is not causal."""
     return slice(layer.canvas.spec.prompt_length)
@@ -101,13 +101,13 @@ def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
 
 SCORERS: dict[str, Scorer] = {
     "mean_query": Scorer(mean_query, needs_lse=False),
-    "mask_voting": Scorer(partial(votes, partial(masked, 0, 4))),
+    "mask_voting": Scorer(partial(votes, partial(masked_voters, 0, 4))),
     "all_voting": Scorer(partial(votes, lambda layer: slice(None))),
-    "prompt_voting": Scorer(partial(votes, prompt)),
+    "prompt_voting": Scorer(partial(votes, prompt_voters)),
     # The width that its paper has for LongBench.
     "snapkv": Scorer(
-        partial(votes, last_of_prompt), num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7
+        partial(votes, last_prompt_voters), num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7
     ),
-    "h2o": Scorer(partial(votes, prompt), num_recent=lambda kept: kept // 2),
+    "h2o": Scorer(partial(votes, prompt_voters), num_recent=lambda kept: kept // 2),
     "random": Scorer(random, needs_lse=False),
-} | {f"mask_voting_{name}": Scorer(partial(votes, partial(masked, i, i + 1))) for i, name in enumerate(QUARTERS)}
+} | {f"mask_voting_{name}": Scorer(partial(votes, partial(masked_voters, i, i + 1))) for i, name in enumerate(QUARTERS)}

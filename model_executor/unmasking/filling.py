@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm_engine.kernels.noise import NO_TOKEN, Counters, gumbel_of, uniform
+from dllm_engine.kernels.sampling import NO_TOKEN, Counters, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
@@ -124,13 +124,16 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """What filling in reads on the device: ``numbers``, int64 ``[len(Number), num_requests]``, and what
-    ``BatchCandidates`` have under these names."""
+    """What filling in reads on the device. All but ``numbers`` is of ``BatchCandidates``, under the same names."""
 
     table: torch.Tensor
+    """int64 ``[6, num_candidates]``"""
     numbers: torch.Tensor
+    """int64 ``[len(Number), num_requests]``"""
     certainty: torch.Tensor | None
+    """float32 ``[num_candidates]``"""
     responses: torch.Tensor | None
+    """int64 ``[2, n]``"""
     width: int
 
 

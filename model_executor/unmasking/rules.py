@@ -1,4 +1,8 @@
-"""Choice of the positions that a step fills: rules of parallel unmasking, a fixed count, and a draw per position."""
+"""Choice of the positions that a step fills: rules of parallel unmasking, a fixed count, and a draw per position.
+
+A new rule of parallel unmasking is a function here, its name in ``SELECTION_RULES``, and its row in
+``scheduler/unmasking_policies.py``.
+"""
 
 from collections.abc import Callable
 
@@ -49,6 +53,7 @@ SELECTION_RULES: dict[str, Rule] = {
     "margin": torch.ge,
     "slow_fast": torch.ge,
     "exceeded_threshold": torch.gt,
+    # An entropy of at most the value, or below it.
     "entropy_threshold": lambda ordered, value: ordered >= -value,
     "strict_entropy_threshold": lambda ordered, value: ordered > -value,
 }
@@ -73,10 +78,10 @@ def select(
         confidence: ``[num_candidates]``; −∞ for a candidate that must not be chosen.
         requests, offsets: int64 ``[num_candidates]``; number of the request, and a number below ``width`` that is
             unique within the request and ascends with the position.
-        values: of each request, ``[num_requests]``, like the int64 numbers that follow.
-        guaranteed: at least the most confident candidate with ``offsets`` below it is chosen.
-        least: at least so many are chosen, the most confident.
-        enough: if the rule chooses fewer, only the most confident candidate is chosen.
+        values: of the rule, ``[num_requests]``.
+        guaranteed: int64 ``[num_requests]``; at least the most confident candidate with ``offsets`` below it is chosen.
+        least: int64 ``[num_requests]``; at least so many are chosen, the most confident.
+        enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most confident candidate is chosen.
     """
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence

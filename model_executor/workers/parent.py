@@ -15,11 +15,9 @@ def end_with_parent() -> None:
     started_by, parent = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        if started_by is not None:
-            started_by.join()
-        else:
-            while os.getppid() == parent:
-                time.sleep(_POLL_SECONDS)
+        # What was forked later keeps the first of the two alive, as one that ended before keeps the second.
+        while (started_by is None or started_by.is_alive()) and os.getppid() == parent:
+            time.sleep(_POLL_SECONDS)
         # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
         signal.alarm(GRACE_SECONDS)
 

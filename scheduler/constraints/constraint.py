@@ -39,14 +39,16 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
     """Accepts a text of ``first`` with one of ``second`` behind it. No accepted text of ``first`` goes on."""
     tables = [np.pad(part.next_state, ((0, 0), (0, 1)), constant_values=-1) for part in (first, second)]
     num_kinds = tables[1].shape[1]
-    pairs, class_of = np.unique((first.class_of + 1) * num_kinds + second.class_of + 1, return_inverse=True)
-    kinds, second_kinds = np.divmod(pairs, num_kinds)  # one too much: the last column is of tokens without a class
+    pair_of = (first.class_of + 1) * num_kinds + second.class_of + 1
+    used = np.bincount(pair_of, minlength=tables[0].shape[1] * num_kinds) > 0
+    used[0] = False  # tokens of neither
+    kinds, second_kinds = np.divmod(np.flatnonzero(used), num_kinds)
     before = ~first.accepting
     num_before = int(before.sum())
     names = np.append(np.where(before, np.cumsum(before) - 1, num_before), -1)
     led, second_led = names[tables[0][before][:, kinds - 1]], tables[1][:, second_kinds - 1]
     return Automaton(
-        class_of.astype(np.int32),
+        np.where(used, np.cumsum(used) - 1, -1)[pair_of].astype(np.int32),
         np.concatenate([led, np.where(second_led < 0, -1, second_led + num_before)]).astype(np.int32),
         np.append(np.zeros(num_before, bool), second.accepting),
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.lattice import END, LITERAL, OPEN, Graph, Lattice
+from dllm_engine.scheduler.constraints.lattice import EDGE, END, LITERAL, OPEN, Graph, Lattice, edges_between
 
 _PATHS_PER_TEXT = 40
 """Beginnings of sequences that a search looks at for each of the most probable texts of a field."""
@@ -192,7 +192,8 @@ class Decision:
         buffer, graph = io.BytesIO(), self.graph
         spellings = [text.hex() for text in self.spellings]
         header = json.dumps([self.names, self.values, self.top_k, self.is_json, spellings])
-        np.savez_compressed(buffer, ends=graph.ends, edges=graph.edges, header=np.array(header))
+        columns = np.stack([graph.edges[name] for name in EDGE.names or ()])  # each compresses well alone
+        np.savez_compressed(buffer, ends=graph.ends, columns=columns, header=np.array(header))
         return buffer.getvalue()
 
 
@@ -200,7 +201,7 @@ class Decision:
 def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
-        graph = Graph(arrays["ends"], arrays["edges"])
+        graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
         names, values, top_k, is_json, spellings = json.loads(arrays["header"].item())
     texts = [bytes.fromhex(text) for text in spellings]
     return Decision(graph, names, values, texts, top_k, is_json)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,7 +21,7 @@ EDGE = np.dtype([(name, np.int32) for name in ("source", "token", "target", "fie
 
 
 def edges_between(
-    source: ArrayLike, token: ArrayLike, target: ArrayLike, field: int, choice: int = LITERAL
+    source: ArrayLike, token: ArrayLike, target: ArrayLike, field: ArrayLike, choice: ArrayLike = LITERAL
 ) -> np.ndarray:
     """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
     return np.rec.fromarrays(np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE)
@@ -56,6 +57,22 @@ class Graph:
     def size(self) -> int:
         """Edges that follow each number of tokens, in all: no lattice has more."""
         return sum(int(np.count_nonzero(states[self.edges["source"]])) for states in self.reached)
+
+
+class Level(NamedTuple):
+    """Edges at the same distance from the start of their segments, by the node that each is joined at."""
+
+    edges: np.ndarray
+    nodes: np.ndarray
+    """Nodes that edges are joined at, ascending."""
+    firsts: np.ndarray
+    """Of each node, where its edges begin."""
+
+    @classmethod
+    def of(cls, edges: np.ndarray, near: np.ndarray) -> "Level":
+        edges = edges[np.argsort(near[edges], kind="stable")]
+        firsts = np.flatnonzero(np.diff(near[edges], prepend=-1))
+        return cls(edges, near[edges[firsts]], firsts)
 
 
 class Lattice:
@@ -100,8 +117,9 @@ class Lattice:
         """Of each node, where the edges that leave it begin."""
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
         order = np.argsort(level, kind="stable")
-        self.levels = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
-        """The edges of each level."""
+        levels = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)
+        self._forward = [Level.of(edges, self.targets) for edges in levels]
+        self._backward = [Level.of(edges, self.sources) for edges in reversed(levels)]
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
         self.closes = np.unique(self.targets[is_cut[self.positions + 1]])
@@ -116,12 +134,12 @@ class Lattice:
 
         ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path is their sum.
         """
-        before = self._sweep(np.logaddexp, scores, self.opens, self.sources, self.targets, self.levels)
-        return before, self._sweep(np.logaddexp, scores, self.closes, self.targets, self.sources, self.levels[::-1])
+        before = self._sweep(np.logaddexp, scores, self.opens, self.sources, self._forward)
+        return before, self._sweep(np.logaddexp, scores, self.closes, self.targets, self._backward)
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
         """The edges of a path with the largest score, one per position, int64 ``[length]``."""
-        best = self._sweep(np.maximum, scores, self.closes, self.targets, self.sources, self.levels[::-1])
+        best = self._sweep(np.maximum, scores, self.closes, self.targets, self._backward)
         totals = scores + best[self.targets]
         path, node = np.empty(self.length, np.int64), self.opens[0]
         for position in range(self.length):
@@ -131,20 +149,14 @@ class Lattice:
         return path
 
     def _sweep(
-        self,
-        join: np.ufunc,
-        scores: np.ndarray,
-        begins: np.ndarray,
-        far: np.ndarray,
-        near: np.ndarray,
-        levels: list[np.ndarray],
+        self, join: np.ufunc, scores: np.ndarray, begins: np.ndarray, far: np.ndarray, levels: list["Level"]
     ) -> np.ndarray:
         """The ``join`` of the scores of all paths between nodes ``begins`` and each node, ``[num_nodes]``; −∞ where
-        there is none. Each edge carries a value from its far node to its near one, level by level."""
+        there is none. Each edge carries a value from its ``far`` node to its near one, level by level."""
         values = np.full(len(self.first_edges) - 1, -np.inf)
         values[begins] = 0.0
-        for edges in levels:
-            join.at(values, near[edges], values[far[edges]] + scores[edges])
+        for edges, nodes, firsts in levels:
+            values[nodes] = join.reduceat(values[far[edges]] + scores[edges], firsts)
         return values
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
@@ -153,7 +165,7 @@ class Lattice:
         scores = np.where(allowed, 0.0, -np.inf)
         before, after = self.log_sums(scores)
         alive = np.isfinite(before[self.sources] + scores + after[self.targets])
-        left = np.empty(self.length, np.int64)
+        left = np.full(self.length, OPEN, np.int64)
         left[self.positions[alive]] = self.tokens[alive]
         left[self.positions[alive & (self.tokens != left[self.positions])]] = OPEN
         return left

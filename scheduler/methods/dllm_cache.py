@@ -72,16 +72,20 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if an interval, counted over the whole response, begins with this forward pass. It is the tokens that
-    change which make the cache stale, so intervals count them where a pass may unmask any number."""
+    """Return True if an interval, counted over the whole response, begins with this forward pass.
+
+    The paper counts forward passes (``interval_unit="passes"``). But changed tokens make the cache stale, so by default
+    intervals count tokens where a pass may unmask any number of them.
+    """
     if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
 
 def live_start(spec: DecodingSpec) -> int:
-    """First canvas position whose hidden state every step needs. Those of the prompt are read by nothing but their own
-    later layers, except that with shifted logits the last one predicts the response's first token."""
+    """First canvas position whose hidden state every step needs (MaskKV's prompt-state exclusion). States of the prompt
+    are read by nothing but their own later layers, except that with shifted logits the last one predicts the response's
+    first token."""
     if not DLLMCacheOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.prompt_length - spec.shifts_logits, 0)

@@ -73,7 +73,10 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
             raise ValueError(
                 f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
             )
-    options = parse_request_options(defaults, f"{where}: request default")
+    try:
+        options = parse_request_options(defaults, "request default")
+    except InvalidRequestError as error:
+        raise ValueError(f"{where}: {error}") from None
     for family in FAMILIES.values():
         check_several_blocks(options, resolve_unmasking(options, family)[1])
     return options

@@ -46,7 +46,8 @@ def decision_template(packed: bytes, own: RequestOptions, params: SamplingParams
     """The response of ``Decision.packed``; refuses what only generation has, and where nothing is left to decide."""
     named = own.model_dump(exclude_none=True, exclude={"passes", "trace"})
     named |= {name: value for name, unused in _UNUSED.items() if (value := getattr(params, name)) not in (unused, {})}
-    for name, value in named.items():
+    if named:
+        name, value = next(iter(named.items()))
         raise InvalidRequestError(
             f"{name}={value}: a decision has the model's own distribution, and its passes commit whole fields; leave "
             f"{name} unset"

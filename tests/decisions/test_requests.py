@@ -7,6 +7,7 @@ import pytest
 from openai import BadRequestError
 
 from dllm_engine.decisions.fields import read_fields, schema_of
+from dllm_engine.decisions.requests import decision_params
 from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support.engines import assert_nothing_left
@@ -224,6 +225,19 @@ def test_a_template_that_does_not_fit_is_refused(demo, template, message):
         demo.decide([PROMPT], {"a": ["", "1"]}, template=template)
     with pytest.raises(InvalidRequestError, match="same text"):
         demo.decide([PROMPT], {"a": ["1", 1, True]}, template="{a}")
+
+
+def test_texts_of_several_lengths_need_an_end_token(demo):
+    config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
+    for choices, is_refused in ((["a", "b"], False), (["a", "a longer text"], True)):
+        params = decision_params(schema_of({"x": choices}), tokenizer, config, template="{x}")
+        params.ignore_eos, params.logprobs = True, 5
+        if is_refused:
+            with pytest.raises(ValueError, match="no end token may follow a shorter one; leave ignore_eos unset"):
+                demo.generate(["Tom"], params)
+        else:
+            assert demo.generate(["Tom"], params)[0].outputs[0].text in choices
+    assert_nothing_left(demo)
 
 
 def test_fields_in_python():

@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from dllm_engine.check import cases
 from dllm_engine.check.cases import Draw, Sizes
 from dllm_engine.check.checks import compare
-from dllm_engine.kernels.noise import Counters
-from dllm_engine.kernels.triton import noise, paged_attention
+from dllm_engine.kernels.sampling import Counters
+from dllm_engine.kernels.triton import paged_attention, sampling
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
 from tests.kernels.checks import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
@@ -85,10 +85,10 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
 def test_filtered_logits(monkeypatch, number):
     """Rows of three blocks."""
-    monkeypatch.setattr(noise, "_BLOCK", 512)
-    monkeypatch.setattr(noise, "_STEP", 128)
+    monkeypatch.setattr(sampling, "_BLOCK", 512)
+    monkeypatch.setattr(sampling, "_STEP", 128)
     dtype = (torch.float32, torch.float16)[number % 2]
-    checks.check_filtered_logits(noise.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
+    checks.check_filtered_logits(sampling.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
 
 
 @runs_triton
@@ -107,9 +107,9 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
     probability = (token_logit - log_total).exp()
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
     counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))
-    found = noise.filtered_logits(logits, 0.7, 0.9, 5, -1)
+    found = sampling.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)
-    _, column = noise.gumbel_max(logits, counters, 0, 1.0, -1)
+    _, column = sampling.gumbel_max(logits, counters, 0, 1.0, -1)
     assert ((column >= 0) & (column < 5000)).all()
 
 

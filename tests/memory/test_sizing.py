@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
-from dllm_engine.kernels.noise import filtered_logits, gumbel_max
+from dllm_engine.kernels.sampling import filtered_logits, gumbel_max
 from dllm_engine.memory import QUANTIZATIONS, Deployment, activation_bytes, pages_of_pool, plan, weight_bytes
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions

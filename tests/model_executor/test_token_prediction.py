@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
-from dllm_engine.kernels.noise import Counters
+from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor import token_prediction
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, TokenPredictor

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-from dllm_engine.kernels.noise import uniform
+from dllm_engine.kernels.sampling import uniform
 from tests.oracles.buffer import Buffer
 from tests.oracles.decoding import Decoding
 

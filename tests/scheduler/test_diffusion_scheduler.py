@@ -64,6 +64,8 @@ def scheduler_with(*requests, hf_config=HF_CONFIG, num_pages=100, log_stats=Fals
     scheduler = DiffusionScheduler(
         config,
         SimpleNamespace(num_blocks=num_pages, kv_cache_groups=[]),
+        structured_output_manager=None,
+        block_size=16,
         hash_block_size=16,
         log_stats=log_stats,
         include_finished_set=finished_sets,

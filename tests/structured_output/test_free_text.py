@@ -53,6 +53,7 @@ def test_joined_automata_accept_one_text_behind_the_other(seed, tokens):
     assert len(splits) <= 1
     assert accepts(together, tokens) == any(accepts(second, tokens[i:]) for i in splits)
     assert together.class_of.dtype == together.next_state.dtype == np.int32
+    assert ((together.class_of < 0) == ((first.class_of < 0) & (second.class_of < 0))).all()
 
 
 def test_tokens_that_cannot_spell_the_marker_are_an_error():

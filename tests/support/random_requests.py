@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dllm_engine import LLM
-from dllm_engine.kernels.noise import NO_TOKEN, uniform
+from dllm_engine.kernels.sampling import NO_TOKEN, uniform
 from dllm_engine.scheduler.constraints.constraint import Automaton, Constraint
 from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers

@@ -25,7 +25,7 @@ _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 @triton.jit
 def _with_counter(key, counter):
-    """A key of 64 bits with one more counter hashed in; the constants are those of ``kernels/noise.py``."""
+    """A key of 64 bits with one more counter hashed in; the constants are those of ``kernels/sampling.py``."""
     x = key + (counter.to(tl.uint64) + 2) * 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

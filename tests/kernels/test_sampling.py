@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.kernels import noise
-from dllm_engine.kernels.noise import NO_TOKEN, gumbel_of, uniform
+from dllm_engine.kernels import sampling
+from dllm_engine.kernels.sampling import NO_TOKEN, gumbel_of, uniform
 from dllm_engine.kernels.token_statistics import token_statistics
 from tests.kernels.checks import FILTERS, NUMBERS, check_filtered_logits, draw
 
@@ -34,7 +34,7 @@ def test_values_never_change(counter, expected):
 
 @pytest.mark.parametrize("bits", [-1, 0, 2**63 - 1, -(2**63), 1 << 11, (1 << 11) - 1])
 def test_interval_is_open_whatever_the_bits(monkeypatch, bits):
-    monkeypatch.setattr(noise, "_mix", lambda x: torch.full_like(x, bits))
+    monkeypatch.setattr(sampling, "_mix", lambda x: torch.full_like(x, bits))
     assert 0 < uniform(*counters(0, 0, 0, 0)).item() < 1
     assert math.isfinite(gumbel_of(uniform(*counters(0, 0, 0, 0))).item())
 
@@ -45,20 +45,20 @@ def test_draws_equal_the_formula(temperature, first_token):
     numbers = draw(torch.bfloat16)
     logits = numbers.normal(7, 153)[:, 3:] * 4
     logits[0, :75] = -torch.inf
-    drawn = noise.Counters(numbers.integers(-(2**63), 2**63 - 1, 7), *numbers.integers(0, 5000, 14).view(2, 7))
+    drawn = sampling.Counters(numbers.integers(-(2**63), 2**63 - 1, 7), *numbers.integers(0, 5000, 14).view(2, 7))
     numbers = uniform(*(x[:, None] for x in drawn), first_token + torch.arange(150))
     scores = logits.float() / temperature + gumbel_of(numbers)
     for forbidden in (-1, int(scores[3].argmax())):
         scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
-        score, column = noise.gumbel_max(logits, drawn, first_token, temperature, forbidden)
+        score, column = sampling.gumbel_max(logits, drawn, first_token, temperature, forbidden)
         assert torch.equal(column, scores.argmax(dim=1))
         torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), FILTERS)
 def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
-    monkeypatch.setattr(noise, "_NUMBERS_AT_ONCE", 300)
-    check_filtered_logits(noise.filtered_logits, 150, top_p, top_k, torch.bfloat16)
+    monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 300)
+    check_filtered_logits(sampling.filtered_logits, 150, top_p, top_k, torch.bfloat16)
 
 
 @given(

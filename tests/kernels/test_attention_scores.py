@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.eviction import mean_query_scores, select_retained, top_indices, voting_scores
+from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained, top_indices, voting_scores
 from tests.kernels.checks import NUMBERS, attention, error
 
 

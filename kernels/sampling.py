@@ -1,4 +1,4 @@
-r"""Random numbers as a function of (seed, forward pass, position, token id), and tokens drawn with them.
+r"""Sampling of tokens, with random numbers that are a function of (seed, forward pass, position, token id).
 
 No generator has a state, so a request draws the same numbers at any batch, tile or rank count, and a vocabulary shard
 draws just its own. The function is SplitMix64's finalizer (Steele, Lea, Flood 2014) chained over the four counters.

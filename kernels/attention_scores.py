@@ -1,4 +1,4 @@
-r"""Scores and votes by which a layer chooses the tokens that it retains.
+r"""Scores of tokens by the attention that they get, and the choice of the highest.
 
 Sparse-dLLM (Algorithms 3 and 4) scores candidates. With the block's queries after RoPE, q_{i,h} for rows i of n, and
 candidates' keys k_{j,g}, where query head h reads KV head g(h):
