@@ -28,7 +28,10 @@ from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
-FREE = "tasks lm_eval paper_task paper_table methods unmasking_rules output argv command run traceback unknown".split()
+FREE = (
+    *("tasks", "lm_eval", "paper_task", "paper_table", "methods", "unmasking_rules", "output"),
+    *("argv", "command", "run", "traceback", "unknown"),
+)
 """Arguments that may differ between runs that fill the same table: they tell its rows apart, or change nothing."""
 
 

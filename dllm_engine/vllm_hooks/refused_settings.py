@@ -4,12 +4,16 @@ import reprlib
 from operator import attrgetter
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 
+from dllm_engine.memory import Quantization
 from dllm_engine.options import EngineOptions
 
+FOUR_BITS = "cpu_gemm_wna16"
+"""vLLM's operator for weights of 4 bits on a CPU."""
 SCHEDULER_CLASS = "dllm_engine.scheduler.diffusion_scheduler.DiffusionScheduler"
 
 _UNSET = "leave it unset"
@@ -34,6 +38,7 @@ REFUSED = (
     ("cache_config", "cache_dtype", f"pages have the model's dtype; {_UNSET}"),
     ("cache_config", "kv_cache_dtype_skip_layers kv_sharing_fast_prefill kv_offloading_size", _UNSET),
     ("model_config", "enable_prompt_embeds return_sampling_mask enable_trace_replay", _UNSET),
+    ("model_config", "quantization", "vLLM's CPU kernels for 4 bits need AVX-512; take 8 bits, or another machine"),
     ("model_config", "logits_processors use_fp64_gumbel", _UNSET),
     ("model_config", "logprobs_mode", f"log-probabilities are those of the unmasking step; {_UNSET}"),
     ("offload_config.uva", "cpu_offload_gb", _USE_TENSORS),
@@ -82,6 +87,11 @@ def _is_honoured(name: str, config: VllmConfig) -> bool:
             return options.with_paper_settings(model.model, model.hf_config.family).method.keeps_for_good
         case "block_size":
             return not cache.user_specified_block_size or cache.block_size == options.page_size
+        case "quantization":
+            current_platform.import_kernels()
+            stored = Quantization.of(model.hf_config)
+            has_kernels = not current_platform.is_cpu() or hasattr(torch.ops._C, FOUR_BITS)
+            return has_kernels or stored is None or stored.bits != 4
         case "cache_dtype":  # a quantized checkpoint may state another default
             return cache.cache_dtype == resolve_kv_cache_dtype_string("auto", model)
     return False

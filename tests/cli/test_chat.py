@@ -90,6 +90,15 @@ def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_ctrl_c_at_the_prompt_ends_the_command(run, monkeypatch, capsys):
+    def interrupt(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert run("") == 130
+    assert capsys.readouterr().err == "dllm: interrupted\n"
+
+
 def test_a_conversation_that_is_too_long_can_go_on_after_clear(run, capsys):
     long = "Copy: " + "Tom " * 3000
     assert run(f"Hello!\n{long}\nHello!\n/clear\nHello!\n") == 0

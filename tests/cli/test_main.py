@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from dllm_engine.batch import BatchRequest
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
+from dllm_engine.cli.engine import json_object
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.models import describe
 from dllm_engine.demo import model_path
@@ -155,9 +156,10 @@ def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, valu
 @pytest.mark.parametrize(
     ("read", "text"),
     [(positive_int, text) for text in ("0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k")]
-    + [(key_value, text) for text in ("ratio", "=0.5", "")],
+    + [(key_value, text) for text in ("ratio", "=0.5", "")]
+    + [(json_object, text) for text in ("{", "[1]")],
 )
-def test_counts_are_at_least_one_and_options_need_key_and_value(read, text):
+def test_what_is_no_count_no_option_or_no_object_is_refused(read, text):
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
 

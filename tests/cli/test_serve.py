@@ -49,8 +49,9 @@ STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8
         ([*GIVEN, "--retention-ratio", "0.25"],
          {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}),
         ([*GIVEN, "--cache-method", "dual"], {"cache_method": "dual"}),
-        ([*PAPER, "--cache-option", "retention_ratio=0.3", "--retention-ratio", "0.25"],  # the last one counts
-         {"cache_method": "sparse", "cache_options": {"retention_ratio": 0.25}}),
+        ([*PAPER, "--cache-option", "update_delay=0", "--cache-option", "retention_ratio=0.3", "--retention-ratio",
+          "0.25"],  # the last one of a name counts
+         {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}),
         # What requests get by default.
         (["--block-length", "1k", "--unmasking", "random", "--threshold", "0.9", "--max-model-len", "2k"],
          {"request_defaults": {"block_length": 1000, "unmasking": "random", "threshold": 0.9}}),

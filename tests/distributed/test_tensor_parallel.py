@@ -13,6 +13,7 @@ from dllm_engine.demo.tasks import TASKS, make_examples
 from examples.quantize import quantize
 from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import generate, scheduler_of
+from tests.support.quantized_checkpoints import needs_kernels
 from tests.support.random_decisions import assert_same_decisions, decision_params, random_decision
 from tests.support.random_requests import random_automaton
 from tests.support.reference_cases import reference_cases
@@ -147,6 +148,7 @@ def check_two_ranks(engines, checkpoint_of, case, backend="mp"):
 
 def test_two_ranks_split_quantized_weights(engines, tmp_path):
     """In bfloat16 a sum over ranks is rounded, so that tokens may differ where two are as probable."""
+    needs_kernels("int4")
     # CPU kernels for four bits take multiples of 32, on each rank.
     model = quantize(str(write("llada", tmp_path / "plain", mlp_hidden_size=128)), tmp_path / "quantized", "int4")
     params = DiffusionParams(gen_length=8, block_length=8, steps=1, ignore_eos=True, logprobs=2)

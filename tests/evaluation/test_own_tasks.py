@@ -59,6 +59,10 @@ def test_questions_offer_the_right_value():
         assert question.values
         assert question.choices.keys() == question.values.keys()
         assert set(question.scores(question.template.format(**question.values))) == {1.0}
+        assert set(question.scores("")) == {0.0}
+        wrong = {name: next(c for c in question.choices[name] if c != right) for name, right in question.values.items()}
+        (first, *_), others = question.values, [1.0] * (len(question.values) - 1)
+        assert question.scores(question.template.format(**question.values | {first: wrong[first]})) == [0.0, *others]
         for name, value in question.values.items():
             assert value in question.choices[name]
             assert f"{name}={value}." in question.prompt or f"{name} lives in {value}." in question.prompt

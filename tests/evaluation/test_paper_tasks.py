@@ -22,7 +22,19 @@ ROWS = [
 ]
 NAMES = {row[key] for row in PAPER_TASKS for key in ("task", "base_task") if key in row}
 TASK_FILES = sorted(name for name in NAMES if name.endswith(".yaml"))
-FOLDERS = "arc bbh benchmarks gpqa gsm8k humaneval longbench mbpp minerva_math mmlu mmlu_pro".split()
+FOLDERS = (
+    "arc",
+    "bbh",
+    "benchmarks",
+    "gpqa",
+    "gsm8k",
+    "humaneval",
+    "longbench",
+    "mbpp",
+    "minerva_math",
+    "mmlu",
+    "mmlu_pro",
+)
 
 
 @pytest.fixture(scope="module")

@@ -37,8 +37,11 @@ def test_rotation_is_that_of_the_formula(num_rows, num_heads, head_dim, numbers,
     assert fused[..., rotary_dim:].equal(before[..., rotary_dim:])
 
 
-def test_the_phases_of_a_position_do_not_depend_on_how_many_the_table_has():
+def test_the_table_holds_each_positions_own_phases():
+    """Bit for bit: the number of positions changes nothing."""
     frequencies = 500_000.0 ** (-torch.arange(0, 128, 2) / 128)
-    table = rotary_table(4096, frequencies)
+    table, positions = rotary_table(4096, frequencies), torch.tensor([0, 7, 1000, 4095])
+    angles = positions.float()[:, None] * frequencies
+    assert table[positions].equal(torch.cat((angles.cos(), angles.sin()), dim=-1))
     assert table[:77].equal(rotary_table(77, frequencies))
     assert table[:77].mul(1.5).equal(rotary_table(77, frequencies, 1.5))

@@ -149,6 +149,6 @@ def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_pa
         start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
     with pytest.raises(ValueError, match="head is its embedding"):
         start_engine(write("llada", tmp_path / "tied", weight_tying=True), lora_path=head)
-    quantized = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+    quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False}
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
         start_engine(write("llada", tmp_path, quantization_config=quantized), lora_path=adapter, dtype="bfloat16")

@@ -28,7 +28,8 @@ def answers(llm, *turns, **params):
     found = []
     for lengths in BATCHES:
         prompts = [[draw.randrange(140) for _ in range(length)] for length in lengths]
-        asked = [DiffusionParams(**(settings | turn)) for turn in itertools.islice(turns or [{}] * 5, len(prompts))]
+        repeated = itertools.cycle(turns or [{}])
+        asked = [DiffusionParams(**(settings | next(repeated))) for _ in prompts]
         for output in generate(llm, prompts, asked):
             completion = output.outputs[0]
             found.append((list(completion.token_ids), completion.diffusion.unmasked_per_step))

@@ -8,8 +8,10 @@ from unittest import mock
 
 import pytest
 
+from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA, LLADA2
 from dllm_engine.scheduler.constraints.constraint import Constraint, unpacked
+from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.fake_cuda_graphs import record_steps
@@ -192,6 +194,13 @@ def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_
                 assert math.exp(logprobs[token].logprob) > case["fields"]["edit_threshold"]
 
 
+def test_a_threshold_of_one_and_no_more_steps_is_no_editing(llm):
+    plain = {"gen_length": 21, "block_length": 8, "threshold": 0.7}
+    params = [DiffusionParams(**plain), DiffusionParams(**plain, edit_threshold=1.0, max_post_steps=0)]
+    first, second = (output.outputs[0] for output in generate(llm, [[3, 1, 4]] * 2, params))
+    assert (first.token_ids, first.diffusion.forward_passes) == (second.token_ids, second.diffusion.forward_passes)
+
+
 @pytest.mark.parametrize(
     ("family", "asked", "said"),
     [
@@ -201,7 +210,7 @@ def test_order_and_log_probabilities_are_those_of_the_pass_that_wrote_the_final_
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(family, asked, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(InvalidRequestError, match=said):
         resolved(family, gen_length=8, **asked)
 
 

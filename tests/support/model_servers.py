@@ -36,7 +36,10 @@ def blocks_server(servers: ServerFactory) -> Server:
     model, demo = servers.folder / "blocks", Path(model_path("demo"))
     if not model.exists():
         same = {name: json.loads((demo / "config.json").read_text())[name] for name in ("vocab_size", "mask_token_id")}
-        never_the_mask = lambda t: t["lm_head.weight"][same["mask_token_id"]].zero_()  # noqa: E731
+
+        def never_the_mask(tensors):
+            tensors["lm_head.weight"][same["mask_token_id"]] = 0
+
         tiny_checkpoints.write("sdar", model, edit=never_the_mask, eos_token_id=1, max_position_embeddings=512, **same)
         for file in demo.glob("tokenizer*"):
             shutil.copy(file, model)

@@ -5,21 +5,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from safetensors.torch import load_file, save_file
+from vllm.platforms import current_platform
 
+from dllm_engine.vllm_hooks import refused_settings
 from examples import quantize as example
 
-FOUR_BITS = {"bits": 4, "group_size": 32}
+FOUR_BITS = ("int4", "gptq", "awq")
+current_platform.import_kernels()
+HAS_AVX512 = hasattr(torch.ops._C, refused_settings.FOUR_BITS)
+_SIZES = {"bits": 4, "group_size": 32}
 # Without modules_to_not_convert, vLLM guesses by parts of names: `mlp.expert_bias` would leave out `mlp.experts`.
 AWQ = {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["model.transformer.ff_out", "lm_head"]}
-CONFIGS = {"gptq": FOUR_BITS | {"sym": True, "desc_act": False}, "awq": FOUR_BITS | AWQ}
+CONFIGS = {"gptq": _SIZES | {"sym": True, "desc_act": False}, "awq": _SIZES | AWQ}
 # vLLM takes GPTQ's format without zero points.
 PRESETS = {"gptq": ("W4A16", "pack-quantized"), "awq": ("W4A16_ASYM", "pack-quantized")}
 SCHEMES = (*example.SCHEMES, *PRESETS)
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 """Columns of eight as AWQ packs them into an int32."""
+
+
+def needs_kernels(scheme: str) -> None:
+    if scheme in FOUR_BITS and not HAS_AVX512:
+        pytest.skip("vLLM's kernels for 4 bits need AVX-512")
 
 
 def quantize(model: Path, folder: Path, scheme: str, *, ignore: Sequence[str] = ()) -> Path:

@@ -38,12 +38,14 @@ class Server:
         log: Path,
         logging_level: str = "WARNING",
         preloaded: bool = True,
-        environment: Mapping[str, str] = UNBOUND,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.port = get_open_port()
         self.log = log
         # The tests' own engines run in one process.
         variables = {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        if environment is None:
+            environment = UNBOUND if preloaded else os.environ
         command = [Path(sys.executable).parent / program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         start = Program if preloaded else functools.partial(subprocess.Popen, start_new_session=True)
         with log.open("wb") as stream:

@@ -27,8 +27,12 @@ def without(config: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != key}
 
 
-SIZES = [(config, key) for config in (LLADA, DREAM, MOE) for key in config]
-SIZES = [(config, key) for config, key in SIZES if re.fullmatch("d_model|(n|num|max)_.*|.*_size", key)]
+SIZES = [
+    (config, key)
+    for config in (LLADA, DREAM, MOE)
+    for key in config
+    if re.fullmatch("d_model|(n|num|max)_.*|.*_size", key)
+]
 
 
 @pytest.mark.parametrize("value", [0, "64", 10**12], ids=str)
