@@ -26,15 +26,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TIMEOUT_S = 600
 
 
-@pytest.mark.parametrize("case", ["none dream-tiny-a", "sdar"])
-def test_two_ranks_under_ray_give_the_tokens_of_one(engines, checkpoint_of, monkeypatch, case):
+def test_two_ranks_under_ray_give_the_tokens_of_one(engines, checkpoint_of, monkeypatch):
     import ray
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setattr(sys, "executable", str(preloaded_programs() / "python"))  # what Ray starts workers with
     ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR")
     try:
-        check_two_ranks(engines, checkpoint_of, case, backend="ray")
+        check_two_ranks(engines, checkpoint_of, "sdar", backend="ray")
     finally:
         ray.shutdown()
 

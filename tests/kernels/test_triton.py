@@ -52,8 +52,11 @@ def set_multiprocessors(monkeypatch, count):
 
 @pytest.fixture
 def on_triton(monkeypatch):
-    """Operators take the way of a GPU; ``PAGED`` is small for the interpreter's sake."""
+    """Operators take the way of a GPU. Cases are small, and steps of loops large, for the interpreter's sake."""
     monkeypatch.setattr(cases, "PAGED", (([3, 1], [40, 17]), ([20], [70])))
+    if INTERPRETED:
+        monkeypatch.setattr(cases, "ROWS", 60)
+        monkeypatch.setattr(sampling, "_STEP", 2048)
 
     def replace_operators() -> None:
         set_multiprocessors(monkeypatch, 30)
@@ -84,9 +87,9 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 @runs_triton
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
 def test_filtered_logits(monkeypatch, number):
-    """Rows of three blocks."""
+    """Rows of three blocks, each of two steps."""
     monkeypatch.setattr(sampling, "_BLOCK", 512)
-    monkeypatch.setattr(sampling, "_STEP", 128)
+    monkeypatch.setattr(sampling, "_STEP", 256)
     dtype = (torch.float32, torch.float16)[number % 2]
     checks.check_filtered_logits(sampling.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
 
@@ -97,6 +100,8 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
     """Also where all of a block or of a split is NaN, which a maximum would pass over. Their probability is no number,
     which ends the request; the token drawn is one of the vocabulary."""
     set_multiprocessors(monkeypatch, multiprocessors)
+    monkeypatch.setattr(sampling, "_BLOCK", 2048)
+    monkeypatch.setattr(sampling, "_STEP", 1024)
     logits = torch.randn(6, 5000, device=DEVICE)
     logits[0, 17] = torch.nan
     logits[1, 4999] = torch.inf
@@ -130,7 +135,9 @@ def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name, capability):
     """At the sizes of LLaDA-8B."""
     on_triton()
     kernels = compile_launches(monkeypatch, capability)
-    monkeypatch.setattr(cases, "PAGED", (([32], [600]), ([300], [40])))
+    # The larger tile needs more memory.
+    paged = (([32], [600]), ([300], [40]))
+    monkeypatch.setattr(cases, "PAGED", paged if capability == 90 else paged[1:])
     KERNEL_CASES[name](Draw(Sizes(32, 32, 128, 4096, 126_464), torch.bfloat16, torch.bfloat16, "cpu"))
     shared_memory = [size for kernel in kernels for size in kernel.shared_memory]
     assert shared_memory

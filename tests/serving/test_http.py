@@ -39,14 +39,13 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
-@pytest.mark.parametrize(("model", "method"), [("demo", "sparse"), ("demo-blocks", "block")])
-def test_two_data_parallel_engines_answer_as_one_process(engines, servers, model, method):
+def test_two_data_parallel_engines_answer_as_one_process(engines, servers):
     examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
-    expected = [answer.text for answer in demo_answers(engines, examples, model, cache_method=method, page_size=32)]
-    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", method]
-    server = servers("dllm", "serve", model, *options)
+    expected = [answer.text for answer in demo_answers(engines, examples, cache_method="sparse", page_size=32)]
+    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", "sparse"]
+    server = servers("dllm", "serve", "demo", *options)
     with ThreadPoolExecutor(len(examples)) as clients:
-        answers = clients.map(lambda example: server.chat(example.prompt, model), examples)
+        answers = clients.map(lambda example: server.chat(example.prompt), examples)
         assert [answer.choices[0].message.content for answer in answers] == expected
     assert server.stop() == 0, server.tail()
 

@@ -50,7 +50,7 @@ def start_engine(model: Path | str, **settings: Any) -> LLM:
     # `gpu_memory_utilization` is what vLLM wants free on a GPU, beside the engines that run already.
     defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "trace": True}
     defaults |= {"max_model_len": 256, "max_num_seqs": 64, "steps_per_dispatch": 1}
-    defaults |= {"kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.02}
+    defaults |= {"kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.02}
     return keep(LLM(str(model), **(defaults | settings)))
 
 
