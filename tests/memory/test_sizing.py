@@ -20,7 +20,7 @@ from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
 GIB = 1 << 30
-MEMORY = 64 << 20
+MEMORY = 16 << 20
 """Bytes for pages, of all engines of the tests."""
 
 
