@@ -16,7 +16,8 @@ from examples import quantize as example
 
 FOUR_BITS = ("int4", "gptq", "awq")
 current_platform.import_kernels()
-HAS_AVX512 = hasattr(torch.ops._C, refused_settings.FOUR_BITS)
+HAS_KERNELS = not current_platform.is_cpu() or hasattr(torch.ops._C, refused_settings.FOUR_BITS)
+"""False on a CPU without AVX-512."""
 _SIZES = {"bits": 4, "group_size": 32}
 # Without modules_to_not_convert, vLLM guesses by parts of names: `mlp.expert_bias` would leave out `mlp.experts`.
 AWQ = {"zero_point": True, "version": "gemm", "modules_to_not_convert": ["model.transformer.ff_out", "lm_head"]}
@@ -29,7 +30,7 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def needs_kernels(scheme: str) -> None:
-    if scheme in FOUR_BITS and not HAS_AVX512:
+    if scheme in FOUR_BITS and not HAS_KERNELS:
         pytest.skip("vLLM's kernels for 4 bits need AVX-512")
 
 

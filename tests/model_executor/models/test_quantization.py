@@ -11,7 +11,7 @@ from tests.model_executor.models.test_forward import dense_logits
 from tests.model_executor.models.test_loading import refuse
 from tests.support import tiny_checkpoints
 from tests.support.engines import runner_of
-from tests.support.quantized_checkpoints import FOUR_BITS, HAS_AVX512, SCHEMES, needs_kernels, quantize, write_rounded
+from tests.support.quantized_checkpoints import FOUR_BITS, HAS_KERNELS, SCHEMES, needs_kernels, quantize, write_rounded
 
 # CPU kernels for four bits take multiples of 32.
 FAMILIES = {
@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_rounded_weights(engines, plain, tmp_path, famil
     (expected,) = dense_logits(engines(rounded), IDS)
     # 8 bits also round the inputs of each layer, and without AVX-512 clip sums at 16 bits; 4 bits compute in bfloat16,
     # which gives 0.03 on a CPU with AMX. A wrong shard gives about 1.
-    most = 0.1 if scheme in FOUR_BITS else 0.2 if HAS_AVX512 else 0.5
+    most = 0.1 if scheme in FOUR_BITS else 0.2 if HAS_KERNELS else 0.5
     assert distance(actual, expected) < most
 
 
