@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests."""
+"""How the tests run, and which may be skipped. Their fixtures are in ``tests/support/fixtures.py``."""
 
 import os
 
@@ -11,19 +11,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
-
-from tests.support import tiny_checkpoints
-from tests.support.engines import EngineFactory, freeze_imports
-from tests.support.http_app import openai_client, served
-from tests.support.server import ServerFactory
 
 # A machine that is busy is no reason to fail.
 hypothesis.settings.register_profile("dllm", deadline=None, max_examples=80)
@@ -36,11 +29,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # With pytest-xdist, the first process runs no test, and need not wait until vLLM is imported.
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("tests.support.fixtures")
+
+
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
+    "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
     "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
 }
-"""Files whose tests share with those of another file what takes long to start: a server, Ray, or the process that has
+"""Files whose tests share with those of another file what takes long to start: a server, or the process that has
 imported vLLM and that ranks are forked from."""
 
 
@@ -108,77 +108,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for (file, reason), count in sorted(counts.items()):
         explained = f"FAILED, {file} is skipped without being listed" if file else ALLOWED_SKIPS[reason]
         terminalreporter.write_line(f"{count:4} {reason}: {explained}", red=bool(file))
-
-
-@pytest.fixture(scope="session")
-def engines() -> EngineFactory:
-    """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
-    freeze_imports()
-    return EngineFactory()
-
-
-@pytest.fixture(scope="session")
-def demo(engines: EngineFactory) -> Any:
-    """The demo model's engine, with its tokenizer."""
-    return engines("demo", skip_tokenizer_init=False)
-
-
-@pytest.fixture(scope="session")
-def client(demo: Any) -> Any:
-    """A client of the application that ``vllm serve`` builds, with the demo model's engine in this process."""
-    return served(demo, "--served-model-name", "demo")
-
-
-@pytest.fixture(scope="session")
-def openai(client: Any) -> Any:
-    """OpenAI's own client of that application."""
-    return openai_client(client)
-
-
-@pytest.fixture(scope="session")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
-    """``servers(program, *arguments)``: a real server, shared by all tests (see ``IN_ONE_PROCESS``) that ask for it."""
-    factory = ServerFactory(tmp_path_factory.mktemp("servers"))
-    yield factory
-    factory.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def own_signal_handlers() -> Iterator[None]:
-    """``dllm serve`` takes over the signals of its process, which the tests need."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="session")
-def reference_checkpoints() -> Path:
-    return Path(__file__).parent / "reference" / "checkpoints"
-
-
-@pytest.fixture
-def checkpoint_of(request: pytest.FixtureRequest, reference_checkpoints: Path) -> Any:
-    """``checkpoint_of(model)``: the folder of a reference case's model, or of a random checkpoint by its fixture."""
-    return lambda model: request.getfixturevalue(model) if "_" in model else reference_checkpoints / model
-
-
-def checkpoint(family: str, **config: Any) -> Any:
-    """A random checkpoint: vocabulary 150, canvas up to 256."""
-
-    @pytest.fixture(scope="session", name=f"tiny_{family}")
-    def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tiny_checkpoints.write(family, tmp_path_factory.mktemp(family.replace("_", "-")), **config)
-
-    return written
-
-
-tiny_llada = checkpoint("llada")
-tiny_dream = checkpoint("dream")  # grouped queries
-tiny_llada_moe = checkpoint("llada_moe", **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)  # six experts
-tiny_sdar = checkpoint("sdar")  # blocks of 4
-tiny_sdar_moe = checkpoint("sdar_moe", mlp_only_layers=[0])  # blocks of 4, six experts, a dense layer
-tiny_illada = checkpoint("illada")
-tiny_dream_reasoner = checkpoint("dream_reasoner")  # blocks of 8
-tiny_stable_diffcoder = checkpoint("stable_diffcoder")  # blocks of 4, of which the last ends with the response
-tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

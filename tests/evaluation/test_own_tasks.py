@@ -77,7 +77,7 @@ def test_reliability():
 def test_decisions_beside_generated_text(tmp_path, capsys):
     output = tmp_path / "decisions.json"
     rules = "passes=1,passes=2,threshold=0.9"
-    asked = ["eval", "--tasks", "decisions,decisions-json", "--count", "2", "--unmasking-rules", rules]
+    asked = ["eval", "--tasks", "decisions,decisions-json", "--count", "1", "--unmasking-rules", rules]
     assert main([*asked, "--output", str(output)]) == 0, capsys.readouterr().err
     rows = json.loads(output.read_text())["rows"]
     assert [row["unmasking"] for row in rows[::2]] == rules.split(",")

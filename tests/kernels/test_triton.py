@@ -87,11 +87,11 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
 @runs_triton
 @pytest.mark.parametrize("number", range(1, len(checks.FILTERS)))
 def test_filtered_logits(monkeypatch, number):
-    """Rows of three blocks, each of two steps."""
+    """Rows of three blocks, of two steps each but for the last."""
     monkeypatch.setattr(sampling, "_BLOCK", 512)
     monkeypatch.setattr(sampling, "_STEP", 256)
     dtype = (torch.float32, torch.float16)[number % 2]
-    checks.check_filtered_logits(sampling.filtered_logits, 1500, *checks.FILTERS[number], dtype, device=DEVICE)
+    checks.check_filtered_logits(sampling.filtered_logits, 1100, *checks.FILTERS[number], dtype, device=DEVICE)
 
 
 @runs_triton

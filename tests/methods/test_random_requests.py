@@ -272,7 +272,7 @@ def test_sampled_requests(engine, monkeypatch, method, name, steps_per_dispatch,
     llm, model = engine(method, name, 8, steps_per_dispatch, options)
     if method == "none":  # logits of few rows at once
         monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 5 * len(model.head))
-    requests = sampled_requests(len(name) + steps_per_dispatch, 24, model)
+    requests = sampled_requests(len(name) + steps_per_dispatch, 16, model)
     compared = assert_answers_as(llm, requests, plain_version(model, method, options))
     assert compared >= 0.6 * len(requests), "most of these requests are decided by rounding; choose others"
 

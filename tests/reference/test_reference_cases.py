@@ -19,7 +19,7 @@ ROWS = reference_rows(*KINDS)
 GROUPS = by_engine(ROWS)
 
 
-def short(rows: list[ReferenceRow], most: int = 3) -> list[ReferenceRow]:
+def short(rows: list[ReferenceRow], most: int = 2) -> list[ReferenceRow]:
     """Some rows of each kind, model and method that are soon done by a plain version."""
     found: dict[tuple[str, str, str], list[ReferenceRow]] = {}
     for row in rows:

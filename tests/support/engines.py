@@ -1,5 +1,6 @@
 """In-process engines for tests, and ways to look inside them."""
 
+import atexit
 import gc
 from collections.abc import Sequence
 from itertools import cycle
@@ -78,11 +79,13 @@ def set_steps_per_dispatch(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyP
 
 def freeze_imports() -> None:
     """Make engines start faster: keep vLLM's modules out of each garbage collection, and have vLLM look once for the
-    Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an engine."""
+    Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an engine. The
+    process ends faster too."""
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     gc.collect()
     gc.freeze()
+    atexit.register(gc.freeze)  # an engine that ends gives all to the last collection
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutput]:
