@@ -2,12 +2,15 @@
 
 import atexit
 import gc
+import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
 
@@ -78,11 +81,12 @@ def set_steps_per_dispatch(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyP
 
 
 def freeze_imports() -> None:
-    """Make engines start faster: keep vLLM's modules out of each garbage collection, and have vLLM look once for the
-    Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an engine. The
-    process ends faster too."""
+    """Make engines start and the process end faster: keep vLLM's modules out of each garbage collection, and have vLLM
+    look once for the Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an
+    engine. And let vLLM's processes sleep while they look for a message; each would keep a core busy."""
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    shm_broadcast.sched_yield = partial(time.sleep, 1e-4)
     gc.collect()
     gc.freeze()
     atexit.register(gc.freeze)  # an engine that ends gives all to the last collection
