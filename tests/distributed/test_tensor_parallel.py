@@ -87,23 +87,22 @@ CASES = {
     "llada2": ("llada2-moe-tiny-a", {}, BLOCK_RULES, CHOSEN),
     "sparse llada": ("llada-tiny-a", SPARSE, RULES, RETAINED),
     "sparse dream": ("dream-tiny-a", REFRESHED, RULES, RETAINED),
-    "freecache llada": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
-    "freecache dream": ("dream-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
-    "delayed dream": ("dream-tiny-a", {"cache_method": "delayed"}, RULES, RETAINED),
+    "freecache": ("llada-tiny-a", {"cache_method": "freecache"}, RULES, RETAINED),
+    "delayed": ("dream-tiny-a", {"cache_method": "delayed"}, RULES, RETAINED),
     "d2_cache llada": ("llada-tiny-a", D2_CACHE, [{"certainty_sigma": 10.0, "tokens_per_step": 2}, *RULES], CHOSEN),
     "d2_cache dream": ("dream-tiny-a", D2_CACHE, RULES, CHOSEN),
     "es_dllm query": ("llada-tiny-a", es_dllm(indicator="query"), [{}], SKIPPED),
     "es_dllm key": ("dream-tiny-a", es_dllm(indicator="key"), [{}], SKIPPED),
     "es_dllm hidden_state": ("dream-tiny-a", es_dllm(indicator="hidden_state", retention_ratio=0.4), [{}], SKIPPED),
     **{
-        f"{method} {model}": (model, {"cache_method": method, "cache_options": options}, [{}], ALL)
-        for model in ("llada-tiny-a", "dream-tiny-a")
-        for method, options in {
-            "dual": {"refresh": "near", "near_tokens": 4},
-            "dkv": {"refresh_interval": 4},
-            "dllm_cache": INTERVALS,
-            "maskkv": MASKKV,
-        }.items()
+        f"{method} {family}": (f"{family}-tiny-a", {"cache_method": method, "cache_options": options}, [{}], ALL)
+        for method, options, families in (
+            ("dual", {"refresh": "near", "near_tokens": 4}, ["dream"]),
+            ("dkv", {"refresh_interval": 4}, ["llada"]),
+            ("dllm_cache", INTERVALS, ["llada", "dream"]),
+            ("maskkv", MASKKV, ["llada", "dream"]),
+        )
+        for family in families
     },
     "random heads": ("llada-tiny-a", {"cache_method": "maskkv", "cache_options": DRAWN}, [{"seed": 5}], ALL),
     # Experts and dense layers; those of LLaDA-MoE have a shared one beside them.

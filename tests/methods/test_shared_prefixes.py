@@ -28,7 +28,7 @@ def engine(request, engines, reference_checkpoints):
     return make
 
 
-def requests_of(block_length: int, seed: int, count: int = 9):
+def requests_of(block_length: int, seed: int, count: int = 6):
     """Prompts with one of three beginnings, and what is asked, greedy and sampled."""
     draw = random.Random(seed)
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.slow
 
-NUM_ENGINES, NUM_REQUESTS = 36, 14
-"""Three engines of each cache method."""
+NUM_ENGINES, NUM_REQUESTS = 24, 14
+"""Two engines of each cache method."""
 GUIDE_DECIDES = (
     *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
     *("block_add_threshold", "delay_eos", "logprobs", "alg_temp", "min_tokens", "logit_bias", *END_OPTIONS),
