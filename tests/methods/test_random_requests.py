@@ -115,7 +115,7 @@ ENGINES: dict[str, list[tuple[int, int, dict[str, Any]]]] = {
     "block": [(4, 1, {}), (16, 4, {}), (6, 1, {})],
 }
 """Page size, steps per dispatch, cache options."""
-NUM_REQUESTS = {"es_dllm": 6, "none": 8, "prefix": 8, "dual": 6, "freecache": 6, "block": 10}
+NUM_REQUESTS = {"es_dllm": 6, "none": 6, "prefix": 6, "dual": 6, "freecache": 6, "block": 8}
 """Where the default is too few for each kind of request, or for enough that rounding does not decide."""
 END_TOKENS, TURN_ENDS = (42, 74, 226, 501), (316, 319, 409)
 """Tokens that the tiny models are quick to predict, and the one of their generation configs."""
@@ -272,7 +272,7 @@ def test_sampled_requests(engine, monkeypatch, method, name, steps_per_dispatch,
     llm, model = engine(method, name, 8, steps_per_dispatch, options)
     if method == "none":  # logits of few rows at once
         monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 5 * len(model.head))
-    requests = sampled_requests(len(name) + steps_per_dispatch, 16, model)
+    requests = sampled_requests(len(name) + steps_per_dispatch, 12, model)
     compared = assert_answers_as(llm, requests, plain_version(model, method, options))
     assert compared >= 0.6 * len(requests), "most of these requests are decided by rounding; choose others"
 
