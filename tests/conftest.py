@@ -6,10 +6,9 @@ import os
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # vLLM's kernel of experts would round float32 to TF32 on a GPU.
 os.environ["TRITON_F32_DEFAULT"] = "ieee"
-if "PYTEST_XDIST_WORKER" in os.environ:
-    # Beside other processes of this run, which would all bind to the same cores.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes of a run would all bind to the same cores, and sums depend on the number of threads.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections import Counter
 from pathlib import Path

@@ -16,7 +16,7 @@ from tests.support.random_decisions import assert_same_decisions, decision_param
 
 FULL = ["llada", "dream", "llada_moe", "illada"]
 BY_BLOCKS = ["sdar", "sdar_moe", "dream_reasoner", "stable_diffcoder", "llada2"]
-NUM_CASES = 36
+NUM_CASES = 56
 
 
 def drawn(seed, count=NUM_CASES):

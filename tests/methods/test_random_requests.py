@@ -187,7 +187,6 @@ def engine(engines, reference_checkpoints, monkeypatch):
     tokens."""
 
     def make(method: str, name: str, page_size: int, steps_per_dispatch: int, options: dict[str, Any]):
-        torch.set_num_threads(1)
         model, settings = PlainModel(reference_checkpoints / name), {"page_size": page_size, "max_model_len": 128}
         model.end_tokens, model.turn_ends = END_TOKENS, TURN_ENDS
         llm = engines.shared(

@@ -1,7 +1,6 @@
 """The engine decodes exactly as the authors' code, and so do the plain versions: tokens, order, and all cases state."""
 
 import pytest
-import torch
 
 from tests.oracles.decode import decode
 from tests.oracles.models import PlainModel
@@ -47,7 +46,6 @@ def test_cases_of_one_engine_in_one_batch_and_one_alone(engines, checkpoint_of, 
 
 @pytest.mark.parametrize("row", short(ROWS), ids=lambda row: row.name)
 def test_the_plain_version_is_the_authors(checkpoint_of, row):
-    torch.set_num_threads(1)
     model = PlainModel(checkpoint_of(row.case["model"]))
     answer = decode(model, row.prompt, **row.engine, **row.fields)
     # ES-dLLM takes the two most confident of fewer rows that have a confidence: which others, PyTorch's order decides.
@@ -63,7 +61,6 @@ ENDS = {"eos_token_id": "eos_token_id", "end_of_turn_token_id": "eot_token_id"}
 
 @pytest.mark.parametrize("case", reference_cases("end_tokens_llada"), ids=lambda case: case["name"])
 def test_switches_against_early_end_tokens(engines, reference_checkpoints, monkeypatch, case):
-    torch.set_num_threads(1)
     asked, prompt = case["hyperparameters"], case["prompt_ids"]
     names = ("gen_length", "block_length", "steps", "logits_eos_inf", "confidence_eos_eot_inf")
     fields = {name: asked[name] for name in names if name in asked}

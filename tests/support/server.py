@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections import ChainMap, Counter
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,6 @@ DEMO_SERVER = (
     *("--cache-method", "sparse", "--page-size", "8"),
 )
 """Arguments of a server with a cache."""
-UNBOUND = ChainMap({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}, os.environ)
-"""Processes of several ranks, servers and workers of pytest would bind to the same cores."""
 
 
 class Server:
@@ -38,14 +36,12 @@ class Server:
         log: Path,
         logging_level: str = "WARNING",
         preloaded: bool = True,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         self.port = get_open_port()
         self.log = log
         # The tests' own engines run in one process.
         variables = {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        if environment is None:
-            environment = UNBOUND if preloaded else os.environ
         command = [Path(sys.executable).parent / program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         start = Program if preloaded else functools.partial(subprocess.Popen, start_new_session=True)
         with log.open("wb") as stream:
