@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
     test_command = commands.add_parser("test", parents=[common], help="install, then run the tests")
     test_command.add_argument("--lint", action="store_true", help="check style and types as well, first")
-    test_command.add_argument("--slow", action="store_true", help="run the tests that start whole processes as well")
+    test_command.add_argument("--slow", action="store_true", help="run the second, slow stage as well")
     test_command.add_argument("--all", action="store_true", help="the same as --lint --slow")
     test_command.add_argument("pytest", nargs="*", metavar="...", help="after --: arguments for pytest")
     return top
@@ -82,20 +82,24 @@ def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -
 def test(environment: Environment, options: argparse.Namespace) -> int:
     """Runs the wanted stages, says how long each took, and returns the exit status of the first that failed.
 
-    Style and types do not keep the tests from running, so that one run shows all there is to mend.
+    Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
+    runs only when the fast one passed.
     """
     cores = os.cpu_count() or 1
     # Tests of one file share engines. More processes would need more memory than their tests are worth.
     processes = str(min(cores, 4))
-    tests = ["python", "-m", "pytest", "--dist", "loadfile", "--numprocesses", processes]
-    if options.slow or options.all:
-        # In the order of tests/conftest.py: by number of tests, the few that start most processes would come last.
-        tests += ["-m", "", "--no-loadscope-reorder", "--durations", "15"]
+    pytest = ["python", "-m", "pytest", "--dist", "loadfile", "--numprocesses"]
+    fast = [*pytest, processes, "-m", "not slow"]
+    # In the order of tests/conftest.py: by number of tests, the few that start most processes would come last. No more
+    # of them at once than cores, since servers that stop have only so many seconds for it.
+    slow = [*pytest, processes, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
         types = [["mypy", "--num-workers", processes, "-p", "dllm_engine"], ["mypy", "scripts"]]
         stages["style and types"] = [["ruff", "check"], ["ruff", "format", "--check"], *types]
-    stages["tests"] = [[*tests, *options.pytest]]
+    stages["fast tests"] = [[*fast, *options.pytest]]
+    if options.slow or options.all:
+        stages["slow tests"] = [[*slow, *options.pytest]]
 
     start = time.monotonic()
     environment.install(["eval", "ray", "test"])
@@ -106,5 +110,7 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
         statuses = [environment.run(*command) for command in commands]
         lines.append(f"{name:16}{time.monotonic() - start:6.0f} s" + ("  FAILED, see above" if any(statuses) else ""))
         failures += filter(None, statuses)
+        if name == "fast tests" and any(statuses):
+            break
     print("", *lines, sep="\n", flush=True)
     return failures[0] if failures else 0
