@@ -73,7 +73,7 @@ def test_reliability():
     assert bins == [(0.05, 0.0, 1), (pytest.approx(0.17), 0.5, 2), (1.0, 1.0, 1)]
 
 
-@pytest.mark.slow  # a process for each engine
+@pytest.mark.slow  # its engine ends, and takes vLLM's process groups from all others of the process
 def test_decisions_beside_generated_text(tmp_path, capsys):
     output = tmp_path / "decisions.json"
     rules = "passes=1,passes=2,threshold=0.9"
