@@ -112,8 +112,7 @@ VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
 ELSEWHERE = {
     **dict.fromkeys(EngineOptions.model_fields, "is an option of the engine, set when it starts; leave it out"),
     **dict.fromkeys(
-        sorted(VLLM_OPTIONS),
-        "is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there",
+        sorted(VLLM_OPTIONS), "is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
     ),
     "gen_length": "is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)",
     "template": "belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token ids set "

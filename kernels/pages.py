@@ -2,15 +2,8 @@ r"""What is written to and read from pages: keys and values in slots, and rows o
 
 A slot holds the key or value of one KV head of one token. A row of features is as wide as the model's hidden states: a
 page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other, and leaves the
-rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page:
-
-    add_features:    hidden_i += rows_σ(i)
-    write_features:  rows_σ(i) := values_i
-    read_features:   result_i = rows_σ(i)
-
-for every i with σ(i) ≥ 0; −1 stands for no row. Rows that no slot names are never used in arithmetic: they may hold
-NaN. Arguments of these three: ``rows`` ``[num_pages, rows_per_page, width]``, as ``feature_rows`` gives them; ``slots``
-int64 ``[num_rows]``; ``hidden`` and ``values`` ``[num_rows, width]``.
+rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page; −1: in none. Rows that no slot
+names are never used in arithmetic: they may hold NaN.
 """
 
 import torch
@@ -20,17 +13,23 @@ from dllm_engine.kernels._operator import Operator
 
 @Operator
 def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor | None = None,
 ) -> None:
-    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``.
+    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or ``slots[rows[i], h]``.
 
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.
         k_pages, v_pages: ``[num_pages, slots_per_page, head_dim]``.
-        slots: ``page · slots_per_page + offset``, int64 ``[num_rows, num_kv_heads]``. What is below 0 is not written,
-            or to page 0, which is no request's. No other slot may be named twice.
+        slots: ``page · slots_per_page + offset``, int64 ``[..., num_kv_heads]``. What is below 0 is not written, or to
+            page 0, which is no request's. No other slot may be named twice.
+        rows: int64 ``[num_rows]``, contiguous.
     """
-    places = page_places(slots, k_pages)
+    places = page_places(slots if rows is None else slots[rows], k_pages)
     k_pages[places], v_pages[places] = k, v
 
 
@@ -49,24 +48,30 @@ def feature_rows(memory: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @Operator
-def add_features(hidden: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Add to each row of ``hidden``, which is contiguous, the row of features in its slot, without converting to
-    float32."""
-    kept = (slots >= 0).nonzero().flatten()
-    hidden.index_add_(0, kept, rows[page_places(slots[kept], rows)])
+def add_or_renew_features(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    attended: torch.Tensor,
+    before_mlp: torch.Tensor,
+    mlp_output: torch.Tensor,
+) -> None:
+    """Bring hidden states to the end of a layer that has computed some rows: a row with place p ≥ 0 becomes
+    ``before_mlp[p] + mlp_output[p]``, and its features ``mlp_output[p] + attended[p]``; features are added to all
+    others. Nothing is converted to float32.
 
-
-@Operator
-def write_features(values: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write ``values[i]`` to row slot ``slots[i]``. No slot may be named twice."""
-    kept = slots >= 0
-    rows[page_places(slots[kept], rows)] = values[kept]
-
-
-@Operator
-def read_features(rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The rows of features in ``slots``, ``[num_rows, width]`` in the type of ``rows``; −1 reads as zeros."""
-    kept = slots >= 0
-    out = rows.new_zeros(slots.shape[0], rows.shape[2])
-    out[kept] = rows[page_places(slots[kept], rows)]
-    return out
+    Args:
+        hidden: ``[num_rows, width]``, contiguous.
+        rows: as ``feature_rows`` gives them.
+        slots: row slots of the features, int64 ``[num_rows]``.
+        places: where the last three have each row, int64 ``[num_rows]``; −1: it was not computed.
+        attended, before_mlp, mlp_output: output of the attention branch, the sum that goes into the other branch, and
+            output of that; ``[num_computed_rows, width]``, contiguous.
+    """
+    computed, has_slot = places >= 0, slots >= 0
+    added = (has_slot & ~computed).nonzero().flatten()
+    hidden.index_add_(0, added, rows[page_places(slots[added], rows)])
+    hidden[computed] = (before_mlp + mlp_output)[places[computed]]
+    renewed = has_slot & computed
+    rows[page_places(slots[renewed], rows)] = (mlp_output + attended)[places[renewed]]

@@ -25,16 +25,17 @@ def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: f
 
 
 @Operator
-def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor | None = None) -> None:
     """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
         positions: of the rows, int64 ``[num_rows]``, contiguous; all within ``cos_sin``, which is not checked.
         cos_sin: ``rotary_table``, contiguous.
+        rows: where ``positions`` has that of each row, int64 ``[num_rows]``, contiguous; None: in their order.
     """
     rotary_dim = cos_sin.shape[1]
-    cos, sin = cos_sin[positions, None].chunk(2, dim=-1)
+    cos, sin = cos_sin[positions if rows is None else positions[rows], None].chunk(2, dim=-1)
     first, second = x[..., :rotary_dim].to(torch.float32).chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     x[..., :rotary_dim] = rotated

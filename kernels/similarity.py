@@ -10,6 +10,7 @@ which hold some heads each, can add theirs first.
 """
 
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 
@@ -45,12 +46,13 @@ def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.T
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of each row, float32 ``[..., num_rows]``; 0 where either vector is 0.
+    """Cosine similarity of each row, float32 ``[..., num_rows]``; 0 where either vector is 0, and below 1 by what
+    rounding may take off.
 
     ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all heads of the model.
     """
     norms = sums[1:].sqrt().clamp_(min=EPS)
-    return sums[0] / (norms[0] * norms[1])
+    return (sums[0] / (norms[0] * norms[1])).clamp_(max=1 - ROUNDING)
 
 
 def negative_distance(sums: torch.Tensor) -> torch.Tensor:
@@ -61,17 +63,37 @@ def negative_distance(sums: torch.Tensor) -> torch.Tensor:
     return -distance.masked_fill(distance <= ROUNDING * squares, 0)
 
 
-SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"cosine": cosine, "l2": negative_distance}
-"""By the names of dLLM-Cache's metrics (appendix A.5)."""
+SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "cosine": cosine,
+    "l2": negative_distance,
+    "random": itemgetter(0),
+}
+"""By the names of dLLM-Cache's metrics (appendix A.5). ``random``: numbers that were drawn, ``[1, ..., num_rows]``."""
 
 
 @Operator
-def least_similar(sums: torch.Tensor, metric: str, count: int) -> torch.Tensor:
-    """The rows to compute again, int64 ``[batch, count]``, the least similar first, from float32 sums
-    ``[3, batch, num_rows]``; ``metric`` names one of ``SIMILARITIES``.
+def choose_least_similar(
+    sums: torch.Tensor,
+    metric: str,
+    candidates: torch.Tensor,
+    places: torch.Tensor,
+    rows: torch.Tensor,
+    place_of_row: torch.Tensor,
+) -> None:
+    """Choose the rows to compute again, of each member of a batch those that are least similar.
 
     Ties go to the first row. Rows that differ from 1 by rounding alone are ties: matrix products of different shapes
     give an unchanged row different last bits.
+
+    Args:
+        sums: of the candidates, ``[sums, batch, num_candidates]``, as ``metric`` takes them, one of ``SIMILARITIES``.
+        candidates: rows to choose from, int64 ``[batch, num_candidates]``; all different.
+        places: where the chosen ones go, the least similar first, int64 ``[batch, count]``; all different.
+        rows: takes the chosen rows at their places, int64.
+        place_of_row: takes the place of each chosen row, and −1 for other candidates, int64.
     """
-    alike = SIMILARITIES[metric](sums).clamp(max=1 - ROUNDING)
-    return alike.sort(stable=True).indices[..., :count]
+    order = SIMILARITIES[metric](sums).sort(stable=True).indices
+    chosen = candidates.gather(1, order[:, : places.shape[1]])
+    rows[places] = chosen
+    place_of_row[candidates] = -1
+    place_of_row[chosen] = places

@@ -59,7 +59,7 @@ class FeatureTables(BatchTables):
         """Number of each batch row's position in its span; negative: it is outside."""
 
     def row_slots(self) -> torch.Tensor:
-        """Row slots ``[num_layers, num_rows]``, as ``write_features`` takes those of a layer; −1 outside the spans."""
+        """Row slots ``[num_layers, num_rows]``; −1 outside the spans."""
         slots = self.slots(ALL_LAYERS, self.requests, self.items.clamp(min=0), self.rows.shape[1])
         return slots.masked_fill_(self.items < 0, -1)
 
@@ -152,9 +152,8 @@ class HeadTables(BatchTables):
         self.kept = torch.stack([canvas.cache_state.kept for canvas in batch.canvases], dim=1)
         """``[num_layers, num_requests, num_kv_heads]``"""
         gen_lengths = on_device([canvas.spec.gen_length for canvas in batch.canvases], device)
-        self.lengths = (self.kept + gen_lengths[:, None]).int()
-        """Of each head's range, like ``kept``."""
-        in_order = self.lengths.transpose(0, 1)
+        lengths = (self.kept + gen_lengths[:, None]).int()
+        in_order = lengths.transpose(0, 1)
         ends = in_order.flatten(1).cumsum(dim=1, dtype=torch.int32).view_as(in_order)
         self.starts = (ends - in_order).transpose(0, 1).contiguous()
         """First slot of each head's range. In a first pass, of the layers that have voted."""
@@ -163,8 +162,8 @@ class HeadTables(BatchTables):
         self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
         unread = [c.spec.canvas_length - plan.read for c, plan in zip(batch.canvases, batch.plans, strict=True)]
-        self.unread = on_device(unread, device, torch.int32)
-        """Tokens at the end of each response that no row attends to."""
+        self.head_len = lengths - on_device(unread, device, torch.int32)[:, None]
+        """Tokens of each head that rows attend to, like ``kept``: none at the end of a response that no row reads."""
         self.token_stride = torch.ones(len(batch.plans), dtype=torch.int32, device=device)
         self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
         self.prompts = [i for i, plan in enumerate(batch.plans) if plan.scope in (Scope.ALL, Scope.PROMPT)]
@@ -177,14 +176,14 @@ class HeadTables(BatchTables):
         state: RetainedPrompt = self.batch.canvases[index].cache_state
         state.kept[layer] = kept
         state.numbers.append(numbers.T.int())
-        gen_length = self.batch.canvases[index].spec.gen_length
-        self.kept[layer, index] = kept
-        self.lengths[layer, index] = kept + gen_length
-        first = self.starts[layer - 1, index, -1] + self.lengths[layer - 1, index, -1] if layer else 0
-        self.starts[layer, index] = first + self.lengths[layer, index].cumsum(dim=0) - self.lengths[layer, index]
+        spec = self.batch.canvases[index].spec
+        self.kept[layer, index], lengths = kept, kept + spec.gen_length
+        self.head_len[layer, index] = kept + (self.batch.plans[index].read - spec.prompt_length)
+        first = self.starts[layer - 1, index, -1] + self.kept[layer - 1, index, -1] + spec.gen_length if layer else 0
+        self.starts[layer, index] = first + lengths.cumsum(dim=0) - lengths
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        return [self.tables, self.kept, self.lengths, self.starts, self.requests, self.response_index, self.unread]
+        return [self.tables, self.kept, self.head_len, self.starts, self.requests, self.response_index]
 
     def row_slots(self) -> "torch.Tensor | HeadTables":
         """The slots of all rows by layer, −1 where nothing is kept of a row."""
@@ -208,6 +207,5 @@ class HeadTables(BatchTables):
         return torch.where(slots >= 0, physical + slots % per_page, -1)
 
     def paged_tokens(self, layer: int) -> PagedTokens:
-        start, lengths = self.starts[layer], self.lengths[layer] - self.unread[:, None]
-        k_pages, v_pages, table = self.pages.keys, self.pages.values, self.tables[0]
-        return PagedTokens(k_pages, v_pages, table, start, self.token_stride, lengths, self.max_head_len)
+        places = self.starts[layer], self.token_stride, self.head_len[layer]
+        return PagedTokens(self.pages.keys, self.pages.values, self.tables[0], *places, self.max_head_len)

@@ -46,9 +46,9 @@ class PageView:
     num_kv_heads: int
     """KV heads of this rank."""
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor | None = None) -> None:
         """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_kv`` does."""
-        write_kv(k, v, self.keys, self.values, slots)
+        write_kv(k, v, self.keys, self.values, slots, rows)
 
     def slots(self, places: torch.Tensor) -> torch.Tensor:
         """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page · page_size + offset``, int64

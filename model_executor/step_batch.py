@@ -1,7 +1,7 @@
 """The rows of one forward pass: all scheduled requests, flattened."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, takewhile
 
@@ -88,20 +88,20 @@ class RowChoice:
             numbers = torch.arange(max(size, count), device=device)
             self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
 
-    def rows(self, values: torch.Tensor, choose: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """The computed rows. ``values`` ``[..., n]`` are of the rows ``chosen_from``; ``choose(values, count=count)``
-        gives the indices of those chosen, ``[group, count]``, from the values of a group, ``[..., group, rows]``."""
+    def by_group(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Values, rows to choose from, and places of those chosen, of each group; ``values`` ``[..., n]`` are of the
+        rows ``chosen_from``, and become ``[..., group, rows]``."""
         parts = values.split([others.numel() for others, _ in self.groups], dim=-1)
-        chosen = [
-            choose(part.unflatten(-1, others.shape), count=places.shape[1])
-            for part, (others, places) in zip(parts, self.groups, strict=True)
-        ]
-        if len(self.groups) == 1 and not self.fixed.numel():
-            return self.groups[0][0].gather(1, chosen[0]).flatten()  # the places of a group alone ascend
+        for part, (others, places) in zip(parts, self.groups, strict=True):
+            yield part.unflatten(-1, others.shape), others, places
+
+    def rows(self, values: torch.Tensor, choose: Callable[..., torch.Tensor]) -> torch.Tensor:
+        """The computed rows. ``choose(values, count=count)`` gives the indices of those chosen, ``[group, count]``,
+        from the values of a group."""
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
         rows[self.fixed_places] = self.fixed
-        for (others, places), which in zip(self.groups, chosen, strict=True):
-            rows[places] = others.gather(1, which)
+        for part, others, places in self.by_group(values):
+            rows[places] = others.gather(1, choose(part, count=places.shape[1]))
         return rows
 
     def graph_inputs(self) -> list[torch.Tensor]:
@@ -140,8 +140,7 @@ class StepBatch(RowBounds):
         # Sequences of equal length side by side share one attention call. Those that need no pages come last: requests
         # in their first pass, and before them others whose canvas is computed as a whole.
         ordered = sorted(
-            plans,
-            key=lambda i: (plans[i].scope is Scope.ALL, plans[i].forward == 0, rows[i].size, plans[i].read),
+            plans, key=lambda i: (plans[i].scope is Scope.ALL, plans[i].forward == 0, rows[i].size, plans[i].read)
         )
         return cls([canvases[i] for i in ordered], [rows[i] for i in ordered], [plans[i] for i in ordered], ordered)
 

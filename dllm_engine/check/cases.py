@@ -98,8 +98,15 @@ def use_slots(draw: Draw) -> Results:
     written = pool[1:, 1].clone()
     pages.write_kv(keys, values, pool[:, 0], pool[:, 1], targets)
     numbers = draw.integers(1, 9, 6 * ROWS).float().view(3, 2, ROWS)  # many are equal
-    chosen = [similarity.least_similar(numbers, metric, ROWS // 3) for metric in similarity.SIMILARITIES]
-    return [sums, written, pool[1:], *chosen]
+    some = torch.arange(ROWS - 1, -1, -2, device=draw.device)
+    pages.write_kv(values[1::2], keys[1::2], pool[:, 0], pool[:, 1], targets, some)
+    results = [sums, written, pool[1:]]
+    candidates, places = (torch.arange(2 * n, device=draw.device).flip(0).view(2, n) for n in (ROWS, ROWS // 3))
+    for metric in similarity.SIMILARITIES:
+        rows, place_of_row = (torch.empty_like(x).flatten() for x in (places, candidates))
+        similarity.choose_least_similar(numbers, metric, candidates, places, rows, place_of_row)
+        results += rows, place_of_row
+    return results
 
 
 def rotate(draw: Draw) -> Results:
@@ -108,6 +115,7 @@ def rotate(draw: Draw) -> Results:
         frequencies = 500_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
         table = rotary.rotary_table(2048, frequencies).to(draw.device)
         rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
+        rotary.rotate_(k, draw.integers(0, 2048, 9), table, draw.integers(0, 9, ROWS))
     return [q, k]
 
 
@@ -124,12 +132,11 @@ def vote(draw: Draw) -> Results:
 
 
 def use_features(draw: Draw) -> Results:
-    values, hidden = draw.normal(ROWS, 2 * draw.sizes.hidden_size).chunk(2, dim=1)
     rows = pages.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
-    targets = draw.slots(rows, ROWS)
-    pages.write_features(values, rows, targets)
-    pages.add_features(hidden, rows, targets)
-    return [rows, hidden, pages.read_features(rows, targets)]
+    hidden, *computed = draw.normal(4, ROWS, draw.sizes.hidden_size)
+    places = draw.integers(-ROWS, ROWS, ROWS).clamp(min=-1)
+    pages.add_or_renew_features(hidden, rows, draw.slots(rows, ROWS), places, *computed)
+    return [rows, hidden]
 
 
 def predict(draw: Draw) -> Results:
@@ -147,12 +154,12 @@ Case = Callable[[Draw], Results]
 BY_HEADS: dict[str, Case] = {
     "paged_attention, token-major": partial(attend_to_pages, packed=False),
     "paged_attention, ranges per head": partial(attend_to_pages, packed=True),
-    "write_kv, replace_and_compare, least_similar": use_slots,
+    "write_kv, replace_and_compare, choose_least_similar": use_slots,
     "rotate_": rotate,
     "voting_scores, summed_probabilities": vote,
 }
 """Cases that depend on the sizes of heads, by the names of their kernels."""
 OTHERS: dict[str, Case] = {
-    "write_features, add_features, read_features": use_features,
+    "add_or_renew_features": use_features,
     "token_statistics, gumbel_max, filtered_logits": predict,
 }

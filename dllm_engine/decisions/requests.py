@@ -50,13 +50,7 @@ class DecisionOutput(NamedTuple):
 
 
 def decision_params(
-    schema: Any,
-    tokenizer: Any,
-    vllm_config: Any,
-    *,
-    template: str | None = None,
-    passes: int = 1,
-    top_k: int = TOP_K,
+    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, passes: int = 1, top_k: int = TOP_K
 ) -> SamplingParams:
     """Parameters of a decision with the settings of ``LLM.decide``. Waits until the automata of patterns are built.
 

@@ -57,27 +57,29 @@ def replace_and_compare(fresh, pages, slots):
 def _similarity(sums, row, exists, sum_stride, METRIC: tl.constexpr, EPS: tl.constexpr, ROUNDING: tl.constexpr):
     """Similarity of rows; infinite where it is no number."""
     similarity = tl.load(sums + row, mask=exists, other=0.0)
-    fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
-    retained = tl.load(sums + sum_stride * 2 + row, mask=exists, other=0.0)
-    if METRIC == "cosine":
-        norms = tl.maximum(tl.sqrt_rn(fresh), EPS) * tl.maximum(tl.sqrt_rn(retained), EPS)
-        similarity = tl.div_rn(similarity, norms)
-    else:
-        distance = fresh + retained - 2 * similarity
-        similarity = -tl.where(distance <= ROUNDING * (fresh + retained), 0.0, distance)
-    return tl.where(similarity == similarity, tl.minimum(similarity, 1 - ROUNDING), float("inf"))
+    if METRIC != "random":
+        fresh = tl.load(sums + sum_stride + row, mask=exists, other=0.0)
+        retained = tl.load(sums + sum_stride * 2 + row, mask=exists, other=0.0)
+        if METRIC == "cosine":
+            norms = tl.maximum(tl.sqrt_rn(fresh), EPS) * tl.maximum(tl.sqrt_rn(retained), EPS)
+            similarity = tl.minimum(tl.div_rn(similarity, norms), 1 - ROUNDING)
+        else:
+            distance = fresh + retained - 2 * similarity
+            similarity = -tl.where(distance <= ROUNDING * (fresh + retained), 0.0, distance)
+    return tl.where(similarity == similarity, similarity, float("inf"))
 
 
 @triton.jit(do_not_specialize=["sum_stride", "member_stride", "num_rows", "count"])
-def _least_similar_kernel(
-    sums, chosen, sum_stride, member_stride, num_rows, count,
+def _choose_kernel(
+    sums, candidates, places, rows, place_of_row, sum_stride, member_stride, num_rows, count,
     METRIC: tl.constexpr,
     EPS: tl.constexpr,
     ROUNDING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: the ranks of some rows of a member of the batch among all of its rows."""
-    sums += tl.program_id(1).to(tl.int64) * member_stride
+    """One program: the ranks of some candidates of a member of the batch among all of its candidates."""
+    member = tl.program_id(1).to(tl.int64)
+    sums += member * member_stride
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = _similarity(sums, row, row < num_rows, sum_stride, METRIC, EPS, ROUNDING)[:, None]
     rank = tl.zeros((BLOCK,), tl.int32)
@@ -87,14 +89,20 @@ def _least_similar_kernel(
         similarity = _similarity(sums, other, exists, sum_stride, METRIC, EPS, ROUNDING)[None, :]
         is_first = (similarity < own) | ((similarity == own) & (other[None, :] < row[:, None]))
         rank += tl.sum((is_first & exists[None, :]).to(tl.int32), axis=1)
-    tl.store(chosen + tl.program_id(1) * count + rank, row.to(tl.int64), mask=(row < num_rows) & (rank < count))
+    is_chosen = (row < num_rows) & (rank < count)
+    candidate = tl.load(candidates + member * num_rows + row, mask=row < num_rows)
+    place = tl.load(places + member * count + rank, mask=is_chosen, other=-1)
+    tl.store(rows + place, candidate, mask=is_chosen)
+    tl.store(place_of_row + candidate, place, mask=row < num_rows)
 
 
-def least_similar(sums, metric, count):
-    _, batch, num_rows = sums.shape
-    chosen = sums.new_empty(batch, count, dtype=torch.int64)
+def choose_least_similar(sums, metric, candidates, places, rows, place_of_row):
+    batch, num_rows = candidates.shape
     sums = sums if sums.stride(2) == 1 else sums.contiguous()
-    _least_similar_kernel[(triton.cdiv(num_rows, BLOCK), batch)](
-        sums, chosen, *sums.stride()[:2], num_rows, count, METRIC=metric, EPS=EPS, ROUNDING=ROUNDING, BLOCK=BLOCK
-    )
-    return chosen
+    _choose_kernel[(triton.cdiv(num_rows, BLOCK), batch)](
+        sums, candidates, places, rows, place_of_row, *sums.stride()[:2], num_rows, places.shape[1],
+        METRIC=metric,
+        EPS=EPS,
+        ROUNDING=ROUNDING,
+        BLOCK=BLOCK,
+    )  # fmt: skip

@@ -38,12 +38,18 @@ class RotaryPhases:
     """Phases of RoPE of a set of rows."""
 
     positions: torch.Tensor
-    """``[num_rows]`` int64, absolute positions in the canvas."""
+    """Absolute positions in the canvas, int64."""
     table: torch.Tensor
     """``rotary_table`` of the model."""
+    rows: torch.Tensor | None = None
+    """Where ``positions`` has that of each row, int64 ``[num_rows]``; None: in their order."""
 
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
-        return RotaryPhases(self.positions[rows], self.table)
+        if self.rows is not None:
+            rows = self.rows[rows]
+        elif isinstance(rows, slice):
+            return RotaryPhases(self.positions[rows], self.table)
+        return RotaryPhases(self.positions, self.table, rows)
 
 
 class DecoderLayer(nn.Module):
@@ -100,7 +106,7 @@ class DecoderLayer(nn.Module):
         if self.head_norm is not None:
             for part, part_heads in zip(turned, split, strict=True):
                 part_heads.mul_(getattr(self, f"{part}_norm").weight)
-        rotate_(heads, phases.positions, phases.table)
+        rotate_(heads, phases.positions, phases.table, phases.rows)
         return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:

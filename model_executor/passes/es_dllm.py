@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained, top_indices
-from dllm_engine.kernels.pages import page_places, read_features, write_features
+from dllm_engine.kernels.pages import page_places
 from dllm_engine.model_executor.batch_tables import BatchTables, FeatureTables, TokenTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
@@ -209,7 +209,7 @@ class EarlySkipPass(LayerPass):
     def _attend(
         self, layer: int, rows: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        self.pages.write(k, v, self.row_slots[layer][rows])
+        self.pages.write(k, v, self.row_slots[layer], rows)
         if self.copy_tokens is not None:
             tokens = self.copy_tokens[rows]
             slots = self.attended.token_slots(layer, self.tables.requests[rows], tokens.clamp(min=0))
@@ -247,7 +247,8 @@ class EarlySkipPass(LayerPass):
             self.kept_rows.append(rows[kept])
             self.stage = self.stages[len(self.kept_rows)]
         if self.features is not None:
-            write_features(fresh[kept], self.features.rows, self.feature_slots[layer][rows[kept]])
+            places = page_places(self.feature_slots[layer][rows[kept]], self.features.rows)
+            self.features.rows[places] = fresh[kept]
         return kept
 
     def _changes(self, layer: int, rows: torch.Tensor, fresh: torch.Tensor) -> torch.Tensor:
@@ -256,12 +257,10 @@ class EarlySkipPass(LayerPass):
         if self.options.alpha == 1:
             return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
         if self.features is not None:
-            old = read_features(self.features.rows, self.feature_slots[layer][rows])
+            slots, pages = self.feature_slots[layer], self.features.rows
         else:
-            slots = self.row_slots[layer][rows]
-            pages = self.pages.keys if indicator == "key" else self.pages.values
-            old = pages[page_places(slots, pages)].flatten(1)
-        old = old.float()
+            slots, pages = self.row_slots[layer], self.pages.keys if indicator == "key" else self.pages.values
+        old = pages[page_places(slots[rows], pages)].flatten(1).float()
         sums = torch.stack(((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1)))
         width = fresh.shape[1]
         if indicator != "hidden_state":

@@ -17,7 +17,7 @@ from dllm_engine.model_executor.passes.adaptive import AdaptivePass
 from dllm_engine.model_executor.passes.base import attend_alone, attend_split
 from dllm_engine.model_executor.retention.budgets import head_budgets, layer_budgets
 from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
-from dllm_engine.model_executor.step_batch import RowBounds, Rows, SplitRows, StepBatch
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.scheduler.methods.maskkv import (
     MEASURED_IMPORTANCE,
     ImportanceName,
@@ -105,12 +105,12 @@ class MaskKVPass(AdaptivePass):
         return tensor_model_parallel_all_gather(own, dim=0)[::copies]
 
     def _attend(
-        self, layer: int, computed: SplitRows, rows: Rows, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: int, computed: SplitRows, rows: torch.Tensor | None, qkv: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """All requests that attend alone are in their first pass. They vote before anything is written."""
-        n = computed.num_paged_rows
+        n, (q, k, v) = computed.num_paged_rows, qkv
         if n == q.shape[0]:
-            return super()._attend(layer, computed, rows, q, k, v)
+            return super()._attend(layer, computed, rows, qkv)
         own, lse = (q[n:], k[n:], v[n:]), None
         if SCORERS[self.options.scorer].needs_lse:
             out, lse = attention_with_lse(*own, computed.alone.bounds)
@@ -119,7 +119,7 @@ class MaskKVPass(AdaptivePass):
         for index in self.voting:
             first, stop = computed.bounds[index : index + 2]
             self._vote(layer, index, q[first:stop], k[first:stop], None if lse is None else lse[first - n : stop - n])
-        self.pages.write(k, v, self.row_slots[layer][rows])
+        self.pages.write(k, v, self.row_slots[layer], rows)
         return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False, alone=out)
 
     def _vote(self, layer: int, index: int, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor | None) -> None:

@@ -54,9 +54,5 @@ def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
 
 
 BLOCK = CacheMethod(
-    plan,
-    hold_tokens(tokens_kept),
-    attention=("block_causal",),
-    shortened=shortened,
-    keeps_for_good=True,
+    plan, hold_tokens(tokens_kept), attention=("block_causal",), shortened=shortened, keeps_for_good=True
 )

@@ -86,7 +86,7 @@ def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cas
     first, wrong, last = rows_of(printed, "rotate_")
     assert " float16, 4 heads of 32 share 4 " in wrong
     assert [row.endswith(FAILED) for row in (first, wrong, last)] == [False, True, False]
-    assert rows_of(printed, "write_kv, replace_and_compare, least_similar")[-1].endswith(
+    assert rows_of(printed, "write_kv, replace_and_compare, choose_least_similar")[-1].endswith(
         "FAILED: RuntimeError: no kernel image is available"
     )
     assert "2 failed" in printed

@@ -230,6 +230,7 @@ class CompilesForCuda:
 
         names = self.kernel.arg_names
         options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        constants |= {name: x for name, x in zip(names, arguments, strict=False) if x is None}
         values = dict(zip(names, arguments, strict=False)) | constants
         types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
         types |= {torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", int: "i32", float: "fp32"}

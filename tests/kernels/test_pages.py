@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.kernels.pages import add_features, feature_rows, read_features, write_features
+from dllm_engine.kernels.pages import add_or_renew_features, feature_rows
 from tests.kernels.checks import EXACT, NUMBERS
 
 
@@ -14,25 +14,24 @@ from tests.kernels.checks import EXACT, NUMBERS
     slots_per_page=st.sampled_from([8, 9, 64]),
     numbers=NUMBERS,
 )
-def test_rows_are_written_read_and_added_and_nothing_else_is_touched(num_rows, width, slots_per_page, numbers):
+def test_features_are_added_or_renewed_and_nothing_else_is_touched(num_rows, width, slots_per_page, numbers):
     num_pages = -(-num_rows // (2 * slots_per_page * 8 // width)) + 2
     memory = torch.full((num_pages, 2, slots_per_page, 8), torch.nan, dtype=numbers.dtype)
     rows = feature_rows(memory, width)
     slots = numbers.slots(rows, num_rows)
-    values, hidden = numbers.normal(num_rows, 2 * width + 3)[:, 3:].split(width, dim=1)
+    hidden, values, *computed = numbers.normal(5, num_rows, width)
     is_missing = (slots < 0)[:, None]
-
-    expected = rows.clone()
     for row in (slots >= 0).nonzero()[:, 0]:
-        expected[divmod(int(slots[row]), rows.shape[1])] = values[row]
-    write_features(values, rows, slots)
+        rows[divmod(int(slots[row]), rows.shape[1])] = values[row]
+    expected = rows.clone()
+    places = torch.where(numbers.integers(0, 2, num_rows) > 0, torch.arange(num_rows).flip(0), -1)
+    is_kept = (places < 0)[:, None]
+    hidden.masked_fill_(is_missing & is_kept, -0.0)
+    attended, before, output = computed
+    expected_hidden = torch.where(is_missing, hidden, hidden + values).where(is_kept, (before + output)[places])
+    for row in ((slots >= 0) & (places >= 0)).nonzero()[:, 0]:
+        expected[divmod(int(slots[row]), rows.shape[1])] = (output + attended)[places[row]]
+    add_or_renew_features(hidden, rows, slots, places, *computed)
+    torch.testing.assert_close(hidden, expected_hidden, **EXACT)
     torch.testing.assert_close(rows, expected, **EXACT)
-    assert int((~memory.isnan()).sum()) == int((slots >= 0).sum()) * width
-
-    torch.testing.assert_close(read_features(rows, slots), values.masked_fill(is_missing, 0), **EXACT)
-
-    hidden.masked_fill_(is_missing, -0.0)
-    expected = torch.where(is_missing, hidden, hidden + values)
-    add_features(hidden, rows, slots)
-    torch.testing.assert_close(hidden, expected, **EXACT)
-    assert bool(hidden[slots < 0].signbit().all())  # not even zero was added
+    assert bool(hidden[(slots < 0) & (places < 0)].signbit().all())  # not even zero was added
