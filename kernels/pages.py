@@ -67,7 +67,7 @@ def add_or_renew_features(
         slots: row slots of the features, int64 ``[num_rows]``.
         places: where the last three have each row, int64 ``[num_rows]``; −1: it was not computed.
         attended, before_mlp, mlp_output: output of the attention branch, the sum that goes into the other branch, and
-            output of that; ``[num_computed_rows, width]``, contiguous.
+            output of that; ``[num_computed_rows, width]``.
     """
     computed, has_slot = places >= 0, slots >= 0
     added = (has_slot & ~computed).nonzero().flatten()

@@ -60,8 +60,8 @@ class Cost:
         asked = self.requests
         return {
             "passes_per_answer": self.forward_passes / asked if asked else None,
-            "tokens_per_pass": self.tokens_unmasked / self.forward_passes if asked else None,
-            "rows_per_token": self.tokens_computed / self.tokens_unmasked if asked else None,
+            "tokens_per_pass": self.tokens_unmasked / self.forward_passes if self.forward_passes else None,
+            "rows_per_token": self.tokens_computed / self.tokens_unmasked if self.tokens_unmasked else None,
             "tokens_per_second": self.tokens_per_second if asked else None,
             "first_block_seconds": self.first_block_seconds / asked if asked else None,
             "latency_seconds": self.latency_seconds / asked if asked else None,

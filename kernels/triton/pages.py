@@ -67,11 +67,11 @@ def _add_or_renew_kernel(
         tl.store(number, tl.load(number, mask=kept) + tl.load(feature, mask=kept), mask=kept)
 
 
-def add_or_renew_features(hidden, rows, slots, places, attended, before_mlp, mlp_output):
+def add_or_renew_features(hidden, rows, slots, places, *computed):
     _, rows_per_page, width = rows.shape
     block = min(1024, triton.next_power_of_2(width))
     _add_or_renew_kernel[hidden.shape[0], triton.cdiv(width, block)](
-        hidden, rows, slots, places, attended, before_mlp, mlp_output, rows.stride(0),
+        hidden, rows, slots, places, *(x.contiguous() for x in computed), rows.stride(0),
         WIDTH=width,
         ROWS_PER_PAGE=rows_per_page,
         BLOCK=block,
