@@ -51,7 +51,7 @@ TRANSFORMERS_NAMES = TensorNames(
         "shared_expert.down_proj": ("mlp.shared_expert.down_proj", None),
     },
 )
-"""Those of transformers' Llama, Qwen2 and Qwen3."""
+"""Names in transformers' Llama, Qwen2 and Qwen3."""
 LLADA_NAMES = TensorNames(
     embedding="model.transformer.wte",
     final_norm="model.transformer.ln_f",
@@ -114,7 +114,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What all checkpoints of one architecture share."""
+    """Facts that all checkpoints of one architecture share."""
 
     name: str
     model_type: str

@@ -48,7 +48,7 @@ class DiffusionFigures:
     UPDATE step ``retained_positions``, a list per layer, and per step that skips ``selected_positions``, a list per
     layer that drops rows."""
     decision: dict[str, Any] = field(default_factory=dict)
-    """Of a decision: per field its ``value``, ``probability`` and ``distribution``."""
+    """Result of a decision: per field its ``value``, ``probability`` and ``distribution``."""
     error: str | None = None
     """Why the request ended with ``finish_reason="error"``; None where it did not."""
 

@@ -134,7 +134,7 @@ class CanvasStore:
     def __init__(self, device: torch.device, mask_token_id: int) -> None:
         self.mask_token_id = mask_token_id
         self.canvases: dict[str, Canvas] = {}
-        """Of the running requests, by request id."""
+        """Canvases of the running requests, by request id."""
         self.tokens = torch.empty(ROOM, dtype=torch.int64, device=device)
         """Position p of a canvas is at ``canvas.start + p``. Another tensor once more room is needed."""
         self.masked = torch.empty(ROOM, dtype=torch.bool, device=device)

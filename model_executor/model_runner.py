@@ -69,11 +69,11 @@ class DiffusionModelRunner:
         self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
         self.plan = self.options.method.next_step
         self.failures: dict[str, RequestFailure] = {}
-        """Of requests whose own part of the work in hand failed."""
+        """Requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
-        """Of the last step; None once a request has come or gone, or a page table is another."""
+        """Batch and pass of the last step; None once a request has come or gone, or a page table is another."""
         self.pages: PageMemory | None = None
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []

@@ -220,7 +220,7 @@ class _Chunk:
         return torch.where((tokens == first) | (tokens == second) | (first < 0), scores, -torch.inf)
 
     def class_maxima(self) -> list[torch.Tensor]:
-        """Of each constrained response, the best score of each class in each of its rows here."""
+        """Best score of each class in each row of each constrained response."""
         return [
             class_maxima(self.scores[rows], response.class_of[self.tokens], response.num_classes)
             for rows, response in self.responses

@@ -91,7 +91,7 @@ class StepReport:
     """Key slots kept in the table that layers share, on the rank with the most; None: not settled by this step."""
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None
-    """Of ``tokens``, as ``logprobs``. These and the next are there if the request asks."""
+    """Commits of ``tokens``, as ``logprobs``. These and the next are there if the request asks."""
     shown: ShownWindow | None = None
     decision: dict[str, Any] | None = None
     """Value, probability and distribution of each field, after the last pass of a decision."""

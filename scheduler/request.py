@@ -212,7 +212,7 @@ class DecodingSpec:
 
     @cached_property
     def _spans(self) -> dict[Blocks, Span]:
-        """Of ``span_of``, which every step calls several times."""
+        """Results of ``span_of``, which every step calls several times."""
         return {}
 
     def from_block_start(self, window: Span) -> Span:

@@ -31,7 +31,7 @@ class RequestState:
     pages_settled: bool = False
     """True if the runner has reported the final number of pages."""
     commits: Commits = field(default_factory=lambda: Commits([], []))
-    """Of the tokens sent so far, if the request asks."""
+    """Commits of the tokens sent so far, if the request asks."""
     last_scheduled: int = -1
     """Number of the last step that ran it."""
 

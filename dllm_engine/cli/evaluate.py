@@ -147,7 +147,7 @@ def combinations(args: argparse.Namespace, batch: int | None) -> list[Combinatio
 
 
 def subject_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What all rows of a table depend on: model and settings."""
+    """Model and settings that all rows of a table depend on."""
     return {name: value for name, value in vars(args).items() if name not in FREE}
 
 

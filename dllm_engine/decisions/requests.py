@@ -70,7 +70,7 @@ def decision_params(
 async def decision_params_when_built(
     schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, **settings: int
 ) -> SamplingParams:
-    """As ``decision_params``, without holding up the event loop."""
+    """Call ``decision_params`` without holding up the event loop."""
     texts = _texts(*_checked(schema, template))
     for name, wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).items():
         with _naming(name):

@@ -158,7 +158,7 @@ class Comparison:
         self._arguments: dict[str, Any] | None = None
         self._rows = {row.key: row for row in stored_rows(path, self._subject)}
         self._tasks: dict[str, Task] = {}
-        """Of rows that were asked for."""
+        """Tasks of the rows that were asked for."""
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
 

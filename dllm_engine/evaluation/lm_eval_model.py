@@ -19,7 +19,7 @@ from dllm_engine.text import choices
 
 DECODING_OPTIONS = ("gen_length", *RequestOptions.model_fields, "temperature", "seed", "ignore_eos")
 _TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
-"""Those that lm_eval's tasks have under the same names in their ``generation_kwargs``."""
+"""Options that lm_eval's tasks have under the same names in their ``generation_kwargs``."""
 
 
 @register_model("dllm")

@@ -152,10 +152,10 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
 
 
 def runner_of(llm: "LLM") -> "DiffusionModelRunner":
-    """Of an engine in this process, on a single device."""
+    """Model runner of an engine in this process, on a single device."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def scheduler_of(llm: "LLM") -> "DiffusionScheduler":
-    """Of an engine in this process."""
+    """Scheduler of an engine in this process."""
     return llm.llm_engine.engine_core.engine_core.scheduler

@@ -106,7 +106,7 @@ class Search:
     task: Task
     space: Space
     engine: Options
-    """As ``decoding``, what all settings share."""
+    """Engine options that all settings share."""
     decoding: Options
     limit: float
     """The most of the score to lose."""

@@ -64,7 +64,7 @@ class _Reader:
     def __init__(self, root: Any, style: Style) -> None:
         self.root, self.style = root, style
         self.references = ["#"]
-        """Those that are being read."""
+        """References that are being read."""
 
     def read(self, schema: Any, path: str, within: list[str] | None = None) -> Expression:
         """``within``: types of the schema around it, such as of vLLM's schema of a tool's call."""

@@ -131,7 +131,7 @@ def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
 
 
 def left_out_defaults(model_config: ModelConfig) -> list[str]:
-    """What the file states and the engine leaves out."""
+    """Defaults that the file states and the engine leaves out."""
     stated = stated_defaults(model_config)
     return [f"{name}={stated[name]!r}" for name in OTHER_DEFAULTS if unsupported(name, stated.get(name)) is not None]
 

@@ -42,7 +42,7 @@ class RotaryPhases:
     table: torch.Tensor
     """``rotary_table`` of the model."""
     rows: torch.Tensor | None = None
-    """Where ``positions`` has that of each row, int64 ``[num_rows]``; None: in their order."""
+    """Index of each row in ``positions``, int64 ``[num_rows]``; None: in their order."""
 
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
         if self.rows is not None:
@@ -65,7 +65,7 @@ class DecoderLayer(nn.Module):
         self.q_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
         self.k_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
         self.head_norm = Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
-        """Of queries and keys at once, before the weights of either."""
+        """Norm of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
             self.head_dim,

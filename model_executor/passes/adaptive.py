@@ -77,7 +77,7 @@ class AdaptivePass(LayerPass):
             request_numbers = [[canvas.seed for canvas in batch.canvases], [plan.forward for plan in batch.plans]]
             seeds, forwards = on_device(request_numbers, device)[:, self.features.requests[self.verified]]
             self.counters = seeds, forwards, batch.positions[self.verified]
-            """Of the random numbers of each verified row: the same at any batch, and on every rank."""
+            """Counters of the random number of each verified row: the same at any batch, and on every rank."""
         self.repeats = self.counters is None and all(plan.state is RefreshState.REUSE for plan in batch.plans)
         self.some_rows = self._split(self.choice.sizes)
         self.places = torch.full_like(batch.positions, -1)

@@ -95,7 +95,7 @@ class RetentionPass(PagedPass):
             plans = [batch.plans[i] for i in self.updating]
             counts = [plan.retained - plan.read for plan in plans]
             self.bounds = [0, *accumulate(counts)]
-            """Of what each of ``updating`` adds to pages."""
+            """Bounds of the tokens that each of ``updating`` adds to pages."""
             places = np.repeat(self.updating, counts), ranges([plan.read for plan in plans], counts)[1]
             slots = tokens.token_slots(ALL_LAYERS, *on_device(np.stack(places), batch.device).unbind())
             named = zip(self.groups, self.named, strict=True)

@@ -30,7 +30,7 @@ class SparsePass(RetentionPass):
         self.chooses = any(_is_chosen_from(retention) for plan in batch.plans for retention in plan.adds)
         super().__init__(batch, pages)
         self.candidates: list[torch.Tensor] = []
-        """Of each request of ``updating``, those of its ``named`` rows that are scored: the first ones."""
+        """Scored rows of each request of ``updating``: the first of its ``named`` rows."""
         self.windows: list[torch.Tensor] = []
         """Rows of the window among a request's own rows, for each request of ``updating``."""
         for members, named in zip(self.groups, self.named, strict=True):

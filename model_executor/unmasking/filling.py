@@ -111,7 +111,7 @@ class FillWork(NamedTuple):
     settings: SamplingSettings
     choices: tuple[Choice, ...]
     measures: frozenset[Measure]
-    """Of all requests, also of those that a guide fills."""
+    """Measures of all requests, also of those that a guide fills."""
     num_logprobs: int | None
     uses: frozenset[Number]
     """Numbers that some request has."""

@@ -119,7 +119,7 @@ class Constraint:
         self.class_of = automaton.class_of.copy()
         self.next_state = np.pad(automaton.next_state, ((0, 1), (0, 1)), constant_values=-1)
         self.accepting = np.append(automaton.accepting, True)
-        """As of ``Automaton``."""
+        """Accepting states, as in ``Automaton``."""
         self.class_of[sorted(end_tokens)] = num_classes
         self.next_state[self.accepting, -1] = num_states
         # An end token may have been the only one of a class.

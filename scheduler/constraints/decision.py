@@ -30,12 +30,12 @@ class Posterior:
         before, after = lattice.log_sums(scores)
         self.lattice = lattice
         self.weights = scores + after[lattice.targets]
-        """Of each edge, its score and the log of the sum over all paths behind it."""
+        """Score of each edge, plus the log of the sum over all paths behind it."""
         with np.errstate(invalid="ignore"):  # of nodes that no allowed path passes through
             self.steps = np.where(np.isfinite(self.weights), self.weights - after[lattice.sources], -np.inf)
-        """Of each edge, given that its source is passed through."""
+        """Log-probability of each edge, given that its source is passed through."""
         self.visits = before + after
-        """That a text passes through each node, ``[num_nodes]``."""
+        """Log-probability that a text passes through each node, ``[num_nodes]``."""
         self.visits[lattice.sources] -= before[lattice.closes][lattice.segments]
         self.path = lattice.best_path(scores)
         """The edges of the most probable text, one per position."""
@@ -208,7 +208,7 @@ def unpacked_decision(packed: bytes) -> Decision:
 
 
 TokenOptions = list[tuple[np.ndarray, np.ndarray]]
-"""Of each position, the tokens that it may hold after the tokens before it, and their log-probabilities among accepted
+"""Tokens that each position may hold after the tokens before it, and their log-probabilities among accepted
 texts."""
 
 

@@ -66,7 +66,7 @@ class Level(NamedTuple):
     nodes: np.ndarray
     """Nodes that edges are joined at, ascending."""
     firsts: np.ndarray
-    """Of each node, where its edges begin."""
+    """Index of the first edge of each node."""
 
     @classmethod
     def of(cls, edges: np.ndarray, near: np.ndarray) -> "Level":
@@ -100,7 +100,7 @@ class Lattice:
         """Position of each edge, ascending."""
         edges = edges[np.concatenate(alive)]
         self.tokens, self.fields, self.choices = (edges[name].copy() for name in ("token", "field", "choice"))
-        """Of each edge, those of the graph's."""
+        """Token, field and choice of each edge, as in the graph."""
         # At the end all states are one.
         next_states = np.where(self.positions == self.length - 1, final, edges["target"])
         is_cut = (reached & completable).sum(axis=1) == 1
@@ -114,7 +114,7 @@ class Lattice:
         self.sources, self.targets = np.split(nodes, 2)
         """Nodes of each edge; the sources ascend."""
         self.first_edges = np.searchsorted(self.sources, np.arange(len(keys) + 1))
-        """Of each node, where the edges that leave it begin."""
+        """Index of the first edge that leaves each node."""
         level = self.positions - np.flatnonzero(is_cut)[self.segments]
         order = np.argsort(level, kind="stable")
         levels = np.split(order, np.flatnonzero(np.diff(level[order])) + 1)

@@ -35,7 +35,7 @@ def request_options(params: SamplingParams) -> RequestOptions:
 
 
 def bytes_in(params: SamplingParams, name: str) -> bytes | None:
-    """What a request carries as ``CONSTRAINT``, ``REASONING`` or ``DECISION``; None: it carries nothing."""
+    """Bytes that a request carries as ``CONSTRAINT``, ``REASONING`` or ``DECISION``; None: it carries nothing."""
     given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
 
