@@ -99,7 +99,8 @@ def _divide_kernel(
     tl.store(filtered + row * vocab_size + column, x, mask=column < vocab_size)
     # A block of −∞ weighs nothing.
     highest = tl.maximum(tl.max(x, 0), _LOWEST)
-    best, where = tl.max(tl.where(column == forbidden_token, -float("inf"), x), 0, return_indices=True)
+    allowed = (column != forbidden_token) & (x == x)
+    best, where = tl.max(tl.where(allowed, x, -float("inf")), 0, return_indices=True)
     floats += (row * tl.num_programs(1) + tl.program_id(1)) * 4
     tl.store(floats, highest)
     tl.store(floats + 1, tl.sum(tl.exp(x - highest), 0))
