@@ -18,7 +18,7 @@ from dllm_engine.evaluation.likelihood import Canvas, batches_of
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized
 from dllm_engine.options import OPTIONS_KEY, EngineOptions, explain, with_meanings
 from dllm_engine.params import DiffusionParams
-from dllm_engine.plugin import register
+from dllm_engine.plugin import register_or_raise
 from dllm_engine.quiet import progress_line, quiet_arguments
 from dllm_engine.text import did_you_mean
 from dllm_engine.vllm_hooks import patch, table
@@ -64,7 +64,7 @@ class LLM(vllm.LLM):
             raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
         EngineOptions.parse(options)
         # vLLM loads plugins later, but the check below needs the model's config class.
-        register()
+        register_or_raise()
         check_start(model, kwargs)
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:

@@ -9,18 +9,24 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
-    An incompatible vLLM serves other models as if this package were not installed, and does not know ours."""
+    """Register our models, or warn that this vLLM is incompatible. It serves other models as before."""
     try:
-        check_release()
-        patch.apply(table.EVERY_PROCESS)
-        _register_models()
+        register_or_raise()
     except IncompatibleVLLMError as error:
         logger.warning("%s. The models of dllm-engine are not registered", error)
+
+
+def register_or_raise() -> None:
+    """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
+    Raises ``IncompatibleVLLMError``."""
+    check_release()
+    try:
+        patch.apply(table.EVERY_PROCESS)
+        _register_models()
     except ImportError as error:
         if not (error.name or "").startswith("vllm."):
             raise
-        logger.warning("%s. The models of dllm-engine are not registered", unfit(str(error)))
+        raise unfit(str(error)) from None
 
 
 def _register_models() -> None:

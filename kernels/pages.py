@@ -20,7 +20,7 @@ def write_kv(
     slots: torch.Tensor,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or ``slots[rows[i], h]``.
+    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or with ``rows`` to ``slots[rows[i], h]``.
 
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.

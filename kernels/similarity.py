@@ -46,8 +46,7 @@ def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.T
 
 
 def cosine(sums: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of each row, float32 ``[..., num_rows]``; 0 where either vector is 0, and below 1 by what
-    rounding may take off.
+    """Cosine similarity of each row, at most 1 − ``ROUNDING``; float32 ``[..., num_rows]``, 0 where a vector is 0.
 
     ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all heads of the model.
     """

@@ -108,10 +108,8 @@ class AdaptivePass(LayerPass):
         self.rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
         self.rows[:, self.choice.fixed_places] = self.choice.fixed
         for index, layer in enumerate(layers):
-            if index < self.first_adaptive_layer:
-                self._recompute_all(index, layer, hidden, phases)
-            else:
-                self._recompute_some(index, layer, hidden, phases)
+            recompute = self._recompute_all if index < self.first_adaptive_layer else self._recompute_some
+            recompute(index, layer, hidden, phases)
         self.results = [] if self.verified is None else [self.rows[self.first_adaptive_layer :]]
         del self.row_slots, self.feature_slots, self.rows  # their memory is for the next graph
         return hidden
@@ -137,18 +135,17 @@ class AdaptivePass(LayerPass):
         values, rows = self._choose(index, layer, hidden, phases), self.rows[index]
         x = attended = update = hidden[rows]
         if rows.numel():
-            parts, known = ("qkv", []) if values is None else ("qk", [values])
+            parts, known = ("qkv", []) if values is None else ("qk", [values[rows]])
             qkv = [*layer.qkv(layer.attn_norm(x), phases[rows], parts), *known]
             attended = layer.o_proj(self._attend(index, self.some_rows, rows, qkv))
             x = x + attended
             update = layer.mlp(layer.mlp_norm(x))
-        slots = self.feature_slots[index]
-        add_or_renew_features(hidden, self.features.rows, slots, self.places, attended, x, update)
+        add_or_renew_features(hidden, self.features.rows, self.feature_slots[index], self.places, attended, x, update)
 
     def _choose(
         self, index: int, layer: DecoderLayer, hidden: torch.Tensor, phases: RotaryPhases
     ) -> torch.Tensor | None:
-        """Set the rows that the layer recomputes. Returns their values, if all of them are chosen by their values.
+        """Set the rows that the layer recomputes. Returns the values of all rows of the batch, if all are verified.
 
         dLLM-Cache's V-verify: project all response rows to values, choose those least similar to the kept values,
         and replace all kept values by the fresh ones. A choice by chance verifies nothing.
@@ -167,10 +164,9 @@ class AdaptivePass(LayerPass):
             sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
             sums = tensor_model_parallel_all_reduce(sums)
             values = fresh if by_value and self.verified == slice(None) else None
-        rows = self.rows[index]
         for part, candidates, places in self.choice.by_group(sums):
-            choose_least_similar(part, metric, candidates, places, rows, self.places)
-        return None if values is None else values[rows]
+            choose_least_similar(part, metric, candidates, places, self.rows[index], self.places)
+        return values
 
     def _attend(
         self, layer: int, computed: SplitRows, rows: torch.Tensor | None, qkv: Sequence[torch.Tensor]

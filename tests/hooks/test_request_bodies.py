@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from vllm.entrypoints import serve
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -101,6 +102,16 @@ def test_a_route_that_would_stop_the_engine_is_left_out(ours):
     client = app_client(ours=ours, tasks=("generate",))
     status = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code
     assert (status == 404) is ours
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_decisions_of_vllms_own_models_make_room_for_ours(ours, monkeypatch):
+    """As vLLM 0.33 registers them."""
+    register = serve.register_vllm_serve_api_routers
+    both = lambda app: (register(app), app.post("/v1/decisions")(lambda: "of vLLM"))  # noqa: E731
+    monkeypatch.setattr(serve, "register_vllm_serve_api_routers", both)
+    answer = app_client(ours=ours, tasks=("generate",)).post("/v1/decisions", json={})
+    assert "fields" in refusal(answer) if ours else answer.json() == "of vLLM"
 
 
 @cache

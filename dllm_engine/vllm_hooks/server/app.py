@@ -22,8 +22,6 @@ def extend_app(
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    # A route that would stop an engine without experts.
-    app.router.routes[:] = [each for each in app.router.routes if getattr(each, "path", "") != "/scale_elastic_ep"]
     serve_tool_calls(args)
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
@@ -32,6 +30,9 @@ def extend_app(
     from dllm_engine.decisions import http as decisions
     from dllm_engine.evaluation import likelihood_route
 
+    # The first would stop an engine without experts. vLLM 0.33 has the second for some models, of which ours are none.
+    routes, replaced = app.router.routes, ("/scale_elastic_ep", decisions.ROUTE)
+    routes[:] = [route for route in routes if getattr(route, "path", "") not in replaced]
     decisions.add_route(app)
     likelihood_route.add_route(app)
     options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
