@@ -11,11 +11,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["num_pairs", "num_keys"])
 def _voting_kernel(
     q, k, lse, scores, num_pairs, num_keys, q_row, q_head, k_row, k_head, lse_row, lse_head,
-    scale: tl.constexpr,
-    SHARING: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    scale: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of a KV head's keys, over all (voter, query head) pairs that share the head.
@@ -57,14 +53,8 @@ def _voting_kernel(
 )
 def _summed_probabilities_kernel(
     q, lse, cu_seqlens, k_pages, page_tables, head_len, sums, num_rows, num_tokens, q_row, q_head, k_page, table_row,
-    scale: tl.constexpr,
-    SHARING: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    scale: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One program: a tile of tokens and a tile of rows of a request, over all heads. Pages lie ``k_page`` slots
     apart."""

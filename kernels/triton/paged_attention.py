@@ -65,18 +65,9 @@ def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int
 def _attention_kernel(
     q, k, v, cu_seqlens, limits, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
     parts, counters, q_row, k_row, v_row, k_page, v_page, table_row, num_blocks,
-    SCALE: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    SHARING: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    ATTEND_FRESH: tl.constexpr,
-    LIMITED: tl.constexpr,
-    WITH_LSE: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr,
+    SLOTS_PER_PAGE: tl.constexpr, ATTEND_FRESH: tl.constexpr, LIMITED: tl.constexpr, WITH_LSE: tl.constexpr,
+    LEAST_TILES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of a request's (row, query head) pairs that share a KV head, over one split of the keys.
 

@@ -7,10 +7,7 @@ import triton.language as tl
 @triton.jit
 def _write_kernel(
     k, v, k_pages, v_pages, slots, rows, k_row, k_head, v_row, v_head, page_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS_PER_PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: the keys or the values of all heads of a row."""
@@ -34,20 +31,15 @@ def write_kv(k, v, k_pages, v_pages, slots, rows=None):
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     _write_kernel[(num_rows, 2)](
         k, v, k_pages, v_pages, slots.contiguous(), rows, *k.stride()[:2], *v.stride()[:2], k_pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=k_pages.shape[1],
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS_PER_PAGE=k_pages.shape[1],
+        BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
 
 
 @triton.jit
 def _add_or_renew_kernel(
     hidden, rows, slots, places, attended, before_mlp, mlp_output, page_stride,
-    WIDTH: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of a row's columns."""
     row = tl.program_id(0).to(tl.int64)
@@ -72,7 +64,5 @@ def add_or_renew_features(hidden, rows, slots, places, *computed):
     block = min(1024, triton.next_power_of_2(width))
     _add_or_renew_kernel[hidden.shape[0], triton.cdiv(width, block)](
         hidden, rows, slots, places, *(x.contiguous() for x in computed), rows.stride(0),
-        WIDTH=width,
-        ROWS_PER_PAGE=rows_per_page,
-        BLOCK=block,
+        WIDTH=width, ROWS_PER_PAGE=rows_per_page, BLOCK=block,
     )  # fmt: skip

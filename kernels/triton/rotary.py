@@ -7,9 +7,7 @@ import triton.language as tl
 @triton.jit
 def _rotate_kernel(
     x, positions, cos_sin, rows, x_row, x_head, num_heads,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,7 +32,5 @@ def rotate_(x, positions, cos_sin, rows=None):
     if x.numel():
         _rotate_kernel[(num_rows,)](
             x, positions, cos_sin, rows, x.stride(0), x.stride(1), num_heads,
-            HALF=half,
-            BLOCK_H=triton.next_power_of_2(num_heads),
-            BLOCK_D=triton.next_power_of_2(half),
+            HALF=half, BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_D=triton.next_power_of_2(half),
         )  # fmt: skip

@@ -12,10 +12,7 @@ BLOCK = 64
 @triton.jit(do_not_specialize=["num_rows"])
 def _replace_kernel(
     fresh, pages, slots, sums, num_rows, fresh_row, fresh_head, page_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SLOTS_PER_PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program: all heads of a row."""
@@ -44,11 +41,8 @@ def replace_and_compare(fresh, pages, slots):
     fresh = fresh if fresh.stride(2) == 1 else fresh.contiguous()
     _replace_kernel[(num_rows,)](
         fresh, pages, slots.contiguous(), sums, num_rows, *fresh.stride()[:2], pages.stride(0),
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        SLOTS_PER_PAGE=pages.shape[1],
-        BLOCK_H=triton.next_power_of_2(num_kv_heads),
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS_PER_PAGE=pages.shape[1],
+        BLOCK_H=triton.next_power_of_2(num_kv_heads), BLOCK_D=triton.next_power_of_2(head_dim),
     )  # fmt: skip
     return sums
 
@@ -72,10 +66,7 @@ def _similarity(sums, row, exists, sum_stride, METRIC: tl.constexpr, EPS: tl.con
 @triton.jit(do_not_specialize=["sum_stride", "member_stride", "num_rows", "count"])
 def _choose_kernel(
     sums, candidates, places, rows, place_of_row, sum_stride, member_stride, num_rows, count,
-    METRIC: tl.constexpr,
-    EPS: tl.constexpr,
-    ROUNDING: tl.constexpr,
-    BLOCK: tl.constexpr,
+    METRIC: tl.constexpr, EPS: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: the ranks of some candidates of a member of the batch among all of its candidates."""
     member = tl.program_id(1).to(tl.int64)
@@ -101,8 +92,5 @@ def choose_least_similar(sums, metric, candidates, places, rows, place_of_row):
     sums = sums if sums.stride(2) == 1 else sums.contiguous()
     _choose_kernel[(triton.cdiv(num_rows, BLOCK), batch)](
         sums, candidates, places, rows, place_of_row, *sums.stride()[:2], num_rows, places.shape[1],
-        METRIC=metric,
-        EPS=EPS,
-        ROUNDING=ROUNDING,
-        BLOCK=BLOCK,
+        METRIC=metric, EPS=EPS, ROUNDING=ROUNDING, BLOCK=BLOCK,
     )  # fmt: skip

@@ -9,9 +9,7 @@ import triton.language as tl
 @triton.jit
 def _partial_statistics_kernel(
     logits, floats, tokens, vocab_size, row_stride, forbidden_token, per_split,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_MARGIN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_MARGIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a row's logits of one split of the vocabulary.
 
@@ -66,9 +64,7 @@ def _moved(moment, total, highest, new_highest):
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_statistics_kernel(
     floats, tokens, token, token_logit, log_total, negative_entropy, top2, num_splits,
-    WITH_ENTROPY: tl.constexpr,
-    WITH_MARGIN: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, WITH_MARGIN: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One program: the splits of a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -125,14 +121,11 @@ def token_statistics(logits, forbidden_token, with_entropy, with_margin):
     tokens = logits.new_empty(num_rows, num_splits, dtype=torch.int32)
     _partial_statistics_kernel[num_rows, num_splits](
         logits, floats, tokens, vocab_size, logits.stride(0), forbidden_token, per_split,
-        WITH_ENTROPY=with_entropy,
-        WITH_MARGIN=with_margin,
-        BLOCK=block,
+        WITH_ENTROPY=with_entropy, WITH_MARGIN=with_margin, BLOCK=block,
     )  # fmt: skip
     _combine_statistics_kernel[(num_rows,)](
         floats, tokens, *results, num_splits,
-        WITH_ENTROPY=with_entropy,
-        WITH_MARGIN=with_margin,
+        WITH_ENTROPY=with_entropy, WITH_MARGIN=with_margin,
         # For any number of splits, so that there is one variant.
         BLOCK_S=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
     )  # fmt: skip
