@@ -79,8 +79,8 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def settings_digest(settings: dict[str, Any]) -> str:
-    """Identifies the settings that a response depends on."""
+def settings_digest(settings: Any) -> str:
+    """Identifies the settings, of a JSON type, that a response depends on."""
     return _digest(json.dumps(settings, sort_keys=True).encode())
 
 

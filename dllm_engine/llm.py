@@ -90,10 +90,10 @@ class LLM(vllm.LLM):
         """Write what belongs between two texts, or between equally many of each; returns as ``fill_in``.
 
         Args:
-            params: as for ``generate``; ``gen_length`` is the number of tokens between them.
+            params: ``gen_length`` is the number of tokens between them.
             sizes: several numbers of tokens instead; the one is kept whose tokens the model is surest of.
         """
-        params = params or DiffusionParams()
+        params = _diffusion_params(params)
         if bool(sizes) == (params.gen_length is not None):
             raise ValueError(f"gen_length={params.gen_length}, sizes={sizes}: give one of them")
         hole = tuple(sizes) if params.gen_length is None else params.gen_length
@@ -112,7 +112,7 @@ class LLM(vllm.LLM):
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
             templates: one per prompt, of texts, and of holes by their number of tokens, or several to choose from.
-            params: as for ``generate``, without ``gen_length``.
+            params: of all prompts, without ``gen_length``.
 
         Returns:
             One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled in, ``outputs[i].holes`` its text
@@ -123,12 +123,10 @@ class LLM(vllm.LLM):
         """
         if len(prompts) != len(templates):
             raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
-        params = params or DiffusionParams()
+        params = _diffusion_params(params)
         choices = [sized(template) for template in templates]
         if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
-            raise ValueError(
-                f"n={params.n}: of several sizes one answer is kept; leave n at 1, or give one size per hole"
-            )
+            raise ValueError(f"n={params.n}: of several sizes one is kept; leave n at 1, or give one size per hole")
         asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
         requests = []
         for number, pieces in asked:
@@ -201,20 +199,21 @@ class LLM(vllm.LLM):
                 forward pass (``max_num_batched_tokens``).
 
         Raises:
-            ValueError: a canvas that is empty or too long, a position outside it, or an engine that is paused.
+            ValueError: a canvas that is empty or too long, a position or token that it cannot have, or an engine that
+                is paused.
         """
-        limit = self.model_config.max_model_len
+        limit, size = self.model_config.max_model_len, self.model_config.hf_config.vocab_size
         for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
             for tokens, masked in batch:
                 if not 1 <= len(tokens) <= limit:
                     raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
                 if not all(0 <= position < len(tokens) for position in masked):
                     raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
+                if not 0 <= min(tokens) <= max(tokens) < size:
+                    raise ValueError(f"a canvas has a token that is not in the vocabulary of {size}")
             logprobs, _ = self.collective_rpc("masked_logprobs", args=tuple(map(list, zip(*batch, strict=True))))
             if logprobs is None:
-                raise ValueError(
-                    "masked_logprobs: the engine is paused or its weights are incomplete; let it go on first"
-                )
+                raise ValueError("masked_logprobs: the engine is paused or its weights are incomplete; let it go on")
             yield from logprobs
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
@@ -223,6 +222,12 @@ class LLM(vllm.LLM):
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
         return params
+
+
+def _diffusion_params(params: Any) -> DiffusionParams:
+    if isinstance(params, DiffusionParams | None):
+        return params or DiffusionParams()
+    raise ValueError(f"params: filling in takes DiffusionParams for all prompts, not {type(params).__name__}")
 
 
 def _mean_logprob(output: vllm.RequestOutput) -> float:

@@ -110,9 +110,7 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
     """No tokens in pages."""
     no_page = k.new_empty(1, *k.shape[1:])
     per_head = torch.zeros(num_requests, k.shape[1], dtype=torch.int32, device=k.device)
-    return PagedTokens(
-        no_page, no_page, per_head, per_head, per_head.flatten()[:num_requests], per_head, max_head_len=0
-    )
+    return PagedTokens(no_page, no_page, per_head, per_head, per_head.flatten()[:num_requests], per_head, 0)
 
 
 @Operator

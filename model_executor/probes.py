@@ -37,9 +37,7 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]
     for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
-            predictor.predict(
-                hidden[chunk], settings, counters, {"entropy", "margin"}, num_logprobs=1, constrained=rows
-            )
+            predictor.predict(hidden[chunk], settings, counters, {"entropy", "margin"}, 1, constrained=rows)
     if runner.guide is not None:
         runner.guide.profile_run(num_rows)
     del pass_memory
@@ -56,6 +54,8 @@ def masked_logprobs(
     row_bounds = RowBounds(list(map(len, sequences)), device, _limits(positions, family.attention_block))
     tokens = on_device(list(itertools.chain.from_iterable(sequences)), device)
     places = [(first, p) for first, own in zip(row_bounds.bounds, masked, strict=False) for p in own]
+    if not places:
+        return [[] for _ in sequences]
     rows = on_device([first + p for first, p in places], device)
     ids = tokens.index_fill(0, rows, runner.mask_token_id)
     hidden = runner.model(ids, positions, DensePass(row_bounds))

@@ -87,7 +87,7 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     options: dict[str, Any] = {} if s.options.cache_method == "none" else {"cache_method": s.options.cache_method}
     settled = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     options |= {"cache_options": dict(args.cache_option), **{name: getattr(s, name) for name in settled}}
-    options |= given(args, ("tensor_parallel_size", "dtype", "page_size", *GUIDE_SETTINGS))
+    options |= given(args, ("tensor_parallel_size", "dtype", "page_size", "block_length", *GUIDE_SETTINGS))
     if s.quantization == "fp8":
         options["quantization"] = "fp8_per_channel"  # made at load time; other formats are a copy's
     model = s.model if s.quantization in (None, "fp8") else f"{Path(s.model).name}-{s.quantization}"

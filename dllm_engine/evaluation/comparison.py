@@ -79,6 +79,11 @@ class Task(ABC):
     cache_options: dict[str, dict[str, Any]] = field(default_factory=dict, kw_only=True)
     """By cache method."""
 
+    @property
+    def digest(self) -> str:
+        """Identifies examples that may change under the same name."""
+        return ""
+
     @abstractmethod
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """Score the answers of an engine."""
@@ -104,6 +109,8 @@ class Row(Combination):
     task: str
     result: Result = UNMEASURED
     cost: Cost = field(default_factory=Cost)
+    digest: str = ""
+    """``Task.digest``"""
 
     @property
     def key(self) -> str:
@@ -168,9 +175,12 @@ class Comparison:
         for combination, task in itertools.product(combinations, tasks):
             label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
             engine, decoding = task.engine_of(combination), task.decoding_of(combination)
-            row = Row(combination.method, combination.unmasking, engine, decoding, label)
-            self._tasks[row.key] = task
+            row = Row(combination.method, combination.unmasking, engine, decoding, label, digest=task.digest)
+            if self._tasks.setdefault(row.key, task) is not task:
+                raise ValueError(f"two tasks have the name {label!r}; give their files different names")
             rows.append(self._rows.setdefault(row.key, row))
+            if rows[-1].digest != row.digest:
+                raise ValueError(f"{self._path} has results of another {task.name}; choose another --output")
         return rows
 
     @property

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import BaseModel, Field, StringConstraints
 
-from dllm_engine.batch import Message, prompt_tokens, read_input
+from dllm_engine.batch import Message, prompt_tokens, read_input, settings_digest
 from dllm_engine.demo.tasks import CITIES, RECALL_TASKS, TASKS, make_examples
 from dllm_engine.evaluation.comparison import Result, Task, mean_and_error
 from dllm_engine.evaluation.runner import MeasuredEngine
@@ -46,6 +46,10 @@ class OwnTasks(Task):
 
     tasks: Sequence[OwnTask]
     match: str
+
+    @property
+    def digest(self) -> str:
+        return settings_digest([task.model_dump() for task in self.tasks])
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
         """The share of tasks answered right. Raises ``ValueError`` for messages without a chat template."""

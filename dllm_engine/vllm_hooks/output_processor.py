@@ -4,9 +4,10 @@ A request has figures and, where it streams by step, its running block. vLLM tak
 latency histograms too, so outputs that only show the running block bypass it.
 """
 
+from dataclasses import replace
 from typing import Any
 
-from dllm_engine.figures import DiffusionFigures, ErrorReason
+from dllm_engine.figures import PER_TOKEN, DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader
 from dllm_engine.scheduler.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.patch import Original
@@ -61,8 +62,11 @@ def complete_with_figures(new_completion_output: Original, self: Any, *args: Any
     completion = new_completion_output(self, *args, **kwargs)
     completion.diffusion = getattr(self, "diffusion", None)
     completion.provisional = vars(self).pop("provisional", None)
-    if completion.diffusion is not None and completion.diffusion.error is not None:
-        completion.finish_reason = ErrorReason(completion.diffusion.error)
+    if (figures := completion.diffusion) is not None:
+        returned = slice(self.detokenizer.num_output_tokens())  # not what is behind a stop string
+        completion.diffusion = replace(figures, **{name: getattr(figures, name)[returned] for name in PER_TOKEN})
+        if figures.error is not None:
+            completion.finish_reason = ErrorReason(figures.error)
     return completion
 
 

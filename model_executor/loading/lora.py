@@ -62,26 +62,27 @@ class LoraAdapter:
                     continue
                 module = f"base_model.model.{name.removesuffix('.weight')}"
                 a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
+                if tensor.shape != (b.shape[0], a.shape[1]):
+                    raise ValueError(f"{self.folder / WEIGHTS}: {name!r} and its update differ in shape")
                 yield name, torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(tensor.dtype)
         if whole:
             self.check(names)
 
     def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
-        path, scales = self.folder / WEIGHTS, {}
+        path = self.folder / WEIGHTS
+        ranks: dict[str, dict[str, int]] = {"A": {}, "B": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(file.keys()):
                     match = _TENSOR.fullmatch(name)
                     if match is None:
                         raise ValueError(f"{path}: tensor {name!r} is not of the kind '….lora_A.weight'; {MERGE}")
-                    if match["part"] == "A":
-                        rank = file.get_slice(name).get_shape()[0]
-                        scales[f"{match['module']}.weight"] = _scale(config, match["module"], rank)
+                    ranks[match["part"]][match["module"]] = file.get_slice(name).get_shape()[match["part"] == "B"]
         except (SafetensorError, OSError) as error:
-            raise ValueError(
-                f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained()"
-            ) from error
-        return scales
+            raise ValueError(f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained") from error
+        for module, _ in ranks["A"].items() ^ ranks["B"].items():
+            raise ValueError(f"{path}: lora_A and lora_B of {module!r} are not both there, of one rank; save it again")
+        return {f"{module}.weight": _scale(config, module, rank) for module, rank in ranks["A"].items()}
 
 
 def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
@@ -104,11 +105,13 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
 def _read_config(path: Path) -> dict[str, Any]:
     """Content of PEFT's config; raises ``ValueError`` naming a key that means more than W + scale · B A."""
     try:
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
+    if type(alpha := config.get("lora_alpha")) not in (int, float):
+        raise ValueError(f"{path}: lora_alpha={alpha!r} must be a number")
     for name in _REFUSED:
         if config.get(name):
             raise ValueError(f"{path}: {name}={config[name]!r} is not supported; {MERGE}")

@@ -122,8 +122,8 @@ class CheckpointKeys(BaseModel):
             raise ValueError(
                 f"{unknown[0]}={rope[unknown[0]]!r} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
             )
-        if kind != "default" and not isinstance(rope.get("factor"), int | float):
-            raise ValueError(f"rope_type={kind!r} needs a number as factor")
+        if kind != "default" and not (isinstance(factor := rope.get("factor"), int | float) and factor > 0):
+            raise ValueError(f"rope_type={kind!r} needs a number above 0 as factor")
         if not isinstance(base, int | float) or base <= 1:
             raise ValueError(f"rope_theta={base!r} must be a number above 1")
         if share not in (None, 1) and not self.family.turns_parts:

@@ -174,7 +174,7 @@ _DEFAULTS_LEFT_OUT = {
     **dict.fromkeys(PARALLEL_OPTIONS, (*_OTHER_COUNTS, "alg_temp")),
     **dict.fromkeys(GUIDE_OPTIONS, ("guided",)),
     "slow_fast": (*_OTHER_COUNTS, "alg_temp", "block_add_threshold"),
-    "block_add_threshold": ("steps_per_block",),
+    "block_add_threshold": ("steps_per_block", "slow_fast"),
     "alg_temp": (*PARALLEL_OPTIONS, "block_add_threshold"),
 }
 """By what a request names, the defaults that it does not get. Steps, tokens per step and parallel unmasking are

@@ -33,6 +33,7 @@ from dllm_engine.scheduler.options.resolve_unmasking import (
     check_several_blocks,
     resolve_slow_fast,
     resolve_unmasking,
+    without_unsuited_defaults,
 )
 from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance
@@ -204,6 +205,7 @@ def resolve_decoding(
                 f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
             )
         options = parse_request_options(with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
+        options = without_unsuited_defaults(options, own)
         if (guidance := _resolve_guidance(options, own, params, engine)) is not None:
             options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
         template = response_template(own, params.max_tokens)
@@ -224,7 +226,8 @@ def resolve_decoding(
         raise InvalidRequestError(
             f"max_post_steps={max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
         )
-    if options.early_stop and params.ignore_eos and not params.stop_token_ids:
+    has_end = bool(params.stop_token_ids) or not params.ignore_eos
+    if own.early_stop and not has_end:
         raise InvalidRequestError(
             "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
         )
@@ -250,7 +253,7 @@ def resolve_decoding(
         max_post_steps=0 if options.edit_threshold is None else max_post_steps,
         guidance=guidance,
         # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
-        early_stop=bool(options.early_stop) and family.attention == "full",
+        early_stop=bool(options.early_stop) and has_end and family.attention == "full",
         template=template,
         constraint=bytes_in(params, CONSTRAINT),
         reasoning=bytes_in(params, REASONING),

@@ -31,6 +31,21 @@ _NEEDS_LATER_BLOCKS = {
 """Options that need attention to the whole canvas, and why."""
 
 
+def without_unsuited_defaults(options: RequestOptions, own: RequestOptions) -> RequestOptions:
+    """Leave out defaults that do not go with what a request itself (``own``) names: its policy, or else the policies
+    that suit its other options."""
+    policies = [each for each in UNMASKING_POLICIES.values() if own.unmasking in (None, each.name)]
+    suited = {name: [each for each in policies if each.measures in of] for name, (of, _) in _MEASURED.items()}
+    suited |= {kind: list(filter(PARALLEL_RULES[kind].suits, policies)) for kind in PARALLEL_OPTIONS}
+    for name in suited if own.unmasking is None else ():
+        if (value := getattr(own, name)) is not None and (value or name not in _MEASURED):
+            policies = [each for each in policies if each in suited[name]]
+    left_out = [name for name, those in suited.items() if not any(each in those for each in policies)]
+    if all(options.unmasking != each.name for each in policies):
+        left_out.append("unmasking")
+    return options.model_copy(update={name: None for name in left_out if getattr(own, name) is None})
+
+
 def resolve_unmasking(options: RequestOptions, family: ModelFamily) -> tuple[str, ParallelRule | None]:
     """The request's unmasking policy and, with parallel unmasking, the rule that goes with it."""
     policy, rule = _policy_and_rule(options, family)

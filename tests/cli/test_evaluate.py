@@ -113,8 +113,14 @@ def test_tasks_of_ones_own_are_matched_as_asked(started, tmp_path, capsys):
     assert main(asked) == 0
     assert (row := rows_of(capsys)[0])["TASK"] == "mine"
     assert (row["METRIC"], row["SCORE"], row["±"]) == ("exact", "0.5000", "0.3536")
-    assert main([*asked, "--match", "contains"]) == 0
+    assert main([*asked, "--match", "contains", "--output", str(tmp_path / "r.json")]) == 0
     assert rows_of(capsys)[0]["SCORE"] == "1.0000"
+    file.write_text('{"prompt": "Copy: Rome Ida", "answer": "Tom"}\n')
+    assert main([*asked, "--match", "contains", "--output", str(tmp_path / "r.json")]) == 2
+    assert f"has results of another {file}" in capsys.readouterr().err
+    (other := tmp_path / "names.jsonl").write_bytes(file.read_bytes())
+    assert main(["eval", "--tasks", f"names,{other}"]) == 2
+    assert "two tasks have the name 'names'" in capsys.readouterr().err
 
 
 def test_an_engine_that_fails_is_replaced_for_the_rows_behind(started, demo, monkeypatch, capsys):

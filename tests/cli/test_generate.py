@@ -59,8 +59,9 @@ def test_an_answer_matches_what_was_asked_for(run, tmp_path, capsys, arguments, 
     lines = write_input(tmp_path, {"prompt": "Ida=07. Give: Ida"})
     assert run(*lines, *arguments) == 0
     assert re.fullmatch(pattern, read_output(tmp_path)[0]["text"])
-    assert run(*lines, "--regex", "other") == 2
-    assert "other settings" in capsys.readouterr().err
+    for other in (("--regex", "other"), ("--engine-arg", "seed=5", *arguments)):
+        assert run(*lines, *other) == 2
+        assert "other settings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

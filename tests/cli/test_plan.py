@@ -37,7 +37,7 @@ def test_a_block_model_is_planned_with_its_own_method_and_with_prompts_in_parts(
 
 def test_the_command_serves_with_the_plans_settings(capsys):
     settings = ["--page-size", "16", "--tensor-parallel-size", "2", "--dtype", "half", "--max-num-seqs", "9"]
-    settings += ["--cache-option", "scope=prefix", "--json"]
+    settings += ["--cache-option", "scope=prefix", "--block-length", "64", "--json"]
     command = json.loads(planned(capsys, *LLADA, *settings))["serve"]
     args, args.unknown = build_parser().parse_known_args(command[1:])
     _, *passed_on = vllm_arguments(args)
@@ -46,6 +46,7 @@ def test_the_command_serves_with_the_plans_settings(capsys):
     read = parser.parse_args(passed_on)
     assert read.additional_config["dllm"]["page_size"] == 16
     assert read.additional_config["dllm"]["cache_options"] == {"scope": "prefix"}
+    assert read.additional_config["dllm"]["request_defaults"] == {"block_length": 64}
     assert (read.tensor_parallel_size, read.dtype, read.max_num_seqs) == (2, "half", 9)
     assert (read.max_model_len, read.max_num_batched_tokens) == (1280, 8192)
 

@@ -41,6 +41,14 @@ def test_short_continuations_are_exact(engines, request, family, prompt, continu
     assert bound == pytest.approx(plain_bound(checkpoint, prompt, continuation), rel=1e-4)
 
 
+def test_canvases_of_other_tokens_and_without_masks(engines, tiny_llada):
+    llm = engines(tiny_llada)
+    assert list(llm.masked_logprobs([(PROMPT, [])])) == [[]]
+    for token in (-1, 10**6):
+        with pytest.raises(ValueError, match="a token that is not in the vocabulary"):
+            list(llm.masked_logprobs([([*PROMPT, token], [0])]))
+
+
 @pytest.mark.parametrize(("length", "num_samples"), [(0, 1), (1, 1), (3, 7), (3, 6), (7, 127), (7, 126), (5000, 9)])
 def test_the_number_of_canvases_is_known_before(length, num_samples):
     masks = [*weighted_masks(length, num_samples, np.random.default_rng(0))]

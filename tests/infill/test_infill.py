@@ -78,6 +78,8 @@ def test_of_several_sizes_the_surest_is_kept(demo):
         ({"sizes": [0]}, "a hole has 1"),
         ({"sizes": [2, 3], "params": DiffusionParams(n=2, temperature=1.0)}, "n=2"),
         ({"suffix": [AFTER, AFTER], "sizes": [2]}, "1 prefixes and 2 suffixes"),
+        ({"params": SamplingParams(max_tokens=3)}, "takes DiffusionParams for all prompts, not SamplingParams"),
+        ({"params": [DiffusionParams()], "sizes": [2]}, "not list"),
     ],
 )
 def test_what_cannot_be_filled_in_is_refused(demo, arguments, message):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from vllm.logprobs import FlatLogprobs
 
+from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
@@ -98,6 +99,16 @@ def test_it_ends_with_the_tokens(engines, tiny_llada):
     assert len(cut.token_ids) <= 6
     assert cut.logprobs == whole.logprobs[: len(cut.token_ids)]
     assert cut.diffusion.committed_at == whole.diffusion.committed_at[: len(cut.token_ids)]
+
+
+def test_it_ends_at_a_stop_string_too(demo):
+    chat = [{"role": "user", "content": "Tom=48. Ida=07. Max=31. Give: Tom, Ida, Max"}]
+    whole, cut = (
+        demo.chat(chat, DiffusionParams(gen_length=32, stop=stop, return_order=True), use_tqdm=False)[0].outputs[0]
+        for stop in ([], ["Ida"])
+    )
+    assert cut.diffusion.committed_at == whole.diffusion.committed_at[: len(cut.token_ids)]
+    assert len(cut.diffusion.committed_logprobs) == len(cut.token_ids) < len(whole.token_ids)
 
 
 def test_given_tokens_are_certain_and_committed_by_no_pass_and_may_be_left_out(engines, tiny_llada):

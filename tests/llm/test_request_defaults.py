@@ -60,6 +60,17 @@ DREAMS = SlowFast(span_threshold=0.1, slow_threshold=0.8, slow_minimum=3, fast_m
         ({}, {"family": DREAM, "slow_fast": {"slow_minimum": 3}}, {"slow_fast": DREAMS}),
         ({"slow_fast": '{"fast_threshold": 0.5}'}, {}, {"parallel": ("slow_fast", 0.5), "unmasking": "low_confidence"}),
         ({"slow_fast": {}}, THRESHOLD, {"slow_fast": None}),
+        ({"slow_fast": {}}, SEVERAL, {"slow_fast": None, "block_add_threshold": 0.1}),
+        # What does not suit the policy or the rule that a request names is left out.
+        ({"unmasking": "entropy"}, {"factor": 2.0}, {"unmasking": "low_confidence", "parallel": ("factor", 2.0)}),
+        ({"unmasking": "random"}, THRESHOLD, {"unmasking": "low_confidence", "parallel": ("threshold", 0.9)}),
+        ({"unmasking": "topk_margin"}, {"margin": 0.5}, {"unmasking": "topk_margin", "parallel": ("margin", 0.5)}),
+        ({"unmasking": "entropy"}, {"certainty_sigma": 9.0}, {"unmasking": "low_confidence", "certainty_sigma": 9.0}),
+        ({"certainty_sigma": 9.0}, {"entropy_bound": 0.5}, {"certainty_sigma": None}),
+        ({"factor": 2.0}, {"unmasking": "entropy"}, {"unmasking": "entropy", "parallel": None}),
+        (DRAWN, {"unmasking": "sequential"}, {"alg_temp": 0.0, "unmasking": "sequential"}),
+        ({"confidence_eos_eot_inf": True}, {"unmasking": "random"}, {"confidence_eos_eot_inf": False}),
+        ({"early_stop": True}, {"ignore_eos": True}, {"early_stop": False}),
     ],
     ids=str,
 )

@@ -95,6 +95,7 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
 @pytest.mark.parametrize(
     ("config", "fragments"),
     [
+        ({"lora_alpha": "6"}, ("adapter_config.json", "lora_alpha='6'")),
         ({"peft_type": "LOHA"}, ("adapter_config.json", "peft_type='LOHA'", "'LORA'")),
         ({"use_dora": True}, ("use_dora=True", "merge_and_unload")),
         ({"modules_to_save": ["lm_head"]}, ("modules_to_save=['lm_head']", "merge_and_unload")),
@@ -117,6 +118,10 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
             lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),
             ("no 'model.transformer.blocks.0.w.weight'", "another"),
         ),
+        (lambda t: t.pop(A), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
+        (lambda t: t.pop(B), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
+        (lambda t: t.update({B: t[B][:, :2].contiguous()}), ("lora_A and lora_B of",)),
+        (lambda t: t.update({B: t[B][:9].contiguous()}), ("q_proj.weight' and its update differ in shape",)),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_llada, tmp_path, edit, fragments):
@@ -132,6 +137,7 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_lla
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is missing or damaged"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
         (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
+        (lambda folder: (folder / "adapter_config.json").write_text("[7]"), "adapter_config.json cannot be read"),
         (lambda folder: (folder / "adapter_config.json").write_text(POINTER), "_config.json is a Git LFS pointer"),
         (lambda folder: (folder / "adapter_model.safetensors").write_text(POINTER), "safetensors is a Git LFS pointer"),
     ],
