@@ -178,12 +178,14 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
         reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
     elif spec.template:
         reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
+    elif (fewest := constraint.fewest_tokens()) is None:
+        reason = "each text that structured_outputs accepts has one of stop_token_ids in it; change these"
     elif not ends:
         reason = f"no text that structured_outputs accepts has exactly {spec.gen_length} tokens, and none may end it"
     else:
         reason = (
             f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
-            f"accepts has {constraint.fewest_tokens()} tokens"
+            f"accepts has {fewest} tokens"
         )
     raise InvalidRequestError(reason + with_reasoning)
 

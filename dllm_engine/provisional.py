@@ -40,6 +40,11 @@ class ProvisionalBlock:
     """True for special tokens, which the text leaves out; the field is None without a tokenizer."""
 
     @property
+    def window(self) -> tuple[int, int]:
+        """Start and number of the positions."""
+        return self.start, len(self.token_ids)
+
+    @property
     def text(self) -> str | None:
         """Their text without special tokens, ``░`` for each masked position; None without a tokenizer."""
         return self._text_from(0)
@@ -105,8 +110,8 @@ class BlockChanges:
         """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
         form = {name: getattr(block, name) for name in ("block", "step", "forward_pass", "sent")}
         length = len(block.token_ids)
-        if (block.start, length) != self._window:
-            self._window = block.start, length
+        if block.window != self._window:
+            self._window = block.window
             self._known, self._percents = [None] * length, {}
             sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}

@@ -12,19 +12,18 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from vllm.logger import init_logger
 
 from dllm_engine.kernels.paged_attention import PagedFlash, PagedTokens
 
 logger = init_logger(f"vllm.{__name__}")
 
-DenseAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], torch.Tensor], torch.Tensor]
+DenseAttention = Callable[[Tensor, Tensor, Tensor, list[int], Tensor], Tensor]
 """Computes what ``bidirectional_attention`` promises; arguments and result as there, with at least one row."""
 
 
-def attend_with_sdpa(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
-) -> torch.Tensor:
+def attend_with_sdpa(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor) -> Tensor:
     """One call per run of neighbouring sequences of equal length."""
     out, start = torch.empty_like(q), 0
     for length, run in itertools.groupby(last - first for first, last in itertools.pairwise(bounds)):
@@ -52,9 +51,7 @@ def reads_bounds_on_device() -> bool:
     return _attend is not attend_with_sdpa
 
 
-def bidirectional_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
-) -> torch.Tensor:
+def bidirectional_attention(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor) -> Tensor:
     """Attend within each sequence, from ``q`` ``[num_rows, num_heads, head_dim]`` to ``k`` and ``v``
     ``[num_rows, num_kv_heads, head_dim]``; the result is like ``q``.
 
@@ -87,18 +84,14 @@ def choose_backend(name: str, device: torch.device, dtype: torch.dtype, head_dim
         return attend_with_sdpa
     logger.info("Dense attention: flash")
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int], cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
-        longest = max(stop - start for start, stop in itertools.pairwise(bounds))
-        return flash(
-            q, k, v, max_seqlen_q=longest, cu_seqlens_q=cu_seqlens, max_seqlen_k=longest, cu_seqlens_k=cu_seqlens
-        )
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], cu_seqlens: Tensor) -> Tensor:
+        most = max(stop - start for start, stop in itertools.pairwise(bounds))
+        return flash(q, k, v, max_seqlen_q=most, cu_seqlens_q=cu_seqlens, max_seqlen_k=most, cu_seqlens_k=cu_seqlens)
 
     return attend
 
 
-def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Callable[..., torch.Tensor], int]:
+def find_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Callable[..., Tensor], int]:
     """FlashAttention as vLLM takes it for this GPU, and its version. Raises ``ValueError`` if there is none."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"needs a CUDA device and float16 or bfloat16, here {device.type} and {dtype}")
@@ -129,7 +122,7 @@ def choose_paged_flash(device: torch.device, dtype: torch.dtype, head_dim: int, 
         return None
     logger.info("Attention to pages: flash %d where it applies, else own kernel", version)
 
-    def attend(q: torch.Tensor, cu_seqlens: torch.Tensor, tokens: PagedTokens, max_seqlen: int) -> torch.Tensor:
+    def attend(q: Tensor, cu_seqlens: Tensor, tokens: PagedTokens, max_seqlen: int) -> Tensor:
         num_kv_heads = tokens.head_len.shape[1]
         k_cache, v_cache = (x.unflatten(1, (-1, num_kv_heads)) for x in (tokens.k_pages, tokens.v_pages))
         # The most that fit the tables: a captured launch stays correct for all that they may hold.

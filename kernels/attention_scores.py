@@ -24,11 +24,12 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
 
-def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def mean_query_scores(q: Tensor, k: Tensor) -> Tensor:
     """Attention of a block to each candidate, before any scale or softmax, float32 ``[num_candidates]``, from the
     block's queries ``q`` ``[num_queries, num_heads, head_dim]`` and ``k`` ``[num_candidates, num_kv_heads, head_dim]``.
 
@@ -39,7 +40,7 @@ def mean_query_scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
 
 
-def top_indices(scores: torch.Tensor, count: int, *, in_order: bool = True) -> torch.Tensor:
+def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
     """Indices of the ``count`` largest scores of each row ``[..., num_scores]``, int64 ``[..., count]``, largest first
     unless a CPU may give them in any order.
 
@@ -51,12 +52,12 @@ def top_indices(scores: torch.Tensor, count: int, *, in_order: bool = True) -> t
     return scores.topk(count, sorted=in_order).indices
 
 
-def max_pooled(scores: torch.Tensor, width: int) -> torch.Tensor:
+def max_pooled(scores: Tensor, width: int) -> Tensor:
     """Scores ``[rows, tokens]`` where each token counts as the best within ``width // 2`` places; ``width`` is odd."""
     return scores if width == 1 else F.max_pool1d(scores, width, stride=1, padding=width // 2)
 
 
-def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> torch.Tensor:
+def select_retained(scores: Tensor, count: int, pool_kernel_size: int) -> Tensor:
     """The ``count`` candidates to retain, ascending, int64 ``[count]`` or ``[num_requests, count]``, from scores
     ``[num_candidates]`` or ``[num_requests, num_candidates]``, ``max_pooled`` before.
 
@@ -68,7 +69,7 @@ def select_retained(scores: torch.Tensor, count: int, pool_kernel_size: int) -> 
 
 
 @Operator
-def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def voting_scores(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     """The attention each key gets from the voters, summed over them and averaged over the query heads of a KV head;
     float32 ``[num_kv_heads, num_keys]``, zeros where nobody votes.
 
@@ -82,15 +83,15 @@ def voting_scores(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> torch.
 
 @Operator
 def summed_probabilities(
-    q: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    k_pages: torch.Tensor,
-    page_tables: torch.Tensor,
-    head_len: torch.Tensor,
+    q: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    k_pages: Tensor,
+    page_tables: Tensor,
+    head_len: Tensor,
     num_rows: int,
     num_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     """The attention of each row to each token that its request has in pages, summed over the query heads:
     Σ_h exp(s_{ij,h} − lse_{i,h}), float32 ``[num_requests, num_rows, num_tokens]``; zeros behind a request's rows and
     tokens.
@@ -112,7 +113,7 @@ def summed_probabilities(
     return total
 
 
-def _probabilities(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor) -> Iterator[torch.Tensor]:
+def _probabilities(q: Tensor, k: Tensor, lse: Tensor) -> Iterator[Tensor]:
     """exp(s_{ij,h} − lse_{i,h}) of the heads that read each KV head, ``[num_rows, heads, num_keys]``."""
     queries, scale = q.float().unflatten(1, (k.shape[1], -1)), q.shape[2] ** -0.5
     denominators = lse.unflatten(1, (k.shape[1], -1))

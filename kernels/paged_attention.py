@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
@@ -31,27 +32,27 @@ class PagedTokens(NamedTuple):
     Slots without a token are never used in arithmetic: they may hold NaN.
     """
 
-    k_pages: torch.Tensor
+    k_pages: Tensor
     """``[num_pages, slots_per_page, head_dim]``. A page is contiguous; pages may lie apart by whole slots."""
-    v_pages: torch.Tensor
+    v_pages: Tensor
     """As ``k_pages``."""
-    page_tables: torch.Tensor
+    page_tables: Tensor
     """int32 ``[num_requests, max_pages]``; entries beyond a request's pages are not read."""
-    head_start: torch.Tensor
+    head_start: Tensor
     """int32 ``[num_requests, num_kv_heads]``"""
-    token_stride: torch.Tensor
+    token_stride: Tensor
     """int32 ``[num_requests]``"""
-    head_len: torch.Tensor
+    head_len: Tensor
     """int32 ``[num_requests, num_kv_heads]``"""
     max_head_len: int
     """An upper bound of ``head_len``, known on the host. It only decides how finely a CUDA launch splits the work: a
     captured one stays correct for longer heads."""
-    token_lens: torch.Tensor | None = None
+    token_lens: Tensor | None = None
     """Tokens of each request, int32 ``[num_requests]``, contiguous, if the layout is token-major: then all its heads
     have so many. None: either layout."""
 
 
-PagedFlash = Callable[[torch.Tensor, torch.Tensor, PagedTokens, int], torch.Tensor]
+PagedFlash = Callable[[Tensor, Tensor, PagedTokens, int], Tensor]
 """Computes ``paged_attention`` of queries, ``cu_seqlens``, tokens with ``token_lens``, and ``max_seqlen``: to pages
 alone, without limits. Rows of a request without tokens are undefined."""
 _flash: PagedFlash | None = None
@@ -64,17 +65,17 @@ def use_paged_flash(attend: PagedFlash | None) -> None:
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
     tokens: PagedTokens | None,
     *,
     attend_fresh: bool,
     max_seqlen: int,
-    limits: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-) -> torch.Tensor:
+    limits: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> Tensor:
     """Attend from each request's rows to its tokens in pages; the result is like ``q``.
 
     Args:
@@ -96,9 +97,7 @@ def paged_attention(
     return _flash(q, cu_seqlens, tokens, max_seqlen)
 
 
-def attention_with_lse(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Sequence[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_with_lse(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """``bidirectional_attention``, and each softmax's denominator as a logarithm, float32 ``[num_rows, num_heads]``."""
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
@@ -106,7 +105,7 @@ def attention_with_lse(
     return paged_attention(q, k, v, cu_seqlens, None, attend_fresh=True, max_seqlen=longest, lse=lse), lse
 
 
-def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
+def _nothing(k: Tensor, num_requests: int) -> PagedTokens:
     """No tokens in pages."""
     no_page = k.new_empty(1, *k.shape[1:])
     per_head = torch.zeros(num_requests, k.shape[1], dtype=torch.int32, device=k.device)
@@ -115,16 +114,16 @@ def _nothing(k: torch.Tensor, num_requests: int) -> PagedTokens:
 
 @Operator
 def _paged_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
     tokens: PagedTokens,
-    limits: torch.Tensor | None,
-    lse: torch.Tensor | None,
+    limits: Tensor | None,
+    lse: Tensor | None,
     attend_fresh: bool,
     max_seqlen: int,
-) -> torch.Tensor:
+) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for request, (first, last) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         if first == last:
@@ -151,7 +150,7 @@ def _paged_attention(
 _NO_KEY = torch.iinfo(torch.int32).max
 
 
-def _retained(request: int, tokens: PagedTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _retained(request: int, tokens: PagedTokens) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values of a request's tokens in pages, ``[num_kv_heads, longest head, head_dim]``, and their numbers in
     the request, ``[num_kv_heads, longest head]``. Where a head is shorter, they are zeros, and the number is that of no
     key."""

@@ -6,20 +6,13 @@ rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per
 names are never used in arithmetic: they may hold NaN.
 """
 
-import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
 
 @Operator
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    slots: torch.Tensor,
-    rows: torch.Tensor | None = None,
-) -> None:
+def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
     """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or with ``rows`` to ``slots[rows[i], h]``.
 
     Args:
@@ -33,13 +26,13 @@ def write_kv(
     k_pages[places], v_pages[places] = k, v
 
 
-def page_places(slots: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def page_places(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Page of each slot, of keys and values or of rows, and place in it; the first of all for one below 0."""
     slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
     return slots // slots_per_page, slots % slots_per_page
 
 
-def feature_rows(memory: torch.Tensor, width: int) -> torch.Tensor:
+def feature_rows(memory: Tensor, width: int) -> Tensor:
     """View contiguous pages ``[num_pages, 2, slots_per_page, head_dim]`` as rows of ``width`` features,
     ``[num_pages, rows_per_page, width]``."""
     num_pages, _, slots_per_page, head_dim = memory.shape
@@ -49,13 +42,13 @@ def feature_rows(memory: torch.Tensor, width: int) -> torch.Tensor:
 
 @Operator
 def add_or_renew_features(
-    hidden: torch.Tensor,
-    rows: torch.Tensor,
-    slots: torch.Tensor,
-    places: torch.Tensor,
-    attended: torch.Tensor,
-    before_mlp: torch.Tensor,
-    mlp_output: torch.Tensor,
+    hidden: Tensor,
+    rows: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    attended: Tensor,
+    before_mlp: Tensor,
+    mlp_output: Tensor,
 ) -> None:
     """Bring hidden states to the end of a layer that has computed some rows: a row with place p ≥ 0 becomes
     ``before_mlp[p] + mlp_output[p]``, and its features ``mlp_output[p] + attended[p]``; features are added to all

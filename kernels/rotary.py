@@ -10,11 +10,12 @@ In bfloat16, phases would be off by whole radians at positions in the thousands,
 """
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
 
-def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def rotary_table(num_positions: int, inverse_frequencies: Tensor, scale: float = 1.0) -> Tensor:
     """float32 ``[num_positions, rotary_dim]``: a position's cosines, then its sines, times ``scale``.
 
     ``inverse_frequencies``: base^(−2j/d) above, or what RoPE scaling makes of them, float32 ``[rotary_dim / 2]``.
@@ -25,7 +26,7 @@ def rotary_table(num_positions: int, inverse_frequencies: torch.Tensor, scale: f
 
 
 @Operator
-def rotate_(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, rows: torch.Tensor | None = None) -> None:
+def rotate_(x: Tensor, positions: Tensor, cos_sin: Tensor, rows: Tensor | None = None) -> None:
     """Rotate every head of every row, in place, as far as the table is wide; the rest of a head stays as it is.
 
     Args:

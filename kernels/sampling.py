@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
@@ -31,9 +32,9 @@ _NUMBERS_AT_ONCE = 1 << 22
 class Counters(NamedTuple):
     """Counters of each row's random numbers, int64 ``[num_rows]`` each."""
 
-    seeds: torch.Tensor
-    forwards: torch.Tensor
-    positions: torch.Tensor
+    seeds: Tensor
+    forwards: Tensor
+    positions: Tensor
 
 
 def signed_seed(seed: int) -> int:
@@ -42,20 +43,18 @@ def signed_seed(seed: int) -> int:
     return seed - (1 << 64) if seed >= 1 << 63 else seed
 
 
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     # int64 shifts keep the sign; the mask makes the shift logical.
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
+def _mix(x: Tensor) -> Tensor:
     x = (x ^ _shift_right(x, 30)) * signed_seed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * signed_seed(_MIX_2)
     return x ^ _shift_right(x, 31)
 
 
-def uniform(
-    seeds: torch.Tensor, forwards: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
+def uniform(seeds: Tensor, forwards: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
     """Uniform numbers in the open interval (0, 1), float64, of the broadcast shape of the four int64 counters."""
     key = seeds
     for counter in (forwards, positions, token_ids):
@@ -64,15 +63,15 @@ def uniform(
     return (_shift_right(key, 12).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def gumbel_of(numbers: torch.Tensor) -> torch.Tensor:
+def gumbel_of(numbers: Tensor) -> Tensor:
     """Standard Gumbel noise from uniform numbers, float64: at lower precision its tail is cut off and sampling is
     biased to the mode."""
     return -torch.log(-torch.log(numbers))
 
 
 def noisy_logits(
-    logits: torch.Tensor, counters: Counters, first_token: int, temperature: float
-) -> Iterator[tuple[slice, torch.Tensor]]:
+    logits: Tensor, counters: Counters, first_token: int, temperature: float
+) -> Iterator[tuple[slice, Tensor]]:
     """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
     token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
@@ -84,8 +83,8 @@ def noisy_logits(
 
 @Operator
 def gumbel_max(
-    logits: torch.Tensor, counters: Counters, first_token: int, temperature: float, forbidden_token: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: Tensor, counters: Counters, first_token: int, temperature: float, forbidden_token: int
+) -> tuple[Tensor, Tensor]:
     """A token for each row, drawn from the softmax of its logits at a temperature: what it won with, float64
     ``[num_rows]`` (the best of several shards is the draw of all), and its column, int64 ``[num_rows]``.
 
@@ -106,9 +105,7 @@ def gumbel_max(
 
 
 @Operator
-def filtered_logits(
-    logits: torch.Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
-) -> torch.Tensor:
+def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> Tensor:
     """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite number where top-p, then top-k,
     leaves a token out (Dream's order). Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is left
     out of them is not defined.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 from dllm_engine.kernels.pages import page_places
@@ -24,7 +25,7 @@ ROUNDING = 1e-6
 
 
 @Operator
-def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
     """Replace retained values by fresh ones. Return the sums that ``SIMILARITIES`` need of each row, over the heads of
     this rank: Σ fresh · retained, Σ fresh², Σ retained², float32 ``[3, num_rows]``.
 
@@ -45,7 +46,7 @@ def replace_and_compare(fresh: torch.Tensor, pages: torch.Tensor, slots: torch.T
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
-def cosine(sums: torch.Tensor) -> torch.Tensor:
+def cosine(sums: Tensor) -> Tensor:
     """Cosine similarity of each row, at most 1 − ``ROUNDING``; float32 ``[..., num_rows]``, 0 where a vector is 0.
 
     ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all heads of the model.
@@ -54,7 +55,7 @@ def cosine(sums: torch.Tensor) -> torch.Tensor:
     return (sums[0] / (norms[0] * norms[1])).clamp_(max=1 - ROUNDING)
 
 
-def negative_distance(sums: torch.Tensor) -> torch.Tensor:
+def negative_distance(sums: Tensor) -> Tensor:
     """Minus the squared L2 distance of each row's two vectors, so that less is less similar; arguments and result as of
     ``cosine``. 0 where the vectors differ by the rounding of the sums alone."""
     squares = sums[1] + sums[2]
@@ -62,7 +63,7 @@ def negative_distance(sums: torch.Tensor) -> torch.Tensor:
     return -distance.masked_fill(distance <= ROUNDING * squares, 0)
 
 
-SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "cosine": cosine,
     "l2": negative_distance,
     "random": itemgetter(0),
@@ -72,12 +73,7 @@ SIMILARITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @Operator
 def choose_least_similar(
-    sums: torch.Tensor,
-    metric: str,
-    candidates: torch.Tensor,
-    places: torch.Tensor,
-    rows: torch.Tensor,
-    place_of_row: torch.Tensor,
+    sums: Tensor, metric: str, candidates: Tensor, places: Tensor, rows: Tensor, place_of_row: Tensor
 ) -> None:
     """Choose the rows to compute again, of each member of a batch those that are least similar.
 

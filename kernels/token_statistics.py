@@ -17,6 +17,7 @@ w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entr
 """
 
 import torch
+from torch import Tensor
 
 from dllm_engine.kernels._operator import Operator
 
@@ -25,8 +26,8 @@ _ENTROPY_EPS = 1e-10
 
 @Operator
 def token_statistics(
-    logits: torch.Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits: Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The greedy token of each row and the statistics that confidence, entropy and margin come from.
 
     Args:

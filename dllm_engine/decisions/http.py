@@ -14,12 +14,15 @@ from vllm.utils import random_uuid
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params_when_built
 from dllm_engine.infill.http import length_of, set_length
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.constraints.decision import unpacked_decision
+from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 
 ROUTE = "/v1/decisions"
 MOST_VALUES = 100
+_GENERATES = "temperature min_tokens logit_bias ignore_eos stop_token_ids structured_outputs tools stream".split()
+"""Fields of a request that only generation has, or that a decision refuses."""
 
 
 class DecisionRequest(PromptRequest):
@@ -84,23 +87,25 @@ async def settle_decision(request: Any, serving: Any) -> None:
     wanted: Any = getattr(request, "response_format", None)
     if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
         return
-    schema = wanted.json_schema.json_schema
-    if schema is None or request.logprobs in (None, False):
+    schema, vllm_config = wanted.json_schema.json_schema, serving.engine_client.vllm_config
+    if schema is None or request.logprobs is None or request.logprobs is False:
         return
-    xargs, engine = dict(request.vllm_xargs or {}), serving.engine_client
-    is_plain = not (xargs.keys() - {"passes", "trace"} or getattr(request, "tools", None) or request.stream)
-    is_greedy = not request.temperature and request.n in (None, 1)
-    reasons = engine.vllm_config.structured_outputs_config.reasoning_parser
-    if reasons or not (is_plain and is_greedy):
+    xargs, defaults = dict(request.vllm_xargs or {}), serving.default_sampling_params
+    asked = defaults | {name: value for name, value in request if value is not None}
+    is_sampled = asked.get("top_p", 1) != 1 or asked.get("top_k", 0) > 0 or asked.get("n", 1) != 1
+    if is_sampled or any(asked.get(name) for name in _GENERATES) or xargs.keys() - {"passes", "trace"}:
+        return
+    if vllm_config.structured_outputs_config.reasoning_parser:
         return
     try:
         names = {field.name for field in read_fields(schema)}
+        if names != {*schema.get("required", ())}:
+            return
+        params = await decision_params_when_built(schema, serving.renderer.tokenizer, vllm_config)
     except InvalidRequestError:
         return
-    if names != {*schema.get("required", ())}:
-        return
-    params = await decision_params_when_built(schema, serving.renderer.tokenizer, engine.vllm_config)
-    if (bound := length_of(request)) is not None and bound < params.max_tokens:
+    bound = length_of(request) or defaults.get("max_tokens", params.max_tokens)
+    if bound < params.max_tokens or None not in unpacked_decision(params.extra_args[DECISION]).template:
         return
     request.vllm_xargs = {**params.extra_args, **xargs}
     request.response_format, request.temperature = None, 0.0

@@ -22,9 +22,7 @@ def plot_beside(output: Path | None) -> Path | None:
     if output is None:
         return None
     if find_spec("matplotlib") is None:
-        print(
-            "no plot will be drawn: matplotlib is not installed; run pip install 'dllm-engine[eval]'", file=sys.stderr
-        )
+        print("no plot is drawn: matplotlib is not installed; run pip install 'dllm-engine[eval]'", file=sys.stderr)
         return None
     return output.with_suffix(".png")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dllm_engine.figures import PER_TOKEN, DiffusionFigures, ErrorReason
-from dllm_engine.provisional import BlockReader
+from dllm_engine.provisional import BlockReader, ProvisionalBlock
 from dllm_engine.scheduler.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.patch import Original
 
@@ -71,10 +71,22 @@ def complete_with_figures(new_completion_output: Original, self: Any, *args: Any
 
 
 def merge_with_figures(merge: Original, self: Any, next_output: Any, aggregate: bool) -> None:
-    """Keep the latest figures and the latest running block where a slow consumer has not fetched an output."""
+    """Keep the latest figures, and the latest state of each running block, where a slow consumer has not fetched an
+    output."""
+    before = {completion.index: shown_blocks(completion) for completion in self.outputs}
     merge(self, next_output, aggregate)
     latest = {completion.index: completion for completion in next_output.outputs}
     for completion in self.outputs:
         if completion.index in latest:
-            completion.diffusion = getattr(latest[completion.index], "diffusion", None)
-            completion.provisional = getattr(latest[completion.index], PROVISIONAL_KEY, None)
+            newest = latest[completion.index]
+            completion.diffusion = getattr(newest, "diffusion", None)
+            completion.provisional = block = getattr(newest, PROVISIONAL_KEY, None)
+            earlier = before.get(completion.index, ())
+            completion.earlier_blocks = [each for each in earlier if block is None or each.window != block.window]
+
+
+def shown_blocks(completion: Any) -> list[ProvisionalBlock]:
+    """The running blocks that a completion shows: those that have ended since the consumer fetched it, then the
+    latest."""
+    latest = getattr(completion, PROVISIONAL_KEY, None)
+    return [*getattr(completion, "earlier_blocks", ()), *([] if latest is None else [latest])]

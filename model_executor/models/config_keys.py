@@ -310,9 +310,7 @@ class LLaDA2Keys(DenseKeys):
                 f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
             )
         if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
-            raise ValueError(
-                f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one of them"
-            )
+            raise ValueError(f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one")
         return self
 
 

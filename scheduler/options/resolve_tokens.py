@@ -36,9 +36,7 @@ def response_template(own: RequestOptions, max_tokens: int) -> tuple[int | None,
     if None not in template:
         raise InvalidRequestError("response_template has nothing to fill in; put None where the model is to write")
     if own.return_given is False and own.stream_granularity == "step":
-        raise InvalidRequestError(
-            "return_given=False leaves out what stream_granularity='step' shows; leave one of them unset"
-        )
+        raise InvalidRequestError("return_given=False leaves out what stream_granularity='step' shows; leave one unset")
     return tuple(template)
 
 

@@ -132,9 +132,7 @@ def check_several_blocks(options: RequestOptions, parallel: ParallelRule | None)
         ("steps_per_block", "blocks that run at once share their steps"),
     ):
         if (value := getattr(options, name)) is not None:
-            raise InvalidRequestError(
-                f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one of them unset"
-            )
+            raise InvalidRequestError(f"block_add_threshold={threshold} and {name}={value}: {reason}; leave one unset")
     if parallel is None:
         raise InvalidRequestError(
             f"block_add_threshold={threshold}: several blocks at once need a rule of parallel unmasking; set one of "

@@ -47,10 +47,7 @@ SCHEMA = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required"
 
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
-    [
-        (["--regex", "Ida=[0-9]{2}"], "Ida=[0-9]{2}"),
-        (["--json-schema", "schema.json"], r'\{"age": ?(7|48)\}'),
-    ],
+    [(["--regex", "Ida=[0-9]{2}"], "Ida=[0-9]{2}"), (["--json-schema", "schema.json"], r'\{"age": ?(7|48)\}')],
 )
 def test_an_answer_matches_what_was_asked_for(run, tmp_path, capsys, arguments, pattern):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))

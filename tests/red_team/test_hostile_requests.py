@@ -144,10 +144,7 @@ STANDARD = {CHAT: [*ChatCompletionRequest.model_fields], COMPLETIONS: [*Completi
 OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd})
 ODD = {
     "our options": (150, lambda path: OURS),
-    "standard": (
-        300,
-        lambda path: st.dictionaries(st.sampled_from(STANDARD[path]), VALUES, min_size=1, max_size=2),
-    ),
+    "standard": (300, lambda path: st.dictionaries(st.sampled_from(STANDARD[path]), VALUES, min_size=1, max_size=2)),
     "structured output": (200, lambda path: STRUCTURED),
 }
 """How many examples to draw, and the fields of a body for a path."""

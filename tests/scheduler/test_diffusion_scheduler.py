@@ -17,12 +17,7 @@ from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.metrics import METRICS
 
 HF_CONFIG = SimpleNamespace(
-    family=LLADA,
-    eos_token_id=141,
-    num_hidden_layers=2,
-    hidden_size=8,
-    num_attention_heads=2,
-    num_key_value_heads=2,
+    family=LLADA, eos_token_id=141, num_hidden_layers=2, hidden_size=8, num_attention_heads=2, num_key_value_heads=2
 )
 SCHEDULING = {"max_num_seqs": 4, "max_num_active_seqs": None, "max_num_batched_tokens": 1000, "policy": "fcfs"}
 SCHEDULING |= {"watermark": 0.0, "enable_chunked_prefill": True}

@@ -69,6 +69,8 @@ def _check_body(body: bytes, path: str) -> None:
         known |= {"passes", "template"}
     elif not path.startswith("/v1/messages"):  # others have these fields, or keep those that they do not know
         known |= VLLM_OPTIONS
+    elif ignored := fields.keys() & {"response_format", "structured_outputs", "suffix"}:
+        raise InvalidRequestError(f"{min(ignored)} is no field of {path}; take output_config, or another route")
     if path != "/inference/v1/generate":
         check_place(fields.keys() - known)
         return
@@ -88,6 +90,8 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
             if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
                 raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
         _check_num_responses(request)
+        if getattr(request, "echo", False) and not request.logprobs and hasattr(request, "top_logprobs"):
+            request.top_logprobs = None  # which vLLM would take for those of the prompt
         await settle_template(request, self)
         await settle_decision(request, self)
     return await create(self, request, *args, **kwargs)

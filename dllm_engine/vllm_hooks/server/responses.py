@@ -26,6 +26,7 @@ from dllm_engine.provisional import BlockChanges
 from dllm_engine.scheduler.messages import PROVISIONAL_KEY
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+from dllm_engine.vllm_hooks.output_processor import shown_blocks
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 DIFFUSION = "diffusion"
@@ -75,9 +76,9 @@ async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGe
         async for result in given["result_generator"]:
             prompt, output = (0, result) if is_chat else result
             choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
-            shown = [(index, c) for index, c in choices if getattr(c, PROVISIONAL_KEY, None) is not None]
-            for index, c in shown:
-                step = {"index": index, **changes[index].to(c.provisional), **fields_of(c, with_trace=False)}
+            shown = [(index, block, c) for index, c in choices for block in shown_blocks(c)]
+            for index, block, c in shown:
+                step = {"index": index, **changes[index].to(block), **fields_of(c, with_trace=False)}
                 await send.send(_event_of({**head, "choices": [], PROVISIONAL_KEY: step}))
             if not shown or any(c.token_ids or c.finish_reason is not None for _, c in choices):
                 fields.clear()

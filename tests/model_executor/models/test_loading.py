@@ -62,10 +62,7 @@ def test_missing_tensor_is_named(tmp_path, family, missing, fragment):
 
 @pytest.mark.parametrize(
     ("name", "edited"),
-    [
-        (UNKNOWN, lambda _: torch.zeros(3)),
-        *[(f"{BLOCK_0}{part}.weight", lambda tensor: tensor[:-2]) for part in PARTS],
-    ],
+    [(UNKNOWN, lambda _: torch.zeros(3)), *[(f"{BLOCK_0}{part}.weight", lambda tensor: tensor[:-2]) for part in PARTS]],
 )
 def test_unknown_and_misshapen_tensors_are_named(tmp_path, name, edited):
     edit = lambda tensors: tensors.update({name: edited(tensors.get(name))})  # noqa: E731

@@ -100,11 +100,7 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
 
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
-    [
-        ("llada-8b/4", 1024, 8, 8, 8, 3072),
-        ("dream-7b/7", 512, 4, 1, 4, 2706),
-        ("llada-moe-7b/4", 512, 4, 4, 4, None),
-    ],
+    [("llada-8b/4", 1024, 8, 8, 8, 3072), ("dream-7b/7", 512, 4, 1, 4, 2706), ("llada-moe-7b/4", 512, 4, 4, 4, None)],
 )
 def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
     config = load_config(name)
