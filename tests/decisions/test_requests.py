@@ -121,11 +121,17 @@ def test_response_format_with_logprobs(openai, demo):
     [
         {"logprobs": None},
         {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"extra_body": {"top_k": 5}},
+        {"extra_body": {"stop_token_ids": [400]}},
         {"max_tokens": 3},
         {"stream": True},
         {"extra_body": {"vllm_xargs": {"steps": 8}}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": OPTIONAL}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": {"type": "array"}}}},
+        *(
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}}
+            for schema in ({"type": "array"}, schema_of({"a": ["Ida"]}), schema_of({"a": re.compile("[a-z]+")}))
+        ),
     ],
 )
 def test_other_requests_generate_their_text(openai, change):

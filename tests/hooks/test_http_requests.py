@@ -132,6 +132,7 @@ MESSAGE = ("/v1/messages", {"max_tokens": 8, "messages": CHAT[1]["messages"]})
         (BATCH, {"stream": True}, "stream is not supported for a batch of chats"),
         (BATCH, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported for a batch"),
         (MESSAGE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
+        (MESSAGE, {"structured_outputs": {"regex": "a"}}, "structured_outputs is no field of /v1/messages"),
         (RESPONSE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
         (RESPONSE, {"vllm_xargs": {"min_tokens": 3}}, "min_tokens is a field of SamplingParams, /v1/completions"),
     ],

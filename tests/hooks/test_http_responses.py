@@ -1,6 +1,7 @@
 """The fields that responses over HTTP get, and the errors where the model overflows or the engine dies."""
 
 import asyncio
+import json
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -89,6 +90,21 @@ def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
     assert (merged.token_ids, merged.text) == ([5, 6], "xx")
     assert (merged.diffusion.forward_passes, merged.provisional.step) == (4, 4)
     assert collector.get_nowait() is None
+
+
+def test_a_slow_consumer_sees_how_blocks_ended_that_run_no_more():
+    register()
+    collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
+    for shown in (SHOWN, replace(SHOWN, masked=[False, False], pieces=["a", "b"]), replace(SHOWN, block=1, start=2)):
+        collector.put(engine_output(shown=shown))
+
+    async def positions():
+        async def merged():
+            yield collector.get_nowait()
+
+        return [json.loads(e.removeprefix("data: "))["provisional"]["positions"] async for e in with_fields(merged())]
+
+    assert asyncio.run(positions()) == [[0, 1], [2]]
 
 
 def test_a_request_that_failed_says_why_to_http_clients():
