@@ -121,7 +121,7 @@ class DiffusionLM(TemplateLM):
         params = ({"gen_length": gen_length} if named else {}) | given | self.decoding | diffusion
         if options:
             name, value = next(iter(options.items()))
-            raise ValueError(f"generation_kwargs: {name}={value!r} is unknown; known: {', '.join(DECODING_OPTIONS)}")
+            raise ValueError(f"generation_kwargs {name}={value!r} is not supported, only {', '.join(DECODING_OPTIONS)}")
         return DiffusionParams(stop=stop, **params)
 
     def _fit(self, prompt: list[int], response_length: int) -> list[int]:
