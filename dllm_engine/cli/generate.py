@@ -15,14 +15,7 @@ from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, s
 from dllm_engine.text import is_text
 
 _SETTINGS = (
-    "model",
-    "dtype",
-    "raw",
-    "cache_method",
-    "cache_option",
-    "engine_arg",
-    "guide_model",
-    "guide_tokens_per_token",
+    *("model", "dtype", "raw", "cache_method", "cache_option", "engine_arg", "guide_model", "guide_tokens_per_token"),
 )
 """Arguments that change responses, beside those about decoding; a run resumes only an output of the same ones."""
 

@@ -163,7 +163,7 @@ class AdaptivePass(LayerPass):
             kept = self.pages.values if by_value else self.pages.keys
             sums = replace_and_compare(fresh, kept, self.row_slots[index][self.verified])
             sums = tensor_model_parallel_all_reduce(sums)
-            values = fresh if by_value and self.verified == slice(None) else None
+            values = fresh if by_value and isinstance(self.verified, slice) else None
         for part, candidates, places in self.choice.by_group(sums):
             choose_least_similar(part, metric, candidates, places, self.rows[index], self.places)
         return values

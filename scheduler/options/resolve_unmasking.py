@@ -34,14 +34,18 @@ _NEEDS_LATER_BLOCKS = {
 def without_unsuited_defaults(options: RequestOptions, own: RequestOptions) -> RequestOptions:
     """Leave out defaults that do not go with what a request itself (``own``) names: its policy, or else the policies
     that suit its other options."""
-    policies = [each for each in UNMASKING_POLICIES.values() if own.unmasking in (None, each.name)]
-    suited = {name: [each for each in policies if each.measures in of] for name, (of, _) in _MEASURED.items()}
+    policies = [policy for policy in UNMASKING_POLICIES.values() if own.unmasking in (None, policy.name)]
+    suited = {
+        name: [policy for policy in policies if policy.measures in measures]
+        for name, (measures, _) in _MEASURED.items()
+    }
     suited |= {kind: list(filter(PARALLEL_RULES[kind].suits, policies)) for kind in PARALLEL_OPTIONS}
     for name in suited if own.unmasking is None else ():
+        # False, and a temperature of 0, ask for nothing of ``_MEASURED``; a rule may have a value of 0.
         if (value := getattr(own, name)) is not None and (value or name not in _MEASURED):
-            policies = [each for each in policies if each in suited[name]]
-    left_out = [name for name, those in suited.items() if not any(each in those for each in policies)]
-    if all(options.unmasking != each.name for each in policies):
+            policies = [policy for policy in policies if policy in suited[name]]
+    left_out = [name for name in suited if not any(policy in suited[name] for policy in policies)]
+    if options.unmasking not in [policy.name for policy in policies]:
         left_out.append("unmasking")
     return options.model_copy(update={name: None for name in left_out if getattr(own, name) is None})
 

@@ -69,8 +69,8 @@ def _check_body(body: bytes, path: str) -> None:
         known |= {"passes", "template"}
     elif not path.startswith("/v1/messages"):  # others have these fields, or keep those that they do not know
         known |= VLLM_OPTIONS
-    elif ignored := fields.keys() & {"response_format", "structured_outputs", "suffix"}:
-        raise InvalidRequestError(f"{min(ignored)} is no field of {path}; take output_config, or another route")
+    elif ignored := [name for name in ("response_format", "structured_outputs", "suffix") if fields.get(name)]:
+        raise InvalidRequestError(f"{ignored[0]} is no field of {path}; take output_config, or another route")
     if path != "/inference/v1/generate":
         check_place(fields.keys() - known)
         return
