@@ -17,6 +17,7 @@ from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING,
 from dllm_engine.structured_output.automata import automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.compiler import Vocabulary
+from dllm_engine.structured_output.prompt_reasoning import ends_reasoning
 
 LONGEST_GRAMMAR = 1 << 16
 """Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
@@ -115,7 +116,7 @@ def reasoning_before(
         parser = parser_class(tokenizer, **(arguments.parser or {}))
     except Exception as error:  # each parser raises its own
         raise InvalidRequestError(f"{about} fails: {error}") from error
-    if arguments.ended is None and parser.is_reasoning_end(prompt_token_ids):
+    if arguments.ended is None and _is_ended_by(prompt_token_ids, parser, tokenizer):
         return None
     if parser.reasoning_end_str is None:
         raise InvalidRequestError(
@@ -125,6 +126,10 @@ def reasoning_before(
     vocabulary = tokenizer.get_vocab()
     tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))
     return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens]))
+
+
+def _is_ended_by(prompt_token_ids: Sequence[int], parser: Any, tokenizer: Any) -> bool:
+    return parser.is_reasoning_end(prompt_token_ids) or ends_reasoning(prompt_token_ids, parser, tokenizer)
 
 
 @cache

@@ -11,6 +11,7 @@ _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletio
 _RENDERER = "vllm.renderers.online_renderer:OnlineRenderer"
 _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
 _PROCESSOR = "vllm.v1.engine.output_processor"
+_PARSER = "vllm.parser.abstract_parser"
 
 EVERY_PROCESS = {
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
@@ -40,6 +41,10 @@ SERVING = {
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
     f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
     f"{_CHAT}.protocol:ChatCompletionRequest.resolve_reasoning_ended": "input_processor:resolve_by_prompt",
+    f"{_PARSER}:Parser.set_prompt_token_ids": "reasoning:read_prompt",
+    f"{_PARSER}:DelegatingParser.is_reasoning_end": "reasoning:is_ended_by_prompt",
+    f"{_PARSER}:DelegatingParser.extract_reasoning": "reasoning:extract_after_prompt",
+    f"{_PARSER}:DelegatingParser.count_reasoning_tokens": "reasoning:count_after_prompt",
     "vllm.entrypoints.serve.utils.api_utils:get_max_tokens": "input_processor:refuse_clipping",
     "vllm.v1.engine.async_llm:AsyncLLM.generate": "input_processor:generate_if_valid",
     f"{_RESPONSES}._generate_with_builtin_tools": "input_processor:respond_if_valid",

@@ -230,6 +230,50 @@ def test_there_is_room_for_the_marker_or_a_refusal(llm):
     assert re.fullmatch(r"</think>[0-9]{4}", ask(fewest).text)
 
 
+ENDED = {
+    "prefilled": "<think>He said so.</think>",
+    "empty": "<think>\n\n</think>\n\n",
+    "again": "</think><think></think>",
+}
+
+
+@pytest.mark.parametrize("turn", ENDED)
+def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn):
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24)
+    (output,) = llm.generate([f"Tom is 48.{ENDED[turn]}"], params, use_tqdm=False)
+    assert re.fullmatch("[0-9]{2}", output.outputs[0].text)
+
+
+@pytest.mark.parametrize(
+    "prompt", ["Tom is 48.", "</think>Tom is 48.<think>", "<think></think>48<|endoftext|>Tom", "</thin"]
+)
+def test_reasoning_that_the_prompt_leaves_open_comes_first(spelling, prompt):
+    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24)
+    (output,) = spelling.generate([prompt], params, use_tqdm=False)
+    assert re.fullmatch("(.|\n)*</think>[0-9]{2}", output.outputs[0].text)
+
+
+@pytest.mark.parametrize("turn", ENDED)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("regex", ["[0-9]{2}", None])
+def test_a_continued_turn_that_has_ended_its_reasoning_has_none(reasoning_client, turn, stream, regex):
+    messages = [*CHAT, {"role": "assistant", "content": ENDED[turn]}]
+    body = {"model": "m", "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    body |= {"max_tokens": 24, "stream": stream} | (
+        {"structured_outputs": {"regex": regex}} if regex else {"min_tokens": 4}
+    )
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    response = reasoning_client.post("/v1/chat/completions", json=body)
+    chunks = chunks_of(response.text) if stream else [response.json()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    parts = [choice["delta" if stream else "message"] for choice in choices]
+    content = "".join(part.get("content") or "" for part in parts)
+    assert re.fullmatch(regex or "(.|\n)+", content)
+    assert not any(part.get("reasoning") for part in parts)
+    assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+
+
 @pytest.mark.parametrize("ended", [None, False, True])
 @pytest.mark.parametrize("rendered", [False, True], ids=["raw", "rendered"])
 def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
