@@ -18,7 +18,8 @@ from timing import seconds_of
 
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import GatedMLP
-from dllm_engine.scheduler.step_plan import RetainedCopy, StepPlan
+from dllm_engine.scheduler.methods.es_dllm import EarlySkipStep, RetainedCopy
+from dllm_engine.scheduler.step_plan import StepPlan
 
 _KV_BYTES = 256 << 20
 """Keys and values that a floor makes at most, well beyond a cache; beyond it layers take turns with the same ones."""
@@ -58,7 +59,7 @@ def attended_keys(plan: StepPlan, rows: int, canvas_length: int, block_length: i
     if block_length is not None:
         num_blocks = -(-rows // block_length)
         return plan.read + (num_blocks + 1) * block_length // 2
-    if plan.retained_copy is RetainedCopy.READ:
+    if isinstance(plan.own, EarlySkipStep) and plan.own.copying is RetainedCopy.READ:
         return plan.read
     if plan.read + plan.max_rows > canvas_length:
         # The rows' own keys are among those in pages.

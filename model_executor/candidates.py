@@ -11,7 +11,7 @@ from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, certainty_density
-from dllm_engine.scheduler.step_plan import RowRule, may_fill
+from dllm_engine.scheduler.step_plan import may_fill
 
 ALONE, UNFINISHED = 1, 2
 """Flags of candidates that no step of the batch may fill: predicted for the cache method alone; predicted by a row that
@@ -40,11 +40,11 @@ class BatchCandidates:
     def of(cls, batch: StepBatch) -> "BatchCandidates":
         """Candidates of the plans whose rows are in the batch."""
         canvases, plans = batch.canvases, batch.plans
-        members = [i for i, p in enumerate(plans) if p.predicts is not None or may_fill(p, canvases[i].spec)]
+        members = [i for i, p in enumerate(plans) if p.quota.predicts is not None or may_fill(p, canvases[i].spec)]
         parts = [np.empty(0, dtype=np.int64)]
         for i in members:
             edits = canvases[i].spec.edit_threshold is not None
-            parts.append(np.flatnonzero((canvases[i].known[slice(*plans[i].predicted)] < 0) | edits))
+            parts.append(np.flatnonzero((canvases[i].known[slice(*plans[i].quota.predicted)] < 0) | edits))
         requests = np.repeat(np.array(members, dtype=np.int64), [len(part) for part in parts[1:]])
         offsets = np.concatenate(parts)
         longest = max(canvas.spec.canvas_length for canvas in canvases)
@@ -54,10 +54,10 @@ class BatchCandidates:
                 canvas.start,
                 # The first position of a pass over a window alone has no row before it; with shifted logits the
                 # window's first step fills it.
-                plan.span.start if plan.rows is RowRule.ALL else 0,
-                longest if plan.predicts is None else plan.quota.candidates.size,
+                plan.span.start if batch.computes(index, plan.span) else 0,
+                longest if plan.quota.predicts is None else plan.quota.candidates.size,
             )
-            for plan, canvas in zip(plans, canvases, strict=True)
+            for index, (plan, canvas) in enumerate(zip(plans, canvases, strict=True))
         ]
         start, canvas_start, first_fed, num_fillable = np.array(per_request)[requests].T
         positions = start + offsets
@@ -102,7 +102,7 @@ class BatchCandidates:
     @property
     def width(self) -> int:
         """Upper bound of ``offsets``, exclusive."""
-        return max(self.batch.plans[i].predicted.size for i in self.members)
+        return max(self.batch.plans[i].quota.predicted.size for i in self.members)
 
     @cached_property
     def certainty(self) -> torch.Tensor | None:

@@ -66,7 +66,9 @@ class DiffusionModelRunner:
             self.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
         )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
-        self.make_layer_pass = resolve_name(f"dllm_engine.model_executor.{self.options.method.layer_pass}")
+        self.layer_pass_class: type[LayerPass] = resolve_name(
+            f"dllm_engine.model_executor.{self.options.method.layer_pass}"
+        )
         self.plan = self.options.method.next_step
         self.failures: dict[str, RequestFailure] = {}
         """Requests whose own part of the work in hand failed."""
@@ -269,9 +271,9 @@ class DiffusionModelRunner:
                 and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
             ):
                 return self.last_layout
-        batch = StepBatch.of(plans, self.canvases)
-        keeps = all(self.options.method.keeps(canvas.spec) for canvas in batch.canvases)
+        keeps = all(self.options.method.keeps(self.canvases[request_id].spec) for request_id in plans)
+        layer_pass_class = self.layer_pass_class if keeps else DensePass
+        batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at them.
-        layer_pass = (self.make_layer_pass if keeps else DensePass)(batch, cast(PageMemory, self.pages))
-        self.last_layout = batch, layer_pass
+        self.last_layout = batch, layer_pass_class.of(batch, cast(PageMemory, self.pages))
         return self.last_layout

@@ -11,7 +11,10 @@ import torch
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RowRule, Scope, StepPlan
+from dllm_engine.scheduler.step_plan import Scope, StepPlan
+
+RowPositions = Callable[[StepPlan, Canvas], np.ndarray]
+"""The canvas positions of a plan's rows, ascending, on the host."""
 
 Rows = torch.Tensor | slice
 """Some rows of a batch: their indices, or a slice."""
@@ -134,9 +137,9 @@ class StepBatch(RowBounds):
         other. Keys that lie by position are limited by it."""
 
     @classmethod
-    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas]) -> "StepBatch":
-        """The rows of all plans, request by request. Plans that name rows by a rule are resolved here."""
-        rows = {request_id: row_positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
+    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas], positions: RowPositions) -> "StepBatch":
+        """The rows of all plans, request by request. ``positions``: of the layer pass that runs them."""
+        rows = {request_id: positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
         # Sequences of equal length side by side share one attention call. Those that need no pages come last: requests
         # in their first pass, and before them others whose canvas is computed as a whole.
         ordered = sorted(
@@ -157,6 +160,10 @@ class StepBatch(RowBounds):
         ends = (self.host_positions // lengths + 1) * lengths
         return on_device(ends, self.device, torch.int32)
 
+    def computes(self, index: int, span: Span) -> bool:
+        """Return True if the rows of a request are those of ``span``."""
+        return self.sizes[index] == span.size and self.host_positions[self.bounds[index]] == span.start
+
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         return SplitRows(self.sizes, alone, self.device, self.limits)
 
@@ -164,25 +171,6 @@ class StepBatch(RowBounds):
     def requests(self) -> torch.Tensor:
         """``[num_rows]`` int64: the request that each row belongs to."""
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
-
-
-def row_positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
-    """The canvas positions of a plan's rows, ascending."""
-    if plan.rows is RowRule.CHOSEN:
-        assert canvas.next_rows is not None
-        return canvas.next_rows
-    span, shift = plan.span, int(canvas.spec.shifts_logits)
-    if plan.rows is RowRule.FROM_LAST_UNMASKED and canvas.last_unmasked:
-        return np.arange(min(span.start, max(canvas.last_unmasked[0] - shift, 0)), span.stop)
-    positions = np.arange(*span)
-    if plan.rows not in (RowRule.MASKED_BEFORE, RowRule.MASKED_BEFORE_AND_LAST):
-        return positions
-    was_masked = canvas.known < 0
-    was_masked[canvas.last_unmasked] = True
-    # The last row of a canvas predicts nothing with shifted logits.
-    chosen = np.append(was_masked[span.start + shift : span.stop], np.zeros(shift, dtype=bool))
-    chosen[-1] |= plan.rows is RowRule.MASKED_BEFORE_AND_LAST
-    return positions[chosen]
 
 
 def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

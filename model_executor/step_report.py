@@ -11,7 +11,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch, row_positions
+from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.model_executor.unmasking.statistics import required
 from dllm_engine.scheduler.messages import Commits, RequestFailure, ShownWindow, StepReport, StepResult, failure_of
@@ -44,7 +44,7 @@ class Reporter:
                         if (canvas.known[slice(*plan.window)] >= 0).all():
                             break  # it ran with others, and had nothing to do
                         # It was fed the rows of the first step; those that its own plan leaves out had no effect.
-                        rows = row_positions(plan, canvas)
+                        rows = self.layer_pass.positions(plan, canvas)
                     result = self._result(index, plan, outcome, rows)
                 except Exception as error:
                     result = failure_of(request_id, error)

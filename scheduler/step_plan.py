@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
@@ -36,31 +37,6 @@ class Scope(Enum):
     """The rows that the plan and the layer pass select."""
 
 
-class RowRule(Enum):
-    """Rows of ``StepPlan.span`` that are fed to the model. All but ``ALL`` depend on tokens; the runner finds them."""
-
-    ALL = "all"
-    MASKED_BEFORE = "masked_before"
-    """Rows that predict the positions that were masked when the previous step began, with those that it unmasked."""
-    MASKED_BEFORE_AND_LAST = "masked_before_and_last"
-    """As ``MASKED_BEFORE``, and the last row of the canvas, which predicts nothing with shifted logits."""
-    FROM_LAST_UNMASKED = "from_last_unmasked"
-    """As ``ALL``, and from the row on that predicted the leftmost position unmasked in the previous step, if that lies
-    before ``span``."""
-    CHOSEN = "chosen"
-    """Rows chosen by the layer pass of the previous step (``LayerPass.next_rows``)."""
-
-
-class RetainedCopy(Enum):
-    """Use of a copy of retained tokens, kept beside the whole canvas (ES-dLLM with eviction)."""
-
-    NONE = "none"
-    WRITE = "write"
-    """Choose the tokens and copy them."""
-    READ = "read"
-    """Attend to the copy and the window, not to the rest of the canvas."""
-
-
 @dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
 class UnmaskQuota:
     """Number of masked positions that a step unmasks."""
@@ -81,6 +57,14 @@ class UnmaskQuota:
     """If ``parallel`` allows fewer positions than this, only the most confident one is unmasked."""
     observed: float | None = None
     """Report the farthest candidate of at least this confidence."""
+    predicts: Span | None = None
+    """Masked positions that are predicted; None: the candidates. The layer pass observes those behind them."""
+    may_fall_short: bool = False
+    """True if rows of candidates may leave the pass before they predict anything, so that fewer are filled."""
+
+    @property
+    def predicted(self) -> Span:
+        return self.candidates if self.predicts is None else self.predicts
 
 
 @dataclass(frozen=True)
@@ -105,8 +89,8 @@ class StepPlan:
 
     state: RefreshState
     scope: Scope
-    rows: RowRule
     span: Span
+    """Canvas positions whose rows are computed, unless the layer pass computes others (``LayerPass.positions``)."""
     max_rows: int
     """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
@@ -117,26 +101,17 @@ class StepPlan:
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
-    predicts: Span | None = None
-    """Masked positions that are predicted; None: the quota's candidates. The layer pass observes those behind them."""
     adds: tuple[Retention, ...] = ()
     """Tokens added to pages, behind those that the step reads. Empty for methods that keep the whole canvas."""
-    num_updated: int | None = None
-    """Response rows per layer that an adaptive update recomputes (dLLM-Cache, MaskKV); None: no adaptive update. An
-    update of 0 rows still renews the values that rows are compared by."""
     post_step: int = 0
     """Token editing: number, from 1, of a step among those of its block that begin without a mask; 0: any other."""
-    prefills: bool = False
-    """True for a part of a long prompt, which only adds to pages and is no denoising step."""
-    skips: bool = False
-    """True if layers drop rows."""
-    retained_copy: RetainedCopy = RetainedCopy.NONE
-    num_copied: int = 0
-    """Tokens outside the window that the copy holds per layer; the window follows them."""
+    own: Any = None
+    """What only the cache method and its layer pass know of this step: a dataclass of the method, or None."""
 
     @property
-    def predicted(self) -> Span:
-        return self.quota.candidates if self.predicts is None else self.predicts
+    def prefills(self) -> bool:
+        """True for a part of a long prompt, which only adds to pages and is no denoising step."""
+        return not self.quota.candidates.size
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
@@ -151,8 +126,8 @@ def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step fills at least one position, whatever the model predicts."""
-    if plan.skips or plan.post_step:
-        # The row of the only position that may be filled may have been dropped; the next step keeps it. A step that
+    if plan.quota.may_fall_short or plan.post_step:
+        # The row of the only position that may be filled may have left the pass; the next step keeps it. A step that
         # begins without a mask only replaces tokens.
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
@@ -236,7 +211,6 @@ def step_plan(
     return StepPlan(
         state=state,
         scope=scope,
-        rows=RowRule.ALL,
         span=span,
         max_rows=span.size,
         window=spec.span_of(progress.running),

@@ -38,7 +38,7 @@ def steps_known_ahead(
             most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
     # Of requests whose steps may fill fewer positions than planned: the same, if they fill none.
-    behind = {i: replace(progress[i]) for i, first in plans.items() if first.skips or specs[i].delay_eos}
+    behind = {i: replace(progress[i]) for i, first in plans.items() if first.quota.may_fall_short or specs[i].delay_eos}
     last_plans = plans
     for _ in range(1, math.ceil(most)):
         for request_id, last in last_plans.items():

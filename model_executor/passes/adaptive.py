@@ -29,7 +29,7 @@ from dllm_engine.scheduler.step_plan import RefreshState, Scope
 
 
 class AdaptivePass(LayerPass):
-    """Refreshes the scope of each request's plan, and ``plan.num_updated`` response rows of those it does not cover.
+    """Refreshes the scope of each request's plan, and an ``AdaptiveStep``'s response rows of those it does not cover.
 
     Requests refreshing different scopes, and those between refreshes, share the pass. Pages hold K/V, and features of
     the rows from the last that the response needs.
@@ -63,7 +63,9 @@ class AdaptivePass(LayerPass):
             scopes = {Scope.ALL: Span(first, stop), Scope.PROMPT: Span(first, response.start), Scope.RESPONSE: response}
             refreshed.append(scopes.get(plan.scope, Span(first, first)))
             responses.append(response)
-        self.choice = RowChoice(refreshed, responses, [plan.num_updated for plan in batch.plans], device)
+        self.num_updated = [None if plan.own is None else plan.own.num_updated for plan in batch.plans]
+        """Response rows that each request's layers choose; None: they choose none."""
+        self.choice = RowChoice(refreshed, responses, self.num_updated, device)
         """Recomputed rows: those refreshed, and of the response those that have changed most."""
         verified = self.choice.chosen_from
         self.verified: Rows | None = None
@@ -119,7 +121,7 @@ class AdaptivePass(LayerPass):
         return -(-(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers)
 
     def record(self, index: int) -> dict[str, Any]:
-        count = self.batch.plans[index].num_updated
+        count = self.num_updated[index]
         if count is None:
             return {}
         stop = self.some_rows.bounds[index + 1]

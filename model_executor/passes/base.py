@@ -13,9 +13,12 @@ import torch
 from dllm_engine.kernels.attention import bidirectional_attention, reads_bounds_on_device
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import HeadTables, KVTables
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
-from dllm_engine.model_executor.step_batch import RowBounds, SplitRows
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
+from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class LayerPass:
@@ -37,6 +40,19 @@ class LayerPass:
     """True if ``follow`` must be called between steps that run ahead."""
     graph_rows = 0
     """Rows of a recorded pass, if more than the batch has: rows of no request, which no attention reaches, follow."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        """A pass over the rows of a batch."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, pages: PageMemory) -> "LayerPass":
+        """The pass of a batch: of this class, or of another that suits its options."""
+        return cls(batch, pages)
+
+    @staticmethod
+    def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+        """The canvas positions of a plan's rows, ascending. They may depend on tokens."""
+        return np.arange(*plan.span)
 
     @property
     def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
@@ -86,7 +102,7 @@ class LayerPass:
 
     def next_rows(self, index: int) -> np.ndarray | None:
         """Canvas positions that the next step of a request computes, ascending, if its plan leaves the choice to the
-        pass (``RowRule.CHOSEN``). Called after the step's tokens are in the canvas. The same on every rank."""
+        pass (``positions``). Called after the step's tokens are in the canvas. The same on every rank."""
         return None
 
     def rows_computed(self, index: int, num_rows: int) -> int:

@@ -16,6 +16,7 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.attention_scores import summed_probabilities
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
+from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -23,7 +24,7 @@ from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, certainty_density
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
-from dllm_engine.scheduler.step_plan import RefreshState
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, WEIGHTED_MEASURES
 
 
@@ -83,6 +84,11 @@ class RolloutPass(LayerPass):
             if canvas.cache_state is None:
                 canvas.cache_state = torch.zeros(length, device=batch.device)
 
+    @staticmethod
+    def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+        """What the pass before chose, if there was one."""
+        return LayerPass.positions(plan, canvas) if canvas.next_rows is None else canvas.next_rows
+
     def graph_layout(self) -> Hashable | None:
         return tuple(self.groups) if self.graph_rows else None
 
@@ -121,7 +127,7 @@ class RolloutPass(LayerPass):
 
     def observe(self, index: int, positions: torch.Tensor, statistics: TokenStatistics) -> None:
         canvas, plan = self.batch.canvases[index], self.batch.plans[index]
-        if plan.predicts is not None:
+        if plan.quota.predicts is not None:
             measure = UNMASKING_POLICIES[canvas.spec.unmasking].measures
             confidence = statistics.confidence(measure if measure in WEIGHTED_MEASURES else "probability")
             canvas.cache_state[positions] = confidence.float()

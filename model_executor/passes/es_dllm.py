@@ -18,17 +18,17 @@ from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained, top_indices
 from dllm_engine.kernels.pages import page_places
 from dllm_engine.model_executor.batch_tables import BatchTables, FeatureTables, TokenTables
-from dllm_engine.model_executor.canvas_store import SPARE
+from dllm_engine.model_executor.canvas_store import SPARE, Canvas
 from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.methods.es_dllm import ESDLLMOptions
+from dllm_engine.scheduler.methods.es_dllm import EarlySkipStep, ESDLLMOptions, RetainedCopy
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RetainedCopy, RowRule, Scope
+from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 POOL_KERNEL_SIZE = 3
 """Width of the max-pooling before eviction, as in Sparse-dLLM."""
@@ -62,15 +62,16 @@ class EarlySkipPass(LayerPass):
 
         self.tables = TokenTables(batch, pages)
         self.num_layers = pages.geometry.num_layers
-        self.reading = [plan.retained_copy is RetainedCopy.READ for plan in plans]
-        self.copied = {i: self._copied(i) for i, plan in enumerate(plans) if plan.retained_copy is RetainedCopy.WRITE}
+        self.steps: list[EarlySkipStep] = [plan.own for plan in plans]
+        self.reading = [step.copying is RetainedCopy.READ for step in self.steps]
+        self.copied = {i: self._copied(i) for i, step in enumerate(self.steps) if step.copying is RetainedCopy.WRITE}
         self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
         kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
         self.attended = TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
         self.copies = BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
         self.copy_tokens = self._copy_tokens()
 
-        self.skips = [plan.skips for plan in plans]
+        self.skips = [step.skips for step in self.steps]
         # Of a canvas that is computed as a whole, the pages would give back what was just computed.
         alone = [
             size == canvas.spec.canvas_length and not reads and not skips
@@ -113,10 +114,10 @@ class EarlySkipPass(LayerPass):
     def _repeats(self, index: int) -> bool:
         """Return True if the next steps of a request keep as many rows, however many positions each of them fills."""
         plan, canvas = self.batch.plans[index], self.batch.canvases[index]
-        fewest = min(self.options.cuts(self.num_layers).values(), default=1.0) if plan.skips else 1.0
+        fewest = min(self.options.cuts(self.num_layers).values(), default=1.0) if self.skips[index] else 1.0
         most_unmasked = max(plan.quota.count, len(canvas.last_unmasked))
         enough = int(fewest * self.batch.sizes[index]) >= min(most_unmasked + 2, plan.window.size)
-        return enough and plan.scope is Scope.ACTIVE and plan.rows is RowRule.ALL
+        return enough and plan.scope is Scope.ACTIVE and not self.steps[index].from_last_unmasked
 
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
@@ -130,7 +131,8 @@ class EarlySkipPass(LayerPass):
         if not any(self.reading):
             return None
         batch = self.batch
-        starts, num_copied = np.array([(plan.window.start - self.shift, plan.num_copied) for plan in batch.plans]).T
+        starts = np.array([plan.window.start - self.shift for plan in batch.plans])
+        num_copied = np.array([step.num_copied for step in self.steps])
         places = batch.host_positions - starts.repeat(batch.sizes)
         has_place = (places >= 0) & np.repeat(self.reading, batch.sizes)
         return on_device(np.where(has_place, places + num_copied.repeat(batch.sizes), -1), batch.device)
@@ -155,6 +157,14 @@ class EarlySkipPass(LayerPass):
         self.bonuses = LEFTMOST_BONUS * (masked & (counts - before == 1))
         if self.options.alpha < 1:
             self.bonuses = self.bonuses + UNMASKED_BONUS * filled
+
+    @staticmethod
+    def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+        start = plan.span.start
+        if plan.own.from_last_unmasked and canvas.last_unmasked:
+            shift = int(canvas.spec.shifts_logits)
+            start = min(start, max(canvas.last_unmasked[0] - shift, 0))
+        return np.arange(start, plan.span.stop)
 
     def follow(self, masked: torch.Tensor) -> None:
         masked = masked[self.predicted]
@@ -226,7 +236,7 @@ class EarlySkipPass(LayerPass):
             scores = mean_query_scores(q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)])
             # Every rank scores with its own heads; all must retain the same tokens. Only the order counts.
             scores = tensor_model_parallel_all_reduce(scores)
-            chosen = outside[select_retained(scores, self.batch.plans[i].num_copied, POOL_KERNEL_SIZE)]
+            chosen = outside[select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)]
             self.retained[i].append(chosen)
             copied = torch.cat((chosen, window))
             requests = torch.full_like(copied, i)

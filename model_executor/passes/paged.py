@@ -13,7 +13,7 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 
 class PagedPass(LayerPass):
@@ -51,22 +51,7 @@ class OverwritePass(PagedPass):
         # Where all that is read is computed, the pages would give back what was just computed.
         rows = batch.split_rows([plan.read == size for plan, size in zip(batch.plans, batch.sizes, strict=True)])
         super().__init__(tokens, rows, tokens.row_slots(), attend_fresh=False)
-        kinds = {(plan.state, plan.rows) for plan in batch.plans}
-        self.follows = kinds == {(RefreshState.REUSE, RowRule.MASKED_BEFORE)}
-        self.repeats = self.follows or kinds == {(RefreshState.REUSE, RowRule.ALL)}
-        if self.follows:
-            shift = int(batch.canvases[0].spec.shifts_logits)
-            masked = [c.known[batch.host_positions[batch.rows(i)] + shift] < 0 for i, c in enumerate(batch.canvases)]
-            self.predicted = batch.places + shift
-            """Index in the ``CanvasStore`` of the position that each row predicts."""
-            self.masked = on_device(np.concatenate(masked), batch.device, torch.bool)
-            """Rows whose position was masked when the last step began."""
-
-    def follow(self, masked: torch.Tensor) -> None:
-        """Leave out rows that predict what was decided before the last step: their keys and values stay."""
-        assert self.row_slots is not None
-        self.row_slots = self.row_slots.masked_fill(~self.masked[:, None], -1)
-        self.masked = masked[self.predicted]
+        self.repeats = all(plan.state is RefreshState.REUSE for plan in batch.plans)
 
 
 class RetentionPass(PagedPass):
@@ -132,7 +117,11 @@ def _named_rows(plan: StepPlan) -> np.ndarray:
     return ranges([span.start - plan.span.start for span in spans], [span.size for span in spans])[1]
 
 
-def dual_pass(batch: StepBatch, pages: PageMemory) -> PagedPass:
-    """Keep the positions that the plan adds; if a refresh renews only near positions, keep every position in place."""
-    refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
-    return (OverwritePass if refreshes_near else RetentionPass)(batch, pages)
+class DualPass(RetentionPass):
+    """Fast-dLLM's ``dual``: keeps the positions that the plan adds."""
+
+    @classmethod
+    def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
+        """A refresh of near positions alone keeps every position in place."""
+        refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
+        return (OverwritePass if refreshes_near else cls)(batch, pages)

@@ -50,7 +50,7 @@ class CacheMethod:
     """``runs(spec, plan)``: number of times that the rows of a step run through the layers, one after the other."""
     uniform_sampler: Literal["never", "with_delay_eos", "always"] = "never"
     """Requests that use ES-dLLM's sampler: equally many tokens per step in every model family, ordered by plain
-    probability if greedy."""
+    probability if greedy. ``always`` also means that a threshold must be exceeded, not just reached."""
     paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
     """Cache options of the papers: by family, then by a part of the model's name in lower case. The first part that the
     name contains counts; a name with none of them gets the last."""

@@ -37,11 +37,10 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
         plan,
         span=part,
         max_rows=part.size,
-        quota=UnmaskQuota(plan.window, 0, 0.0),
+        quota=UnmaskQuota(Span(plan.window.start, plan.window.start), 0, 0.0),
         retained=stop,
         post_step=0,
         adds=(Retention.whole(part),),
-        prefills=True,
     )
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class D2CacheOptions(CacheOptions):
@@ -42,9 +42,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         # Where the schedule asks for a position by name, its row may not be among those computed.
         plan.quota.candidates = plan.window
     if whole or options.confidence == "latest":
-        plan.predicts = Span(plan.quota.candidates.start, spec.canvas_length)
+        plan.quota.predicts = Span(plan.quota.candidates.start, spec.canvas_length)
     if not whole:
-        plan.rows, plan.max_rows = RowRule.CHOSEN, _most_rows(options, spec, progress)
+        plan.max_rows = _most_rows(options, spec, progress)
     return plan
 
 

@@ -1,11 +1,13 @@
 """dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
 
+from dataclasses import dataclass
+
 from pydantic import Field
 
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, RowRule, Scope, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class DKVOptions(CacheOptions):
@@ -13,6 +15,14 @@ class DKVOptions(CacheOptions):
 
     refresh_interval: int = Field(default=8, ge=1)
     """Steps of a window from one computation of the whole canvas to the next."""
+
+
+@dataclass(frozen=True)
+class DKVStep:
+    """A step that computes rows by what is masked."""
+
+    last_row: bool = False
+    """Compute the last row of the canvas as well, which predicts nothing with shifted logits."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
@@ -28,10 +38,11 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if whole:
         return plan
     # At most the window and all behind it was masked when the window began.
-    plan.rows, plan.max_rows = RowRule.MASKED_BEFORE, plan.span.stop - plan.window.start
-    if spec.shifts_logits and progress.step == 1:
-        # The last row predicts no token, so nothing says when it is final; it is taken to be after the second step.
-        plan.rows, plan.max_rows = RowRule.MASKED_BEFORE_AND_LAST, plan.max_rows + 1
+    plan.max_rows = plan.span.stop - plan.window.start
+    # The last row predicts no token, so nothing says when it is final; it is taken to be after the second step.
+    plan.own = DKVStep(last_row=spec.shifts_logits and progress.step == 1)
+    if plan.own.last_row:
+        plan.max_rows += 1
     return plan
 
 
@@ -39,7 +50,7 @@ DKV = CacheMethod(
     plan,
     hold_canvas,
     DKVOptions,
-    "passes.paged:OverwritePass",
+    "passes.dkv:MaskedRowsPass",
     # The authors' interval for Dream is half of LLaDA's.
     paper_settings={"LLaDA": {"": {"refresh_interval": 8}}, "Dream": {"": {"refresh_interval": 4}}},
     tuned={"refresh_interval": (4, 8, 16)},

@@ -1,7 +1,7 @@
 """dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between refreshes the
 response rows that have changed most."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -50,6 +50,14 @@ class DLLMCacheOptions(CacheOptions):
         return self
 
 
+@dataclass(frozen=True)
+class AdaptiveStep:
+    """A step that recomputes, in each layer, the response rows that have changed most."""
+
+    num_updated: int
+    """Rows per layer. An update of 0 rows still renews the values that rows are compared by."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
     response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
@@ -68,7 +76,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     plan = plan_on_canvas(spec, progress, state, scope, span)
     if response_due or options.update_ratio == 0:
         return plan
-    return replace(plan, num_updated=int((plan.span.stop - spec.prompt_length) * options.update_ratio))
+    plan.own = AdaptiveStep(int((plan.span.stop - spec.prompt_length) * options.update_ratio))
+    return plan
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:

@@ -1,5 +1,7 @@
 """ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked leave the pass early."""
 
+from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from typing import Literal
 
@@ -9,7 +11,7 @@ from dllm_engine.scheduler.methods.base import CacheMethod, plan_on_canvas
 from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, RetainedCopy, RowRule, Scope, StepPlan
+from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class ESDLLMOptions(CacheOptions):
@@ -66,6 +68,30 @@ class ESDLLMOptions(CacheOptions):
         return {layer: fraction for layer, fraction in fractions.items() if fraction < 1}
 
 
+class RetainedCopy(Enum):
+    """Use of a copy of retained tokens, kept beside the whole canvas if positions are evicted."""
+
+    NONE = "none"
+    WRITE = "write"
+    """Choose the tokens and copy them."""
+    READ = "read"
+    """Attend to the copy and the window, not to the rest of the canvas."""
+
+
+@dataclass(frozen=True)
+class EarlySkipStep:
+    """What a step of ES-dLLM does beside computing rows."""
+
+    skips: bool
+    """Drop rows between layers."""
+    from_last_unmasked: bool
+    """Compute also the rows from the one on that predicted the leftmost position unmasked in the previous step, if that
+    lies before the span."""
+    copying: RetainedCopy
+    num_copied: int
+    """Tokens outside the window that the copy holds per layer; the window follows them."""
+
+
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """UPDATE of ALL is the whole canvas, the only steps that compute what comes after the window; UPDATE of PROMPT is
     everything up to the window's end; UPDATE of ACTIVE is the window with no row skipped. The others REUSE, and skip.
@@ -77,6 +103,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if options.evicts and progress.step >= options.update_delay:
         copying = RetainedCopy.WRITE if progress.step == options.update_delay else RetainedCopy.READ
     rows = spec.predicting_span(progress.running)
+    skips = from_last_unmasked = False
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
         plan = plan_on_canvas(spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span)
     elif prompt_due:
@@ -85,17 +112,15 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         whole = window_due or copying is RetainedCopy.WRITE
         state = RefreshState.UPDATE if whole else RefreshState.REUSE
         plan = plan_on_canvas(spec, progress, state, Scope.ACTIVE, rows)
-        plan.skips = options.skips and not whole
-        if progress.step == 0:
-            plan.rows = RowRule.FROM_LAST_UNMASKED
+        skips = options.skips and not whole
+        from_last_unmasked = progress.step == 0
+        if from_last_unmasked:
             plan.max_rows = rows.stop - spec.predicting_span(progress.before).start
-    if copying is not RetainedCopy.NONE:
-        plan.retained_copy, plan.num_copied = copying, copied_tokens(spec, progress.running)
+    num_copied = 0 if copying is RetainedCopy.NONE else copied_tokens(spec, progress.running)
     if copying is RetainedCopy.READ:
-        plan.read = plan.num_copied + min(rows.stop, plan.read) - rows.start
-    parallel = plan.quota.parallel
-    if parallel is not None and parallel.kind == "threshold":
-        plan.quota.parallel = parallel._replace(kind="exceeded_threshold")
+        plan.read = num_copied + min(rows.stop, plan.read) - rows.start
+    plan.own = EarlySkipStep(skips, from_last_unmasked, copying, num_copied)
+    plan.quota.may_fall_short = skips
     return plan
 
 

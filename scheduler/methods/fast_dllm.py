@@ -122,7 +122,7 @@ DUAL = CacheMethod(
     plan_dual,
     hold_tokens(dual_tokens),
     DualOptions,
-    "passes.paged:dual_pass",
+    "passes.paged:DualPass",
     trims_suffix=True,
     tuned={"refresh": ("all", "response", "near")},
 )

@@ -1,7 +1,6 @@
 """MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer retains what its budget allows
 of the prompt; from then on dLLM-Cache's schedule."""
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -60,8 +59,10 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt. A pass that refreshes
     the prompt alone reuses the response as it is."""
     plan = dllm_cache.plan(spec, progress)
-    num_updated = None if plan.scope is Scope.PROMPT else plan.num_updated
-    return replace(plan, retained=average_budget(spec) + spec.gen_length, num_updated=num_updated)
+    plan.retained = average_budget(spec) + spec.gen_length
+    if plan.scope is Scope.PROMPT:
+        plan.own = None
+    return plan
 
 
 def average_budget(spec: DecodingSpec) -> int:

@@ -219,6 +219,8 @@ def resolve_decoding(
         if params.temperature == 0:
             top_p, top_k = 1.0, 0  # such requests go by the plain probability
     unmasking, parallel = resolve_unmasking(options, family)
+    if sampler == "always" and parallel is not None and parallel.kind == "threshold":
+        parallel = parallel._replace(kind="exceeded_threshold")
     check_several_blocks(options, parallel)
     check_attention(options, family)
     max_post_steps = _POST_STEPS if options.max_post_steps is None else options.max_post_steps

@@ -90,13 +90,13 @@ def test_pages_of_a_request(engine, method, model, options, lengths, expected):
 def test_layers_and_heads_share_what_a_request_reserves(engine, monkeypatch, budgets):
     llm = engine("maskkv", **REFRESHES | {"kv_budget": 12} | budgets)
     pages, runner, at_first = scheduler_of(llm).pages, runner_of(llm), []
-    make_layer_pass = runner.make_layer_pass
+    make_layer_pass = runner.layer_pass_class.of
 
     def counting(batch, memory):
         at_first.append((pages.num_allocated, pages.num_reserved))
         return make_layer_pass(batch, memory)
 
-    monkeypatch.setattr(runner, "make_layer_pass", counting)
+    monkeypatch.setattr(runner.layer_pass_class, "of", counting)
     after = held(llm, 37, 12, 12)
     (output,) = generate(llm, [PROMPT], params_of(12, 12))
     (retained,) = output.outputs[0].diffusion.trace["retained_per_head"]

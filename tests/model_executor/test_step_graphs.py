@@ -149,7 +149,7 @@ def test_a_pass_with_work_of_its_own_is_launched(recording, tiny_llada, monkeypa
 
     llm, _ = recording(tiny_llada, cache_method="dual")
     for own in (Own, Loop):
-        monkeypatch.setattr(runner_of(llm), "make_layer_pass", own)
+        monkeypatch.setattr(runner_of(llm), "layer_pass_class", own)
         answers(llm)
         assert not runner_of(llm).denoiser.graphs.forwards.graphs
         assert filling_sizes(llm)
