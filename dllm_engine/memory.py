@@ -10,6 +10,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
+from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
@@ -18,8 +19,6 @@ from dllm_engine.text import readable_size
 FLOAT32_BYTES = 4
 VOCABULARY_PADDING = 64
 """vLLM rounds the rows of embedding and head up to this."""
-HEAD_CHUNK_NUMBERS, HEAD_CHUNK_ROWS = 1 << 24, 512
-"""Logits that are made at once, and the least rows of them: bounds in ``model_executor/token_prediction.py``."""
 
 
 class Deployment(BaseModel):
@@ -319,7 +318,7 @@ def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, r
         width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
         numbers = max(numbers, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
     phases = 2 * FLOAT32_BYTES * head_dim_of(config)
-    head_rows = min(max(HEAD_CHUNK_NUMBERS // config.vocab_size, HEAD_CHUNK_ROWS), rows)
+    head_rows = min(rows_at_once(config.vocab_size, on_gpu=True), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FLOAT32_BYTES)
     return max(rows * (stream + max(attention, numbers * dtype_bytes) + phases), rows * stream + head)
 

@@ -26,7 +26,7 @@ _ENTROPY_EPS = 1e-10
 
 @Operator
 def token_statistics(
-    logits: Tensor, forbidden_token: int, with_entropy: bool, with_margin: bool
+    logits: Tensor, forbidden_token: int, *, with_entropy: bool, with_margin: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The greedy token of each row and the statistics that confidence, entropy and margin come from.
 

@@ -8,9 +8,10 @@ import torch
 
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor.graphs.recording import padded
+from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.passes.base import DensePass
 from dllm_engine.model_executor.step_batch import RowBounds
-from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, head_chunks
+from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
@@ -31,7 +32,7 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
     limits = _limits(positions, runner.family.attention_block)
     hidden = runner.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
-    chunk = head_chunks(num_rows, predictor.vocab_size, device)[0]
+    chunk = head_chunks(num_rows, predictor.vocab_size, on_gpu=device.type != "cpu")[0]
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
     constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]

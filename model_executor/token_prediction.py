@@ -15,6 +15,7 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.kernels.sampling import Counters, filtered_logits, gumbel_max, noisy_logits
 from dllm_engine.kernels.token_statistics import token_statistics
+from dllm_engine.model_executor.head_chunks import LEAST_ROWS, TILE_ROWS, head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
 from dllm_engine.model_executor.unmasking.logits import (
@@ -29,13 +30,8 @@ from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
 
-MAX_LOGITS_PER_CHUNK = 1 << 24
-"""Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
 FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
-TILE_ROWS, LEAST_ROWS = 128, 512
-"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
-A chunk of constrained or biased rows is one tile: it holds up to four times as much for each logit."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +61,6 @@ class SamplingSettings:
 
 
 GREEDY = SamplingSettings(0.0, 1.0, 0, False)
-
-
-def head_chunks(num_rows: int, vocab_size: int, device: torch.device, least_rows: int = LEAST_ROWS) -> list[slice]:
-    """Rows that go through a head of ``vocab_size`` tokens at once, so that their logits fit in memory."""
-    size = max(1, MAX_LOGITS_PER_CHUNK // vocab_size)
-    if device.type != "cpu":
-        size = max(size // TILE_ROWS * TILE_ROWS, least_rows)
-    return [slice(start, start + size) for start in range(0, num_rows, size)]
 
 
 class TokenPredictor:
@@ -116,7 +104,7 @@ class TokenPredictor:
             options: ``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows that may get any.
         """
         least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
-        chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device, least_rows)
+        chunks = self._chunks(hidden, least_rows)
 
         def compute(number: int) -> _Chunk:
             return _Chunk(self, hidden, chunks[number], settings, counters, biased, constrained, options)
@@ -138,7 +126,7 @@ class TokenPredictor:
         """Logits of some rows at some tokens, int64 ``[num_tokens]``: float32 ``[num_rows, num_tokens]`` for each pair
         that is ``asked``."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked]
-        for chunk in head_chunks(hidden.shape[0], self.vocab_size, hidden.device):
+        for chunk in self._chunks(hidden):
             logits, first_token = self.compute_logits(hidden[chunk])
             for part, (rows, tokens) in zip(parts, asked, strict=True):
                 own = logits[max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)]
@@ -152,9 +140,14 @@ class TokenPredictor:
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Log-probability, float32 ``[num_rows]``, of a given token per row, int64 ``[num_rows]``, under the plain
         softmax of its logits."""
-        chunks = head_chunks(hidden.shape[0], self.vocab_size, hidden.device)
+        chunks = self._chunks(hidden)
         shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
         return torch.cat([token_logprobs(shard, tokens[rows], 0, self.tp_group).token for rows, shard in shards])
+
+    def _chunks(self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS) -> list[slice]:
+        """Rows of ``hidden`` that go through the head together."""
+        on_gpu = hidden.device.type != "cpu"
+        return head_chunks(hidden.shape[0], self.vocab_size, on_gpu=on_gpu, least_rows=least_rows)
 
 
 class _Chunk:
@@ -237,7 +230,7 @@ class _Chunk:
             columns = _columns(least_confident, self.first_token, self.logits.shape[1], self.logits.device)
             measured = measured.index_fill(-1, columns, -torch.inf)
         column, token_logit, log_total, negative_entropy, top2 = token_statistics(
-            measured, mask_column, with_entropy, with_margin
+            measured, mask_column, with_entropy=with_entropy, with_margin=with_margin
         )
         best = token_logit
         if classes is not None:
@@ -251,7 +244,7 @@ class _Chunk:
             drawn_from, temperature = self.drawn_from
             best, column = gumbel_max(drawn_from, self.counters, self.first_token, temperature, mask_column)
         elif measured is not unchanged:
-            column, best = token_statistics(unchanged, mask_column, False, False)[:2]
+            column, best, *_ = token_statistics(unchanged, mask_column, with_entropy=False, with_margin=False)
         if best is not token_logit:
             token_logit = measured.gather(-1, column[:, None])[:, 0].float()
         token = column + self.first_token

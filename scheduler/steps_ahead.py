@@ -4,9 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from vllm.logger import init_logger
+
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan, fills_fixed_count
+
+logger = init_logger(f"vllm.{__name__}")
 
 
 def steps_known_ahead(
@@ -56,7 +60,9 @@ def steps_known_ahead(
                 if counts[0] != counts[1] and counts != (ahead[request_id].num_masked, fewest.num_masked):
                     return  # neither a fixed number nor all that is left
         except Exception:
-            return  # the step itself will fail, and only the request whose plan it is
+            # If the step itself comes to be planned, only the request fails whose plan it is.
+            logger.exception("a step ahead cannot be planned; the steps before it run one by one")
+            return
         if not all(does_same_work(last_plans[request_id], first) for request_id, first in plans.items()):
             return
         yield last_plans
@@ -82,7 +88,8 @@ def _depends_on_no_count(
     try:
         return does_same_work(plan_next(spec, ahead), plan)
     except Exception:
-        return False  # the step itself will fail, and only the request whose plan it is
+        logger.exception("a step ahead cannot be planned; the steps before it run one by one")
+        return False
 
 
 def does_same_work(plan: StepPlan, other: StepPlan) -> bool:

@@ -147,7 +147,7 @@ def predict(draw: Draw) -> Results:
     top_p, both, top_k = (sampling.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
     # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
     filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
-    return [*token_statistics.token_statistics(logits, 3, True, True), *drawn, *filtered]
+    return [*token_statistics.token_statistics(logits, 3, with_entropy=True, with_margin=True), *drawn, *filtered]
 
 
 Case = Callable[[Draw], Results]

@@ -20,6 +20,10 @@ NUM_WARMUP = 4
 """Requests that are answered before a run is measured."""
 
 
+_PEAKS = ("page_bytes", "memory_bytes")
+"""Fields of ``Cost`` of which the largest counts; of the others, the sum."""
+
+
 @dataclass
 class Cost:
     """Cost of responses: sums over requests, then peaks of memory."""
@@ -48,7 +52,7 @@ class Cost:
         """Count another measurement in."""
         for name, value in vars(other).items():
             known = [own for own in (getattr(self, name), value) if own is not None]
-            setattr(self, name, max(known, default=None) if name.endswith("_bytes") else sum(known))
+            setattr(self, name, max(known, default=None) if name in _PEAKS else sum(known))
 
     @property
     def tokens_per_second(self) -> float:

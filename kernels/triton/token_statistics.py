@@ -106,7 +106,7 @@ def splits_of(logits, block):
     return triton.cdiv(vocab_size, per_split), per_split
 
 
-def token_statistics(logits, forbidden_token, with_entropy, with_margin):
+def token_statistics(logits, forbidden_token, *, with_entropy, with_margin):
     num_rows, vocab_size = logits.shape
     numbers = logits.new_empty(2, num_rows, dtype=torch.float32)
     entropies = logits.new_empty(num_rows * with_entropy, dtype=torch.float32)

@@ -22,12 +22,12 @@ from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
+from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import PageView
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.token_prediction import head_chunks
 from dllm_engine.model_executor.transfer import gather_shards, on_device
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import RequestFailure, failure_of
@@ -109,7 +109,7 @@ class Guide:
         self._judge(torch.zeros(len(drafted), self.model.config.hidden_size, dtype=dtype, device=self.device), drafted)
 
     def _chunks(self, num_rows: int) -> list[slice]:
-        return head_chunks(num_rows, self.model.config.vocab_size, self.device)
+        return head_chunks(num_rows, self.model.config.vocab_size, on_gpu=self.device.type != "cpu")
 
     def _for_each(self, drafts: list[Draft], do: Callable[[Draft], None]) -> None:
         """Call ``do`` for each draft that has not failed; an exception is the draft's failure."""

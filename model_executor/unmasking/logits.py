@@ -110,7 +110,7 @@ def token_logprobs(
     """
     (logits, first_token), sharded = shard, tp_group.world_size > 1
     if log_total is None:
-        log_total = token_statistics(logits, -1, False, False)[2]
+        _, _, log_total, *_ = token_statistics(logits, -1, with_entropy=False, with_margin=False)
         log_total = gather_from_ranks(log_total, tp_group).logsumexp(dim=0) if sharded else log_total
     columns, size = tokens - first_token, logits.shape[-1]
     token_logit = logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]

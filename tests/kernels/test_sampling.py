@@ -71,7 +71,7 @@ def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
 def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, numbers):
     logits = (numbers.normal(num_rows, vocab_size + 3) * scale)[:, :vocab_size]
     column = -1 if forbidden is None else round(forbidden * (vocab_size - 1))
-    token, *statistics = token_statistics(logits, column, True, True)
+    token, *statistics = token_statistics(logits, column, with_entropy=True, with_margin=True)
     logits = logits.double()
     allowed = logits.masked_fill(torch.arange(vocab_size) == column, -torch.inf)
     assert torch.equal(token, allowed.argmax(dim=-1))  # ties too: rounded logits have many

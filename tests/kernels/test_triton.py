@@ -108,7 +108,7 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
     logits[2, :1024] = torch.nan
     logits[3, 1024:] = torch.nan
     logits[4, :1200] = -torch.inf
-    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, False, False)
+    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, with_entropy=False, with_margin=False)
     probability = (token_logit - log_total).exp()
     assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
     counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))

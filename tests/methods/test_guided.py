@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor import token_prediction
+from dllm_engine.model_executor import head_chunks
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from tests.oracles.constrained import PlainConstraint
 from tests.oracles.guided import Texts, plain_guided
@@ -213,6 +213,6 @@ def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engi
     runner, judged = runner_of(llm), []
     judge = runner.guide._judge
     monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
-    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.config.vocab_size)
+    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.config.vocab_size)
     runner.profile_run()
     assert judged == [7]

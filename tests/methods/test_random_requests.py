@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dllm_engine.families import Attention
-from dllm_engine.model_executor import token_prediction
+from dllm_engine.model_executor import head_chunks
 from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
@@ -270,7 +270,7 @@ def sampled_requests(number: int, count: int, model: PlainModel) -> list[Request
 def test_sampled_requests(engine, monkeypatch, method, name, steps_per_dispatch, options):
     llm, model = engine(method, name, 8, steps_per_dispatch, options)
     if method == "none":  # logits of few rows at once
-        monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", 5 * len(model.head))
+        monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 5 * len(model.head))
     requests = sampled_requests(len(name) + steps_per_dispatch, 12, model)
     compared = assert_answers_as(llm, requests, plain_version(model, method, options))
     assert compared >= 0.6 * len(requests), "most of these requests are decided by rounding; choose others"

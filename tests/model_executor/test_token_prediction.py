@@ -7,7 +7,7 @@ import torch
 
 from dllm_engine import DiffusionParams
 from dllm_engine.kernels.sampling import Counters
-from dllm_engine.model_executor import token_prediction
+from dllm_engine.model_executor import head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, best_of_class
@@ -74,7 +74,7 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_
     logits[3, [10, 140, 149]] = 25.0  # of equal tokens the lowest is taken
     whole, compute = predict(logits, settings), predictor.compute_logits
     predictor.compute_logits = lambda rows: sizes.append(len(rows)) or compute(rows)
-    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1)
+    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1)
     got = predict(logits, settings, predictor=predictor)
     assert_same(got, whole, *STATISTICS)
     assert_same(got.logprobs, whole.logprobs, "token", "top", "rank")
@@ -100,7 +100,7 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
         changed[first:stop] = changed[first:stop].index_add(1, tokens, numbers.expand(stop - first, -1))
     expected = predict(changed, settings)
     plain = logits.log_softmax(-1)
-    monkeypatch.setattr(token_prediction, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
+    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
     got = predictor_of().predict(logits, settings, counters(9), {"entropy", "margin"}, num_logprobs=4, biased=biased)
     assert_same(got, expected, *STATISTICS)
     torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
