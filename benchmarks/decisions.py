@@ -24,7 +24,7 @@ def main() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     from dllm_engine import LLM, DiffusionParams
-    from dllm_engine.decisions.fields import schema_of
+    from dllm_engine.decisions.requests import schema_of
     from dllm_engine.model_executor.denoiser import Denoiser
     from dllm_engine.scheduler.constraints.decision import RunningDecision
 

@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.decisions.fields import schema_of
-from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params
+from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params, schema_of
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized

@@ -1,25 +1,24 @@
 """The graph of tokens that a decision may write: literal text, and the texts of its fields.
 
-Literal text and each choice are tokenized on their own. The text of a pattern may be spelled by any tokens.
+Literal text and each choice are tokenized on their own. The text of a pattern may be spelled by any tokens. A decision
+is built in a process of its own, for which this imports little.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from string import Formatter
-from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from dllm_engine.decisions.fields import Field
-from dllm_engine.options import EngineOptions
+from dllm_engine.decisions.fields import Field, read_fields
 from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision
 from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, edges_between, states_reached
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.build import BuildInput, Grammar
-from dllm_engine.structured_output.requests import build_input, vocabulary_of
+from dllm_engine.structured_output.build import BuildInput, Grammar, build
+from dllm_engine.structured_output.compiler import Vocabulary
 
 _SUM_COST = 16
 """To sum over a transition takes as long as to search so many."""
@@ -56,7 +55,7 @@ class Texts:
     def in_template(cls, fields: Sequence[Field], template: str) -> "Texts":
         """A text in which ``{name}`` stands for a field, with strings as they are; ``{{`` and ``}}`` are braces.
 
-        Raises ``InvalidRequestError`` for a template without each field once, and for choices of one text.
+        Raises ``ValueError`` for a template without each field once, and for choices of one text.
         """
         by_name, literals, asked = {field.name: field for field in fields}, [""], []
         try:
@@ -70,73 +69,146 @@ class Texts:
             if sorted(field.name for field in asked) != sorted(by_name):
                 raise ValueError("it does not hold each field once")
         except ValueError as error:
-            raise InvalidRequestError(
-                f"template: {error}; write {{name}} for each field, and {{{{ for a brace"
-            ) from None
+            raise ValueError(f"template: {error}; write {{name}} for each field, and {{{{ for a brace") from None
         choices = [
             [value if isinstance(value, str) else json.dumps(value) for value in field.values or []] for field in asked
         ]
         for field, texts in zip(asked, choices, strict=True):
             if len({*texts}) < len(texts):
-                raise InvalidRequestError(f"fields.{field.name}: two choices have the same text in a template")
+                raise ValueError(f"fields.{field.name}: two choices have the same text in a template")
         return cls(literals, asked, choices, ["pattern" not in field.schema for field in asked])
 
-    def automata_needed(self, tokenizer: Any, vllm_config: Any) -> dict[str, BuildInput]:
-        """The automata of the fields with a pattern, by name."""
-        needed = {}
-        for field, is_json in zip(self.fields, self.is_json, strict=True):
-            if field.values is None:
-                text = json.dumps(field.schema) if is_json else field.schema["pattern"]
-                grammar = Grammar("json" if is_json else "regex", text)
-                needed[field.name] = build_input(grammar, tokenizer, vllm_config)
-        return needed
+
+@dataclass(frozen=True)
+class DecisionInput:
+    """All that a decision is made from, and its limits."""
+
+    schema: str
+    """JSON schema of an object, with a property for each field."""
+    template: str | None
+    top_k: int
+    vocabulary: Vocabulary
+    tokenizer: bytes
+    """As ``tokenizer.json``."""
+    max_model_len: int
+    max_states: int
+    build_seconds: float
+    """Seconds of one core that building it may take."""
+    max_search: int
+
+    @property
+    def about(self) -> str:
+        return "fields: their decision"
+
+    def run(self) -> bytes:
+        """Raises ``ValueError`` with the reason why there is no decision."""
+        try:
+            return build_decision(self).packed
+        except (MemoryError, RecursionError) as error:
+            raise ValueError(f"fields: their decision takes too much to build ({type(error).__name__})") from None
+
+    def read(self, sent: bytes) -> bytes:
+        return sent
+
+    def size_of(self, packed: bytes) -> int:
+        return len(packed)
 
 
-def build_decision(
-    texts: Texts, automata: Mapping[str, Automaton], tokenizer: Any, vllm_config: Any, top_k: int
-) -> Decision:
-    """The decision that writes these texts, with ``automata`` by the names of their fields.
+def build_decision(wanted: DecisionInput) -> Decision:
+    """The decision that writes the texts of its fields.
 
-    Raises ``InvalidRequestError`` naming the field that has no longest text, or that the tokenizer cannot spell, and
-    where the decision is too large.
+    Raises ``ValueError`` naming the field that has no longest text, or that the tokenizer cannot spell, and where the
+    decision is too large.
     """
-    model_config, builder = vllm_config.model_config, GraphBuilder()
-    spelling = vocabulary_of(tokenizer, model_config.hf_config.vocab_size).spelling
-
-    def tokens_of(name: str, text: str) -> list[int]:
-        tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        if b"".join(map(spelling, tokens)) != text.encode():
-            raise InvalidRequestError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
-        return tokens
-
+    fields = read_fields(json.loads(wanted.schema))
+    texts = Texts.as_json(fields) if wanted.template is None else Texts.in_template(fields, wanted.template)
+    spelling, builder = Spelling(wanted), GraphBuilder()
+    _check_size(*spelling.least_size(texts), wanted)
     for number, (field, literal, choices) in enumerate(zip(texts.fields, texts.literals, texts.choices, strict=False)):
         name = f"fields.{field.name}"
         # Most tokenizers join a space with the word behind it.
         has_space = bool(choices) and literal.endswith(" ")
-        builder.literal(tokens_of(name, literal.removesuffix(" ") if has_space else literal))
+        builder.literal(spelling.tokens_of(name, [literal.removesuffix(" ") if has_space else literal])[0])
         if field.values is None:
-            builder.pattern(number, field.name, automata[field.name])
+            builder.pattern(number, field.name, spelling.automaton(field, is_json=texts.is_json[number]))
         elif all(choices) or has_space:
-            builder.choices(number, [tokens_of(name, " " * has_space + text) for text in choices])
+            builder.choices(number, spelling.tokens_of(name, [" " * has_space + text for text in choices]))
         else:
-            raise InvalidRequestError(f"{name}: a choice has no text; leave it out")
-    builder.literal(tokens_of("the text behind the last field", texts.literals[-1]))
-    if builder.longest > model_config.max_model_len:
-        raise InvalidRequestError(
-            f"fields: their text needs up to {builder.longest} tokens, max_model_len is {model_config.max_model_len}; "
-            "give fewer fields, or shorter texts"
-        )
+            raise ValueError(f"{name}: a choice has no text; leave it out")
+        # What is built of the first fields may be too large already.
+        _check_size(builder.longest, builder.num_edges, wanted)
+    builder.literal(spelling.tokens_of("the text behind the last field", [texts.literals[-1]])[0])
+    _check_size(builder.longest, builder.num_edges, wanted)
     graph = builder.graph()
-    limit = EngineOptions.from_vllm_config(vllm_config).max_automaton_search
-    is_large = builder.longest * len(graph.edges) > _BUILT_AT_ONCE * limit
-    if is_large or graph.size > limit // _SUM_COST:
-        raise InvalidRequestError(
-            f"fields: at {builder.longest} positions there may be too many of their {len(graph.edges)} tokens for "
-            f"max_automaton_search={limit}; simplify the patterns, give choices equally many tokens, or raise it"
-        )
+    if graph.size > wanted.max_search // _SUM_COST:
+        raise _too_large(builder.longest, builder.num_edges, wanted)
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
-    spellings = [spelling(token) for token in np.unique(graph.edges["token"]).tolist()] if automata else []
-    return Decision(graph, names, values, spellings, top_k, texts.is_json)
+    has_patterns = any(field.values is None for field in texts.fields)
+    tokens = np.unique(graph.edges["token"]).tolist() if has_patterns else []
+    spellings = [wanted.vocabulary.spelling(token) for token in tokens]
+    return Decision(graph, names, values, spellings, wanted.top_k, texts.is_json)
+
+
+def _check_size(longest: int, num_edges: int, wanted: DecisionInput) -> None:
+    """Raise ``ValueError`` where texts of up to ``longest`` tokens, with so many edges in all, are too large."""
+    if longest > wanted.max_model_len:
+        raise ValueError(
+            f"fields: their text needs {longest} tokens or more, max_model_len is {wanted.max_model_len}; give fewer "
+            "fields, or shorter texts"
+        )
+    if longest * num_edges > _BUILT_AT_ONCE * wanted.max_search:
+        raise _too_large(longest, num_edges, wanted)
+
+
+def _too_large(longest: int, num_edges: int, wanted: DecisionInput) -> ValueError:
+    return ValueError(
+        f"fields: at {longest} positions or more there may be too many of their {num_edges} tokens for "
+        f"max_automaton_search={wanted.max_search}; simplify the patterns, give choices equally many "
+        "tokens, or raise it"
+    )
+
+
+class Spelling:
+    """Tokens of texts, and automata of patterns."""
+
+    def __init__(self, wanted: DecisionInput) -> None:
+        self.wanted = wanted
+        self.tokenizer = Tokenizer.from_str(wanted.tokenizer.decode())
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self._automata: dict[Grammar, Automaton] = {}
+
+    def least_size(self, texts: Texts) -> tuple[int, int]:
+        """The fewest tokens that the longest text may have, and all literals and choices together."""
+        longest_token = int(np.diff(self.wanted.vocabulary.starts).max(initial=1))
+
+        def least(text: str) -> int:
+            return -(-len(text.encode()) // longest_token)
+
+        literals = sum(least(literal.removesuffix(" ")) for literal in texts.literals)
+        choices = [list(map(least, each)) for each in texts.choices]
+        return literals + sum(max(each, default=1) for each in choices), literals + sum(map(sum, choices))
+
+    def tokens_of(self, name: str, texts: Sequence[str]) -> list[list[int]]:
+        """Tokens of each text; raises ``ValueError`` for one that they do not spell."""
+        encoded = self.tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        spelled = self.wanted.vocabulary.spelling
+        for text, encoding in zip(texts, encoded, strict=True):
+            if b"".join(map(spelled, encoding.ids)) != text.encode():
+                raise ValueError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
+        return [encoding.ids for encoding in encoded]
+
+    def automaton(self, field: Field, *, is_json: bool) -> Automaton:
+        """The automaton of a field with a pattern."""
+        grammar = Grammar("json", json.dumps(field.schema)) if is_json else Grammar("regex", field.schema["pattern"])
+        wanted = self.wanted
+        if grammar not in self._automata:
+            limits = wanted.max_states, wanted.build_seconds, wanted.max_search
+            try:
+                self._automata[grammar] = build(BuildInput(grammar, wanted.vocabulary, *limits))
+            except ValueError as error:
+                raise ValueError(f"fields.{field.name}: {error}") from None
+        return self._automata[grammar]
 
 
 class GraphBuilder:
@@ -145,11 +217,16 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.edges: list[np.ndarray] = []
         """``EDGE`` ``[n]`` each."""
+        self.num_edges = 0
         self._new_state = count(1).__next__
         self.ends = [0]
         """States at the end of the last piece."""
         self.longest = 0
         """Upper bound of the tokens of a sequence."""
+
+    def _add(self, edges: np.ndarray) -> None:
+        self.edges.append(edges)
+        self.num_edges += len(edges)
 
     def graph(self) -> Graph:
         return Graph(np.array(self.ends), np.concatenate(self.edges))
@@ -159,25 +236,33 @@ class GraphBuilder:
             self.choices(LITERAL, [tokens])
 
     def choices(self, field: int, choices: Sequence[Sequence[int]]) -> None:
+        """Raises ``ValueError`` for a choice without tokens."""
         self.longest += max(map(len, choices))
-        end = self._new_state()
-        for number, tokens in enumerate(choices):
-            sources, choice = self.ends, LITERAL if field == LITERAL else number
-            for left, token in zip(reversed(range(len(tokens))), tokens, strict=True):
+        end, rows = self._new_state(), []
+        seconds = [self._new_state() if len(tokens) > 1 else end for tokens in choices]
+        """State behind the first token of each."""
+        for source, tokens in zip(seconds, choices, strict=True):
+            for left, token in zip(reversed(range(len(tokens) - 1)), tokens[1:], strict=True):
                 target = self._new_state() if left else end
-                self.edges.append(edges_between(sources, token, target, field, choice))
-                sources, choice = [target], LITERAL
+                rows.append((source, token, target))
+                source = target
+        numbers = LITERAL if field == LITERAL else np.arange(len(choices))
+        firsts = [tokens[0] for tokens in choices]
+        self._add(edges_between(np.array(self.ends)[:, None], firsts, seconds, field, numbers).ravel())
+        if rows:
+            sources, behind, targets = np.array(rows).T
+            self._add(edges_between(sources, behind, targets, field))
         self.ends = [end]
 
     def pattern(self, field: int, name: str, automaton: Automaton) -> None:
-        """Raises ``InvalidRequestError`` where texts of the automaton have no bound, or one is empty."""
+        """Raises ``ValueError`` where texts of the automaton have no bound, or one is empty."""
         if not _is_bounded(automaton):
-            raise InvalidRequestError(
+            raise ValueError(
                 f"fields.{name}: its texts have no longest one; begin the pattern with ^ and end it with $, and give "
                 "repetitions an upper bound, such as {1,8} for +"
             )
         if automaton.accepting[0]:
-            raise InvalidRequestError(f"fields.{name}: its pattern matches an empty text; let it match one character")
+            raise ValueError(f"fields.{name}: its pattern matches an empty text; let it match one character")
         self.longest += len(automaton.accepting) - 1
         states = np.array([self._new_state() for _ in automaton.accepting])
         tokens = np.flatnonzero(automaton.class_of >= 0)
@@ -185,9 +270,9 @@ class GraphBuilder:
         sources, columns = np.nonzero(following >= 0)
         targets = states[following[sources, columns]]
         begins = sources == 0
-        self.edges.append(edges_between(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field))
-        for end in self.ends:
-            self.edges.append(edges_between(end, tokens[columns[begins]], targets[begins], field))
+        self._add(edges_between(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field))
+        before = np.array(self.ends)[:, None]
+        self._add(edges_between(before, tokens[columns[begins]], targets[begins], field).ravel())
         self.ends = states[automaton.accepting].tolist()
 
 

@@ -17,6 +17,7 @@ from dllm_engine.infill.http import length_of, set_length
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
+from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 
 ROUTE = "/v1/decisions"
@@ -98,11 +99,11 @@ async def settle_decision(request: Any, serving: Any) -> None:
     if vllm_config.structured_outputs_config.reasoning_parser:
         return
     try:
-        names = {field.name for field in read_fields(schema)}
+        names = {field.name for field in await reading(read_fields, schema)}
         if names != {*schema.get("required", ())}:
             return
         params = await decision_params_when_built(schema, serving.renderer.tokenizer, vllm_config)
-    except InvalidRequestError:
+    except ValueError:
         return
     bound = length_of(request) or defaults.get("max_tokens", params.max_tokens)
     if bound < params.max_tokens or None not in unpacked_decision(params.extra_args[DECISION]).template:

@@ -1,23 +1,25 @@
 """Decisions as requests: from the schema of their fields to parameters, and from outputs to answers."""
 
-import asyncio
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from cachetools import LRUCache, cached
 from vllm import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from dllm_engine.decisions.build import Texts, build_decision
-from dllm_engine.decisions.fields import read_fields
+from dllm_engine.decisions.build import DecisionInput
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton
-from dllm_engine.structured_output.requests import check_size, schema_text
+from dllm_engine.structured_output.automata import built, when_built
+from dllm_engine.structured_output.requests import (
+    check_size,
+    reading,
+    schema_text,
+    serialized_tokenizer,
+    vocabulary_of,
+)
 from dllm_engine.text import is_text
 
 TOP_K = 5
@@ -49,69 +51,78 @@ class DecisionOutput(NamedTuple):
         return cls(values, probabilities, distributions, completion.text, figures)
 
 
+def schema_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON schema of fields in Python: ``bool``, a ``range``, a compiled regular expression that the whole value
+    matches, a list of choices, or a schema. A schema of all fields stays as it is."""
+    if fields.get("type") == "object" and isinstance(fields.get("properties"), dict):
+        return dict(fields)
+    properties = {name: _property(name, given) for name, given in fields.items()}
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+def _property(name: str, given: Any) -> dict[str, Any]:
+    match given:
+        case dict():
+            return given
+        case type() if given is bool:
+            return {"type": "boolean"}
+        case range() if given.step == 1 and len(given):
+            return {"type": "integer", "minimum": given.start, "maximum": given.stop - 1}
+        case re.Pattern() if isinstance(given.pattern, str) and given.flags == re.UNICODE:
+            return {"type": "string", "pattern": f"^(?:{given.pattern})$"}
+        case list() | tuple() | range() if len(given):
+            return {"enum": list(given)}
+    raise InvalidRequestError(
+        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression without flags, a list of "
+        "choices, or a JSON schema"
+    )
+
+
 def decision_params(
     schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, passes: int = 1, top_k: int = TOP_K
 ) -> SamplingParams:
-    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the automata of patterns are built.
+    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the decision is built.
 
     ``schema`` is a JSON schema of an object, with a property for each field. Raises ``InvalidRequestError`` naming the
     field, or the setting, that is not supported.
     """
-    packed = _packed(*_checked(schema, template), tokenizer, top_k, vllm_config)
-    decision = unpacked_decision(packed)  # as the checks of the request will read it
+    return _params(built(_decision_input(schema, template, top_k, tokenizer, vllm_config)), passes)
+
+
+async def decision_params_when_built(
+    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, passes: int = 1, top_k: int = TOP_K
+) -> SamplingParams:
+    """Call ``decision_params`` without holding up the event loop."""
+    wanted = await reading(_decision_input, schema, template, top_k, tokenizer, vllm_config)
+    return _params(await when_built(wanted), passes)
+
+
+def _params(packed: bytes, passes: int) -> SamplingParams:
     return SamplingParams(
         temperature=0.0,
-        max_tokens=len(decision.template),
+        max_tokens=len(unpacked_decision(packed).template),
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args={DECISION: packed, "passes": passes},
     )
 
 
-async def decision_params_when_built(
-    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, **settings: int
-) -> SamplingParams:
-    """Call ``decision_params`` without holding up the event loop."""
-    texts = _texts(*_checked(schema, template))
-    for name, wanted in (await asyncio.to_thread(texts.automata_needed, tokenizer, vllm_config)).items():
-        with _naming(name):
-            await asyncio.wrap_future(automaton(wanted))
-    return await asyncio.to_thread(decision_params, schema, tokenizer, vllm_config, template=template, **settings)
-
-
-def _checked(schema: Any, template: str | None) -> tuple[str, str | None]:
-    """The schema as JSON, and the template. Raises ``InvalidRequestError`` for one that is no text, or too long."""
+def _decision_input(schema: Any, template: str | None, top_k: int, tokenizer: Any, vllm_config: Any) -> DecisionInput:
+    """Raises ``InvalidRequestError`` for a schema or template that is no text, or too long."""
     text = schema_text(schema, "fields")
     check_size(text, "fields", "ask for fewer fields, or leave out descriptions")
     if template is not None:
         if not isinstance(template, str) or not is_text(template):
             raise InvalidRequestError("template: it is no valid Unicode text; give one")
         check_size(template, "template", "shorten it")
-    return text, template
-
-
-def _texts(schema: str, template: str | None) -> Texts:
-    fields = read_fields(json.loads(schema))
-    return Texts.as_json(fields) if template is None else Texts.in_template(fields, template)
-
-
-@contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """Let an error about an automaton name the field that needs it."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"fields.{field}: {str(error).partition(': ')[2]}") from None
-
-
-@cached(
-    LRUCache(64),
-    key=lambda *arguments: (*arguments[:-1], arguments[-1].instance_id),  # a configuration has no hash
-    lock=Lock(),  # read in several threads
-)
-def _packed(schema: str, template: str | None, tokenizer: Any, top_k: int, vllm_config: Any) -> bytes:
-    texts = _texts(schema, template)
-    automata = {}
-    for name, wanted in texts.automata_needed(tokenizer, vllm_config).items():
-        with _naming(name):
-            automata[name] = automaton(wanted).result()
-    return build_decision(texts, automata, tokenizer, vllm_config, top_k).packed
+    model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
+    return DecisionInput(
+        text,
+        template,
+        top_k,
+        vocabulary_of(tokenizer, model_config.hf_config.vocab_size),
+        serialized_tokenizer(tokenizer),
+        model_config.max_model_len,
+        engine.max_automaton_states,
+        engine.max_automaton_seconds,
+        engine.max_automaton_search,
+    )

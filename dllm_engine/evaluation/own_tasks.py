@@ -120,7 +120,7 @@ class Question:
     @property
     def constraint(self) -> dict[str, Any]:
         """Structured output of the same texts."""
-        from dllm_engine.decisions.fields import schema_of
+        from dllm_engine.decisions.requests import schema_of
 
         if self.template is None:
             return {"json": schema_of(self.choices)}
@@ -147,8 +147,7 @@ class DecisionTask(Task):
         """The share of fields that have the right value."""
         from vllm.sampling_params import StructuredOutputsParams
 
-        from dllm_engine.decisions.fields import schema_of
-        from dllm_engine.decisions.requests import decision_params
+        from dllm_engine.decisions.requests import decision_params, schema_of
         from dllm_engine.params import DiffusionParams
 
         tokenizer, config = engine.llm.get_tokenizer(), engine.llm.llm_engine.vllm_config

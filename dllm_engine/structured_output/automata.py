@@ -1,27 +1,31 @@
-"""Automata of grammars over a tokenizer's vocabulary: built in processes of their own, and kept."""
+"""Automata of grammars over a tokenizer's vocabulary, and decisions: built in processes of their own, and kept."""
 
+import asyncio
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock, Semaphore, Thread
+from threading import Lock, Thread
+from typing import Any, NamedTuple, Protocol
 
 from cachetools import LRUCache
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.logger import init_logger
 
-from dllm_engine.scheduler.constraints.constraint import Automaton, unpacked
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.structured_output.build import REFUSED, BuildInput
+from dllm_engine.structured_output.build import REFUSED
 
 logger = init_logger(f"vllm.{__name__}")
 
 _KEPT_BYTES = 256 << 20
-"""Most bytes of all kept automata together."""
+"""Most bytes of all that is kept together."""
 _AT_ONCE = 2
 """Builds that run at a time; others wait."""
 MOST_WAITING = 32
@@ -32,51 +36,146 @@ _LONGEST_REASON = 500
 """Characters of what a client is told about its grammar, which may repeat parts of it."""
 
 
+class Wanted(Protocol):
+    """What is built in a process of its own; equal where the results are."""
+
+    @property
+    def build_seconds(self) -> float:
+        """Seconds of one core that building it may take."""
+
+    @property
+    def about(self) -> str:
+        """What an error names, and what is built."""
+
+    def read(self, sent: bytes) -> Any:
+        """The result, from what ``run`` returned in that process."""
+
+    def size_of(self, result: Any) -> int:
+        """Bytes that a kept result takes."""
+
+
+class _Build:
+    """A build that runs or waits for its turn, for all requests that wait for it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # a request that is aborted does not cancel those of others
+        self.num_waiting = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_abandoned = False
+
+
 class _Cache:
-    """Automata by what they are made from; those used last are kept. Threads take its lock."""
+    """Results by what they are made from; those used last are kept. Threads take its lock."""
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self.counts = dict.fromkeys(COUNTS, 0.0)
-        self.kept: LRUCache[BuildInput, Future[Automaton]] = LRUCache(kept_bytes, _size)
-        self.builds: dict[BuildInput, Future[Automaton]] = {}
+        self.kept: LRUCache[Wanted, _Kept] = LRUCache(kept_bytes, lambda kept: min(kept.size, kept_bytes))
+        self.builds: dict[Wanted, _Build] = {}
         """Builds that run or wait for their turn."""
+        self.waiting: deque[_Build] = deque()
+        self.num_threads = 0
+        """Threads that build."""
         self.lock = Lock()
-        self.turn = Semaphore(_AT_ONCE)
+
+    def begin(self, wanted: Wanted) -> _Build:
+        """A new build, which runs when it is its turn."""
+        if len(self.builds) >= _AT_ONCE + MOST_WAITING:
+            raise RetryableRequestError(
+                f"{wanted.about}: {MOST_WAITING} requests wait for their automata to be built, and no more may; send "
+                "the request again later"
+            )
+        build = self.builds[wanted] = _Build(wanted)
+        self.waiting.append(build)
+        if self.num_threads < _AT_ONCE:
+            self.num_threads += 1
+            # An executor's threads would hold up the end of the program.
+            Thread(target=_run_builds, args=(self,), name="automaton", daemon=True).start()
+        return build
+
+    def abandon(self, build: _Build) -> None:
+        """End a build that nobody waits for."""
+        build.is_abandoned = True
+        del self.builds[build.wanted]
+        if build in self.waiting:
+            self.waiting.remove(build)
+        elif build.process is not None:
+            build.process.kill()
+
+    def next_build(self) -> _Build | None:
+        """The build whose turn it is. Without one, a thread ends."""
+        with self.lock:
+            if self.waiting:
+                return self.waiting.popleft()
+            self.num_threads -= 1
+        return None
+
+    def end(self, build: _Build, result: Any, failure: BaseException | None, seconds: float) -> None:
+        """Tell all who wait what a build came to, and keep its result."""
+        with self.lock:
+            self.counts["automaton_builds"] += 1
+            self.counts["automaton_build_seconds"] += seconds
+            if not build.is_abandoned:
+                del self.builds[build.wanted]
+            if failure is not None:
+                build.future.set_exception(failure)
+                return
+            self.kept[build.wanted] = _Kept(result, build.wanted.size_of(result))
+            build.future.set_result(result)
 
 
-def _size(future: Future[Automaton]) -> int:
-    """Bytes of an automaton's tables, and as much again for ``packed`` and what that is made from."""
-    automaton = future.result()
-    tables = (automaton.class_of, automaton.next_state, automaton.accepting)
-    return min(2 * sum(table.nbytes for table in tables), _KEPT_BYTES)  # one that is larger is kept alone
+class _Kept(NamedTuple):
+    result: Any
+    size: int
 
 
-def _build_apart(wanted: BuildInput) -> Automaton:
-    grammar, process = wanted.grammar, _run_apart(pickle.dumps(wanted))
+def _run_builds(cache: _Cache) -> None:
+    """Build as long as builds wait."""
+    while (build := cache.next_build()) is not None:
+        start, result, failure = time.monotonic(), None, None
+        try:
+            result = _build_apart(cache, build)
+        except BaseException as error:
+            failure = error
+        cache.end(build, result, failure, time.monotonic() - start)
+
+
+def _build_apart(cache: _Cache, build: _Build) -> Any:
+    wanted, process = build.wanted, _run_apart(cache, build)
     if not (status := process.returncode):
-        return unpacked(process.stdout)
-    reason = f"its automaton takes over max_automaton_seconds={wanted.build_seconds:g} to build"
-    if status in (REFUSED, -signal.SIGXCPU, -signal.SIGALRM):
-        reason = process.stdout.decode() if status == REFUSED else reason
+        return wanted.read(process.stdout)
+    if status in (-signal.SIGXCPU, -signal.SIGALRM):
+        raise InvalidRequestError(f"{wanted.about} takes over max_automaton_seconds={wanted.build_seconds:g} to build")
+    if status == REFUSED:
+        reason = process.stdout.decode()
         if len(reason) > _LONGEST_REASON:
             reason = f"{reason[: _LONGEST_REASON // 2]} … {reason[-_LONGEST_REASON // 2 :]}"
-        raise InvalidRequestError(f"structured_outputs.{grammar.kind}: {reason}")
+        raise InvalidRequestError(reason)
     if status == -signal.SIGKILL:
         raise RetryableRequestError(
-            f"structured_outputs.{grammar.kind}: building its automaton was ended from outside; the machine may be out "
-            "of memory; send the request again later"
+            f"{wanted.about}: the process that builds it was ended from outside; the machine may be out of memory; "
+            "send the request again later"
         )
     errors = process.stderr.decode(errors="replace")
-    logger.error("building an automaton failed with exit status %d: %s", status, errors)
-    raise GenerationError(f"structured_outputs.{grammar.kind}: building its automaton failed; the log says why")
+    logger.error("building failed with exit status %d: %s", status, errors)
+    raise GenerationError(f"{wanted.about}: building it failed; the log says why")
 
 
-def _run_apart(sent: bytes) -> subprocess.CompletedProcess[bytes]:
+def _run_apart(cache: _Cache, build: _Build) -> subprocess.CompletedProcess[bytes]:
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "dllm_engine.structured_output.build"]
-    env = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    return subprocess.run(command, input=sent, capture_output=True, env=env, check=False)
+    one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env = {**os.environ, "PYTHONPATH": paths, **one_core}
+    sent, pipe = pickle.dumps(build.wanted), subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
+        with cache.lock:
+            build.process = process
+            if build.is_abandoned:
+                process.kill()
+        stdout, stderr = process.communicate(sent)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 _cache = _Cache()
@@ -95,42 +194,50 @@ def take_counts() -> dict[str, float]:
     return counts
 
 
-def automaton(wanted: BuildInput) -> Future[Automaton]:
-    """The automaton, which is built if it is not kept; may be called from several threads.
+@contextmanager
+def _awaited(wanted: Wanted) -> Iterator[Future[Any]]:
+    """The future of a result, for a block that waits for it. What is not kept is built. A build ends when all have left
+    their blocks: its client may have gone.
 
-    Raises:
-        RetryableRequestError: too many wait; by the future: the building process was killed.
-        InvalidRequestError: by the future: the grammar is not supported, no text can be spelled, or a limit is passed.
+    Raises ``RetryableRequestError`` where too many builds wait.
     """
     cache = _cache
     with cache.lock:
-        future = cache.kept.get(wanted) or cache.builds.get(wanted)
-        if future is None:
-            if len(cache.builds) >= _AT_ONCE + MOST_WAITING:
-                raise RetryableRequestError(
-                    f"structured_outputs.{wanted.grammar.kind}: {MOST_WAITING} requests wait for their automata to "
-                    "be built, and no more may; send the request again later"
-                )
-            future = cache.builds[wanted] = Future()
-            future.set_running_or_notify_cancel()  # a request that is aborted does not cancel those of others
-            # An executor's threads would hold up the end of the program.
-            Thread(target=_build, args=(cache, wanted, future), name="automaton", daemon=True).start()
-        return future
+        if (kept := cache.kept.get(wanted)) is None:
+            build = cache.builds.get(wanted) or cache.begin(wanted)
+            build.num_waiting += 1
+    if kept is not None:
+        future: Future[Any] = Future()
+        future.set_result(kept.result)
+        yield future
+        return
+    try:
+        yield build.future
+    finally:
+        with cache.lock:
+            build.num_waiting -= 1
+            if not build.num_waiting and not build.future.done():
+                cache.abandon(build)
 
 
-def _build(cache: _Cache, wanted: BuildInput, future: Future[Automaton]) -> None:
-    with cache.turn:
-        start, failure = time.monotonic(), None
-        try:
-            automaton = _build_apart(wanted)
-        except BaseException as error:
-            failure = error
-    with cache.lock:
-        cache.counts["automaton_builds"] += 1
-        cache.counts["automaton_build_seconds"] += time.monotonic() - start
-        del cache.builds[wanted]
-        if failure is None:
-            future.set_result(automaton)
-            cache.kept[wanted] = future
-        else:
-            future.set_exception(failure)
+def is_kept(wanted: Wanted) -> bool:
+    """Return True if ``built`` need not wait."""
+    with _cache.lock:
+        return wanted in _cache.kept
+
+
+def built(wanted: Wanted) -> Any:
+    """What is wanted, such as an automaton. Waits until it is built.
+
+    Raises:
+        RetryableRequestError: too many builds wait, or the building process was killed.
+        InvalidRequestError: it is not supported, no text can be spelled, or a limit is passed.
+    """
+    with _awaited(wanted) as future:
+        return future.result()
+
+
+async def when_built(wanted: Wanted) -> Any:
+    """Call ``built`` without holding up the event loop."""
+    with _awaited(wanted) as future:
+        return await asyncio.wrap_future(future)

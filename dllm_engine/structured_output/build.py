@@ -1,7 +1,8 @@
-"""Builds one automaton, in a process of its own: ``python -m dllm_engine.structured_output.build``.
+"""Builds one automaton or decision, in a process of its own: ``python -m dllm_engine.structured_output.build``.
 
-It reads a pickled ``BuildInput`` from its standard input and writes the packed automaton to its standard output; with
-the exit status ``REFUSED``, the reason why there is none. It imports little, since it starts for each automaton.
+It reads a pickled ``BuildInput`` or ``DecisionInput`` from its standard input and writes the packed result to its
+standard output; with the exit status ``REFUSED``, the reason why there is none. It imports little, since it starts for
+each build.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from dllm_engine.model_executor.workers.parent import end_with_parent
-from dllm_engine.scheduler.constraints.constraint import Automaton
+from dllm_engine.scheduler.constraints.constraint import Automaton, unpacked
 from dllm_engine.structured_output import compiler
 from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style
@@ -73,6 +74,25 @@ class BuildInput:
     max_search: int = 1 << 24
     """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are searched."""
 
+    @property
+    def about(self) -> str:
+        return f"structured_outputs.{self.grammar.kind}: its automaton"
+
+    def run(self) -> bytes:
+        """Raises ``ValueError`` with the reason why there is no automaton."""
+        try:
+            return build(self).packed
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{self.grammar.kind}: {error}") from None
+
+    def read(self, sent: bytes) -> Automaton:
+        return unpacked(sent)
+
+    def size_of(self, automaton: Automaton) -> int:
+        """Bytes of its tables, and as much again for ``packed`` and what that is made from."""
+        tables = (automaton.class_of, automaton.next_state, automaton.accepting)
+        return 2 * sum(table.nbytes for table in tables)
+
 
 def build(wanted: BuildInput) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
@@ -101,13 +121,13 @@ def build(wanted: BuildInput) -> Automaton:
 def main() -> None:
     end_with_parent()
     os.nice(10)  # beside steps that keep all cores busy it gets about a tenth of one
-    wanted: BuildInput = pickle.load(sys.stdin.buffer)
+    wanted = pickle.load(sys.stdin.buffer)
     seconds = math.ceil(wanted.build_seconds)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     signal.alarm(_PATIENCE * seconds)
     try:
-        sys.stdout.buffer.write(build(wanted).packed)
+        sys.stdout.buffer.write(wanted.run())
     except ValueError as error:
         sys.stdout.buffer.write(str(error).encode(errors="replace"))
         sys.exit(REFUSED)

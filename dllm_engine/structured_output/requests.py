@@ -3,7 +3,8 @@ of the reasoning in front, as a reasoning parser of vLLM describes it."""
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -14,13 +15,16 @@ from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
-from dllm_engine.structured_output.automata import automaton
+from dllm_engine.structured_output.automata import built, is_kept, when_built
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.prompt_reasoning import ends_reasoning
 
 LONGEST_GRAMMAR = 1 << 16
 """Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
+_READER = ThreadPoolExecutor(1, "vocabulary")
+"""To read a tokenizer takes a while the first time. vLLM's threads tokenize prompts, and those of asyncio end the
+server."""
 _CHECKED = 256
 """Tokens that are decoded to compare."""
 _REFUSED = {
@@ -153,13 +157,17 @@ async def prepare(
     token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
     reasoning = {reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens}
     for grammar in (grammar_of(structured), *filter(None, reasoning)):
-        wanted = await asyncio.to_thread(build_input, grammar, tokenizer, vllm_config)
-        await asyncio.wrap_future(automaton(wanted))
+        await when_built(await reading(build_input, grammar, tokenizer, vllm_config))
 
 
 def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
-    """Return True if the automaton is there, so that ``constrained`` need not wait; begin to build it otherwise."""
-    return automaton(build_input(grammar_of(structured), tokenizer, vllm_config)).done()
+    """Return True if the automaton is there, so that ``constrained`` need not wait."""
+    return is_kept(build_input(grammar_of(structured), tokenizer, vllm_config))
+
+
+async def reading(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function that reads a tokenizer or a schema, in a thread that has no other work."""
+    return await asyncio.get_running_loop().run_in_executor(_READER, function, *args)
 
 
 def constrained(
@@ -168,7 +176,7 @@ def constrained(
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
     own; and with one of the reasoning before it, if the response begins with that.
 
-    Raises as ``grammar_of``, ``vocabulary_of``, ``automaton`` and ``reasoning_before``.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``.
     """
     if params.structured_outputs is None:
         return params
@@ -176,11 +184,11 @@ def constrained(
         CONSTRAINT: grammar_of(params.structured_outputs),
         REASONING: reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config),
     }
-    built = {name: automaton(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items() if each}
+    automata = {name: built(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items() if each}
     given = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
-    params.extra_args = {name: future.result().packed for name, future in built.items()}
+    params.extra_args = {name: automaton.packed for name, automaton in automata.items()}
     params.extra_args |= {name: value for name, value in given.items() if not isinstance(value, ReasoningArguments)}
     return params
 
@@ -218,6 +226,13 @@ def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabular
         if backend.decode(numbers) != b"".join(spelled[number] for number in numbers).decode():
             raise _refused("it decodes tokens to other text than the bytes of each")
     return Vocabulary(spelled)
+
+
+@lru_cache(maxsize=4)
+def serialized_tokenizer(tokenizer: TokenizerLike) -> bytes:
+    """A fast tokenizer, to be sent to a process that imports little."""
+    serialized: str = tokenizer.backend_tokenizer.to_str()
+    return serialized.encode()
 
 
 def _refused(reason: str) -> InvalidRequestError:

@@ -152,7 +152,7 @@ class Decision:
 
     graph: Graph
     names: Sequence[str]
-    values: Sequence[list[Any] | None]
+    values: Sequence[Sequence[Any] | None]
     """Choices of each field; None for a field of a pattern."""
     spellings: Sequence[bytes]
     """Text of each of ``tokens``; needed where a field has a pattern."""
@@ -191,7 +191,8 @@ class Decision:
         """To be sent; ``unpacked_decision`` makes it a decision again."""
         buffer, graph = io.BytesIO(), self.graph
         spellings = [text.hex() for text in self.spellings]
-        header = json.dumps([self.names, self.values, self.top_k, self.is_json, spellings])
+        values = [None if each is None else [*each] for each in self.values]
+        header = json.dumps([self.names, values, self.top_k, self.is_json, spellings, self.template])
         columns = np.stack([graph.edges[name] for name in EDGE.names or ()])  # each compresses well alone
         np.savez_compressed(buffer, ends=graph.ends, columns=columns, header=np.array(header))
         return buffer.getvalue()
@@ -202,9 +203,11 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
-        names, values, top_k, is_json, spellings = json.loads(arrays["header"].item())
+        names, values, top_k, is_json, spellings, template = json.loads(arrays["header"].item())
     texts = [bytes.fromhex(text) for text in spellings]
-    return Decision(graph, names, values, texts, top_k, is_json)
+    decision = Decision(graph, names, values, texts, top_k, is_json)
+    vars(decision)["template"] = tuple(template)  # what only asks for that need not make the lattice
+    return decision
 
 
 TokenOptions = list[tuple[np.ndarray, np.ndarray]]

@@ -6,8 +6,8 @@ import re
 import pytest
 from openai import BadRequestError
 
-from dllm_engine.decisions.fields import read_fields, schema_of
-from dllm_engine.decisions.requests import decision_params
+from dllm_engine.decisions.fields import read_fields
+from dllm_engine.decisions.requests import decision_params, schema_of
 from dllm_engine.scheduler.constraints.decision import RunningDecision
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support.engines import assert_nothing_left
@@ -247,11 +247,8 @@ def test_texts_of_several_lengths_need_an_end_token(demo):
 
 
 def test_fields_in_python():
-    assert [field.values for field in read_fields(schema_of({"a": bool, "b": range(3), "c": [1, True, 1]}))] == [
-        [True, False],
-        [0, 1, 2],
-        [1, True],
-    ]
+    fields = read_fields(schema_of({"a": bool, "b": range(3), "c": [1, True, 1]}))
+    assert [field.values for field in fields] == [[True, False], range(3), [1, True]]
     for wrong in (int, range(0), [], "text", {1, 2}, re.compile("a", re.IGNORECASE), re.compile(b"a")):
         with pytest.raises(InvalidRequestError, match=r"fields\.a="):
             schema_of({"a": wrong})

@@ -48,9 +48,9 @@ def matches(kind: str, grammar, text: str) -> bool:
 def admitted(monkeypatch):
     """``admitted(llm, params)``: whether the engine takes such a request. Builds without a process."""
 
-    def build_here(wanted):
+    def build_here(cache, asked):
         try:
-            return build(wanted)
+            return build(asked.wanted)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 

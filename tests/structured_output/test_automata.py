@@ -1,6 +1,8 @@
+import asyncio
 import pickle
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from subprocess import CompletedProcess
 
 import numpy as np
@@ -13,7 +15,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.automata import MOST_WAITING, automaton, take_counts
+from dllm_engine.structured_output.automata import MOST_WAITING, built, take_counts, when_built
 from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of, vocabulary_of
@@ -30,12 +32,19 @@ def tokenizer():
     return train_tokenizer(TALE, 400, END)
 
 
-def asked(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
-    return automaton(BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), **LIMITS | limits))
+def wanted_of(grammar: Grammar, tokenizer, vocab_size: int = 410, **limits):
+    return BuildInput(grammar, vocabulary_of(tokenizer, vocab_size), **LIMITS | limits)
 
 
 def automaton_of(*args, **limits):
-    return asked(*args, **limits).result()
+    return built(wanted_of(*args, **limits))
+
+
+@pytest.fixture
+def asked():
+    """``asked(grammar, tokenizer)``: the future of its automaton, for which a thread waits."""
+    with ThreadPoolExecutor(64) as executor:
+        yield lambda *args, **limits: executor.submit(automaton_of, *args, **limits)
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +55,18 @@ def _nothing_kept(monkeypatch):
 @pytest.fixture
 def in_process(monkeypatch):
     """Builds without a process, and what was built."""
-    built = []
+    grammars = []
 
-    def run(sent: bytes) -> CompletedProcess[bytes]:
-        wanted = pickle.loads(sent)
-        built.append(wanted.grammar)
+    def run(cache, asked) -> CompletedProcess[bytes]:
+        wanted = pickle.loads(pickle.dumps(asked.wanted))
+        grammars.append(wanted.grammar)
         try:
-            return CompletedProcess([], 0, build(wanted).packed)
+            return CompletedProcess([], 0, wanted.run())
         except ValueError as error:
             return CompletedProcess([], REFUSED, str(error).encode())
 
     monkeypatch.setattr(automata, "_run_apart", run)
-    return built
+    return grammars
 
 
 @pytest.mark.parametrize(
@@ -162,10 +171,10 @@ def test_bytes_of_a_tokenizer_that_falls_back_to_bytes_and_tokenizers_that_are_r
 
 def test_automata_are_kept(tokenizer, in_process):
     grammar = Grammar("regex", "seven|herons")
-    built = automaton_of(grammar, tokenizer)
-    assert accepts(built, tokenizer.encode("herons"))
-    assert automaton_of(grammar, tokenizer) is built
-    assert automaton_of(grammar, train_tokenizer(TALE, 400, END)) is built
+    automaton = automaton_of(grammar, tokenizer)
+    assert accepts(automaton, tokenizer.encode("herons"))
+    assert automaton_of(grammar, tokenizer) is automaton
+    assert automaton_of(grammar, train_tokenizer(TALE, 400, END)) is automaton
     counts = take_counts()
     assert len(in_process) == counts["automaton_builds"] == 1
     assert counts["automaton_build_seconds"] > 0
@@ -200,33 +209,79 @@ def held(monkeypatch):
     """An event that lets builds go on, and the texts of the grammars that are built."""
     go_on, begun = threading.Event(), []
 
-    def wait(wanted: BuildInput):
-        begun.append(wanted.grammar.text)
+    def wait(cache, asked):
+        begun.append(asked.wanted.grammar.text)
         assert go_on.wait(60)
-        return build(wanted)
+        return build(asked.wanted)
 
     monkeypatch.setattr(automata, "_build_apart", wait)
     return go_on, begun
 
 
-def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenizer, held):
+def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenizer, held, asked):
     go_on, begun = held
     futures = [asked(Grammar("regex", text), tokenizer) for text in "aaabbc"]
-    wait_until(lambda: len(begun) == automata._AT_ONCE, 60)
-    assert len(set(futures)) == 3
+    wait_until(lambda: len(begun) == automata._AT_ONCE and len(automata._cache.builds) == 3, 60)
     go_on.set()
     assert [accepts(future.result(60), tokenizer.encode("a")) for future in futures] == [True] * 3 + [False] * 3
     assert sorted(begun) == ["a", "b", "c"]
 
 
-def test_the_queue_of_builds_is_bounded(tokenizer, held):
-    grammars = [Grammar("regex", f"a{number}") for number in range(automata._AT_ONCE + MOST_WAITING)]
+def test_the_queue_of_builds_is_bounded(tokenizer, held, asked):
+    most = automata._AT_ONCE + MOST_WAITING
+    grammars = [Grammar("regex", f"a{number}") for number in range(most)]
     futures = [asked(grammar, tokenizer) for grammar in grammars]
+    wait_until(lambda: len(automata._cache.builds) == most, 60)
     with pytest.raises(RetryableRequestError, match="32 requests wait"):
-        asked(Grammar("regex", "b"), tokenizer)
-    assert asked(grammars[7], tokenizer) is futures[7]
+        automaton_of(Grammar("regex", "b"), tokenizer)
+    futures.append(asked(grammars[7], tokenizer))
     held[0].set()
     assert all(future.result(60) for future in futures)
+    assert take_counts()["automaton_builds"] == most
+
+
+def test_a_build_that_nobody_waits_for_any_more_does_not_begin(tokenizer, held):
+    """Of three that wait for their turn, one is left by its only client, another by one of two."""
+    go_on, begun = held
+    wanted = {text: wanted_of(Grammar("regex", text), tokenizer) for text in "abcde"}
+
+    async def ask():
+        clients = {name: asyncio.create_task(when_built(wanted[name[0]])) for name in ("a", "b", "c", "d", "e", "e2")}
+        while len(begun) < automata._AT_ONCE or clients["e2"] not in asyncio.all_tasks():
+            await asyncio.sleep(0.01)
+        clients["c"].cancel()
+        clients["e"].cancel()
+        await asyncio.wait([clients["c"], clients["e"]])
+        assert wanted["c"] not in automata._cache.builds
+        assert wanted["e"] in automata._cache.builds
+        go_on.set()
+        return await asyncio.gather(*(clients[name] for name in ("a", "b", "d", "e2")))
+
+    assert all(asyncio.run(ask()))
+    assert sorted(begun) == ["a", "b", "d", "e"]
+    assert not automata._cache.builds
+
+
+@pytest.mark.slow
+def test_a_build_that_nobody_waits_for_any_more_ends_and_others_have_its_turn(tokenizer):
+    endless = [Grammar("regex", f"(a|b)*a(a|b){{{number}}}") for number in range(25, 29)]
+    limits = {"max_states": 1 << 24, "build_seconds": 600}
+
+    async def ask():
+        clients = [asyncio.create_task(when_built(wanted_of(each, tokenizer, **limits))) for each in endless]
+        while len(builders()) < automata._AT_ONCE:
+            await asyncio.sleep(0.01)
+        for client in clients:
+            client.cancel()
+        async with asyncio.timeout(60):
+            return await when_built(wanted_of(Grammar("regex", "a"), tokenizer))
+
+    assert accepts(asyncio.run(ask()), tokenizer.encode("a"))
+    wait_until(lambda: not builders(), 60)
+
+
+def builders():
+    return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
 
 
 @pytest.mark.slow
@@ -246,16 +301,13 @@ def test_built_in_a_process_of_its_own(tokenizer):
 def test_a_build_that_fails_by_our_fault_is_no_bad_request():
     broken = Vocabulary([b"a"])
     broken.starts = np.array([0, 5])
-    future = automaton(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
-    assert type(future.exception(60)) is GenerationError
-    assert "building its automaton failed" in str(future.exception())
+    with pytest.raises(GenerationError, match="its automaton: building it failed") as error:
+        built(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
+    assert error.type is GenerationError
 
 
 @pytest.mark.slow
-def test_a_building_process_that_is_killed_from_outside(tokenizer):
-    def builders():
-        return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
-
+def test_a_building_process_that_is_killed_from_outside(tokenizer, asked):
     future = asked(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=1 << 24, build_seconds=600)
     wait_until(builders, 60)
     builders()[0].kill()
