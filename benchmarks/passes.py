@@ -97,7 +97,7 @@ class InnerTime:
             ("layers", runner.denoiser, "forward"),
             ("head", runner.model.final_norm, "forward"),
             ("head", runner.model.lm_head.quant_method, "apply"),
-            ("prediction", runner.predictor, "predict"),
+            ("prediction", runner.rank.predictor, "predict"),
         ]
         self._seconds: dict[str, float] = defaultdict(float)
 

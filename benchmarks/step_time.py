@@ -52,7 +52,7 @@ def add_requests(llm: LLM, batch: int, options: argparse.Namespace) -> list[str]
 
 def steps_over_floors(llm: LLM, batch: int, options: argparse.Namespace) -> Rows:
     """Medians of engine step, floor, and their ratio, in milliseconds, per kind of step that the method has."""
-    if (pages := runner_of(llm).pages) is not None:
+    if (pages := runner_of(llm).rank.pages) is not None:
         pages.memory.zero_()  # the first write to memory waits for the operating system
     request_ids = add_requests(llm, batch, options)
     times: dict[str, list[tuple[float, float]]] = defaultdict(list)

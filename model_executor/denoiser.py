@@ -1,18 +1,17 @@
 """Denoising steps of one batch: forward pass, predictions of the masked positions, and what is filled of them."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
-from dllm_engine.families import model_end_tokens
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Draft
 from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
@@ -28,47 +27,45 @@ from dllm_engine.model_executor.unmasking.filling import (
 )
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
+from dllm_engine.scheduler.messages import Failures
 from dllm_engine.scheduler.step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
 
 class Denoiser:
-    """Runs steps on the canvases of a store. Knows no request but those of the batch it is given."""
+    """Runs steps on the canvases of a rank. Knows no request but those of the batch it is given."""
 
-    def __init__(self, runner: "DiffusionModelRunner") -> None:
-        self.model, self.predictor, self.guide = runner.model, runner.predictor, runner.guide
-        self.store, self.device = runner.store, runner.device
-        end_tokens = model_end_tokens(runner.model_config.hf_config)
-        self.end_tokens: torch.Tensor = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
         self.graphs: StepGraphs | None = None
-        self.failures = runner.failures
 
     def run(
         self, candidates: BatchCandidates, layer_pass: LayerPass, steps: Iterable[dict[str, StepPlan]]
-    ) -> list[StepOutcome]:
+    ) -> tuple[list[StepOutcome], Failures]:
         """Run steps of one batch, which do the same work on other tokens. Between them the device is not waited for.
+        Returns an outcome per step, and the failures of requests whose own part of a step failed.
 
         An exception in here is no one request's and ends the engine: pages have been written in part, by some layers
         and perhaps by some ranks, so that running the requests again, one by one, would not compute the same.
         """
         batch, groups = candidates.batch, self._by_settings(candidates)
         filled_by_step: list[list[Filled]] = []
+        failures: Failures = {}
         for plans in steps:
-            batch.plans = [plans[request_id] for request_id in batch.request_ids]
             if filled_by_step and layer_pass.follows:
-                layer_pass.follow(self.store.masked)
-            filled_by_step.append(self._step(batch, groups, layer_pass))
+                layer_pass.follow(self.rank.store.masked)
+            step_plans = [plans[request_id] for request_id in batch.request_ids]
+            filled, step_failures = self._step(batch, step_plans, groups, layer_pass)
+            filled_by_step.append(filled)
+            failures |= step_failures
         outcomes_of_steps, layer_pass.answers = outcomes_of(filled_by_step, len(batch.plans), layer_pass.asked())
-        return outcomes_of_steps
+        return outcomes_of_steps, failures
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states of a batch's rows, ``[num_rows, hidden_size]``, to be read before the next pass."""
         recorded = None if self.graphs is None else self.graphs.forward(batch, layer_pass)
         if recorded is not None:
             return recorded
-        return self.model(self.store.tokens[batch.places], batch.positions, layer_pass)
+        return self.rank.model(self.rank.store.tokens[batch.places], batch.positions, layer_pass)
 
     def _by_settings(self, candidates: BatchCandidates) -> list[BatchCandidates]:
         """Groups of candidates that go through the head together."""
@@ -78,22 +75,27 @@ class Denoiser:
             members[canvas.settings, canvas.constrained is not None, canvas.decision is not None].append(index)
         return [candidates.of_requests(indices) for indices in members.values()]
 
-    def _step(self, batch: StepBatch, groups: list[BatchCandidates], layer_pass: LayerPass) -> list[Filled]:
-        """One forward pass, and the tokens that it fills in, in the order of the batch."""
+    def _step(
+        self, batch: StepBatch, plans: Sequence[StepPlan], groups: list[BatchCandidates], layer_pass: LayerPass
+    ) -> tuple[list[Filled], Failures]:
+        """One forward pass of ``batch`` by ``plans``, in its order. Returns what it fills in, and the failures."""
         hidden = self.forward(batch, layer_pass)
         if self.graphs is not None and len(groups) > 1:
             hidden = hidden.clone()  # graphs share their memory: the one that fills a group in may write over it
         if (finished := layer_pass.finished) is not None:
             groups = [group.of_finished(*finished) for group in groups]
         drafts: list[Draft] = []
-        filled = []
+        filled: list[Filled] = []
+        failures: Failures = {}
         for group in groups:
             if not group.positions.numel():
                 continue
             if batch.canvases[group.members[0]].decision is not None:
-                filled.append(decide(self.predictor, hidden[group.rows], group, self.failures))
+                decided, failed = decide(self.rank.predictor, hidden[group.rows], group)
+                filled.append(decided)
+                failures |= failed
                 continue
-            outcome, statistics = self._fill(hidden, group)
+            outcome, statistics = self._fill(hidden, group, plans)
             filled.append(outcome)
             if layer_pass.observes or any(batch.canvases[i].spec.needs_per_step_output for i in group.members):
                 for index, positions, request_statistics in group.split(statistics):
@@ -105,37 +107,41 @@ class Denoiser:
                         drafted, tokens, probabilities = (x[: guidance.speculation_length].tolist() for x in columns)
                         request_id = batch.request_ids[index]
                         drafts.append(Draft(index, request_id, canvas, drafted, tokens, probabilities))
-        return filled + self._fill_guided(batch, drafts)
+        guided, failed = self._fill_guided(plans, drafts)
+        return filled + guided, failures | failed
 
-    def _fill(self, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, TokenStatistics]:
+    def _fill(
+        self, hidden: torch.Tensor, group: BatchCandidates, plans: Sequence[StepPlan]
+    ) -> tuple[Filled, TokenStatistics]:
         """Predict candidates of equal settings in one pass through the head, and unmask the plans' quotas of them."""
-        work, numbers = fill_work(group)
+        rank = self.rank
+        work, numbers = fill_work(group, plans)
         constrained = _constrained_rows(group)
         if self.graphs is not None and not constrained:
             recorded = self.graphs.fill(hidden, group, work, numbers)
             if recorded is not None:
                 return recorded
-        numbers_here, own = on_device(numbers, self.device), hidden[group.rows]
+        numbers_here, own = on_device(numbers, rank.device), hidden[group.rows]
         inputs = FillInputs(group.table, numbers_here, group.certainty, group.responses, group.width)
-        return fill(self.predictor, self.store, self.end_tokens, work, inputs, own, group.biased, constrained)
+        return fill(rank.predictor, rank.store, rank.end_tokens, work, inputs, own, group.biased, constrained)
 
-    def _fill_guided(self, batch: StepBatch, drafts: list[Draft]) -> list[Filled]:
+    def _fill_guided(self, plans: Sequence[StepPlan], drafts: list[Draft]) -> tuple[list[Filled], Failures]:
         """Unmask what the guide lets pass of each request's draft."""
         if not drafts:
-            return []
-        assert self.guide is not None
-        self.guide.check(drafts)
+            return [], {}
+        assert self.rank.guide is not None
+        failures = self.rank.guide.check(drafts)
         filled = []
         for draft in drafts:
-            if draft.request_id in self.failures:
+            if draft.request_id in failures:
                 continue
-            chosen = select_guided(draft, first_needed=batch.plans[draft.index].quota.first_needed)
+            chosen = select_guided(draft, first_needed=plans[draft.index].quota.first_needed)
             rows = [[draft.index, draft.positions[i], token, CHOSEN] for i, token in sorted(chosen.items())]
-            filled.append(on_device(rows, self.device).T)
+            filled.append(on_device(rows, self.rank.device).T)
             _, positions, tokens, _ = filled[-1]
             draft.canvas.tokens[positions] = tokens
             draft.canvas.masked[positions] = False
-        return filled
+        return filled, failures
 
 
 def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:

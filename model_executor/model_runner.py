@@ -4,6 +4,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
@@ -17,6 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.families import model_end_tokens
 from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
@@ -30,6 +32,7 @@ from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
 from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
+from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import Reporter
 from dllm_engine.model_executor.token_prediction import TokenPredictor
@@ -37,6 +40,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
+    Failures,
     RequestFailure,
     StepReport,
     StepResult,
@@ -70,13 +74,10 @@ class DiffusionModelRunner:
             f"dllm_engine.model_executor.{self.options.method.layer_pass}"
         )
         self.plan = self.options.method.next_step
-        self.failures: dict[str, RequestFailure] = {}
-        """Requests whose own part of the work in hand failed."""
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
         """Batch and pass of the last step; None once a request has come or gone, or a page table is another."""
-        self.pages: PageMemory | None = None
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []
 
@@ -90,11 +91,25 @@ class DiffusionModelRunner:
         before = torch.cuda.memory_allocated()  # 0 on a CPU
         self.model: DiffusionDecoder = get_model(vllm_config=self.vllm_config)
         self.model_memory_usage = torch.cuda.memory_allocated() - before
-        self.guide = None if self.options.guide_model is None else Guide(self.vllm_config, self.device, self.failures)
-        self.predictor = TokenPredictor(
-            self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
+        scheduler_config = self.vllm_config.scheduler_config
+        self.rank = Rank(
+            options=self.options,
+            device=self.device,
+            dtype=self.model_config.dtype,
+            model=self.model,
+            predictor=TokenPredictor(
+                self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
+            ),
+            guide=None if self.options.guide_model is None else Guide(self.vllm_config, self.device),
+            end_tokens=torch.tensor(
+                model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=self.device
+            ),
+            store=self.store,
+            max_model_len=self.model_config.max_model_len,
+            max_num_seqs=scheduler_config.max_num_seqs,
+            max_num_batched_tokens=scheduler_config.max_num_batched_tokens,
         )
-        self.denoiser = Denoiser(self)
+        self.denoiser = Denoiser(self.rank)
 
     def get_model(self) -> DiffusionDecoder:
         return self.model
@@ -104,8 +119,9 @@ class DiffusionModelRunner:
     ) -> None:
         """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
         reload_weights(self.vllm_config, self.model, weights_iterator, weights_path, is_checkpoint_format)
-        if self.guide is not None and weights_iterator is None and weights_path is None:
-            reload_weights(self.guide.vllm_config, self.guide.model, None, None, is_checkpoint_format=True)
+        guide = self.rank.guide
+        if guide is not None and weights_iterator is None and weights_path is None:
+            reload_weights(guide.vllm_config, guide.model, None, None, is_checkpoint_format=True)
 
     def _refuse_lora(self, *arguments: Any) -> NoReturn:
         raise NotImplementedError("an adapter serves all requests of an engine: name its folder as lora_path")
@@ -137,15 +153,16 @@ class DiffusionModelRunner:
         if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
-            self.pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
-        if self.guide is not None:
+            pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
+        self.rank = replace(self.rank, pages=pages)
+        if self.rank.guide is not None:
             shape = self.geometry.guide
             assert shape is not None
-            self.guide.pages = self.pages.view_for(shape.num_kv_heads, shape.head_dim)
+            self.rank.guide.pages = pages.view_for(shape.num_kv_heads, shape.head_dim)
 
     def use_graphs(self, record: Record) -> StepGraphs:
         """Run what can be recorded from graphs that ``record`` makes, from now on."""
-        self.denoiser.graphs = StepGraphs(self, record)
+        self.denoiser.graphs = StepGraphs(self.rank, record)
         return self.denoiser.graphs
 
     def _do_nothing(self, *arguments: Any) -> None:
@@ -156,7 +173,7 @@ class DiffusionModelRunner:
     get_draft_model = reset_lora_state = reset_mm_cache = reset_encoder_cache = update_max_model_len = _do_nothing
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
-        probes.run_largest_batch(self)
+        probes.run_largest_batch(self.rank)
 
     def shutdown(self) -> None:
         self.canvases.clear()
@@ -172,9 +189,8 @@ class DiffusionModelRunner:
             self.forget(request_id)
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
-        self.failures.clear()
-        self._take_in(scheduler_output)
-        plans = {i: plan for i, plan in scheduler_output.plans.items() if i not in self.failures}
+        failures = self._take_in(scheduler_output)
+        plans = {i: plan for i, plan in scheduler_output.plans.items() if i not in failures}
         progress = scheduler_output.progress
         reports: list[dict[str, StepResult]] = []
         while plans:
@@ -183,37 +199,39 @@ class DiffusionModelRunner:
             results = [(request_id, result) for step in ran for request_id, result in step.items()]
             # The scheduler must see tokens to send, and failures, before the next step.
             tells = any(isinstance(result, RequestFailure) or result.tokens is not None for _, result in results)
-            if len(reports) == scheduler_output.num_steps or self.failures or tells:
+            if len(reports) == scheduler_output.num_steps or failures or tells:
                 break
             for request_id, report in results:
                 assert isinstance(report, StepReport)
                 report.advance(progress[request_id], self.canvases[request_id].spec)
             if any(request_progress.step == 0 for request_progress in progress.values()):
                 break  # a block has joined: other pages are needed
-            plans = self._next_plans(progress)
-        if self.failures:
+            plans, failures = self._next_plans(progress)
+        if failures:
             reports = reports or [{}]
-            reports[-1] |= self.failures
+            reports[-1] |= failures
         return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
 
-    def _next_plans(self, progress: dict[str, Progress]) -> dict[str, StepPlan]:
-        """None at all where one request has none: the scheduler must know first."""
-        plans = {}
+    def _next_plans(self, progress: dict[str, Progress]) -> tuple[dict[str, StepPlan], Failures]:
+        """The next step of each request; none at all where that of one fails, which the scheduler must know first."""
+        plans: dict[str, StepPlan] = {}
+        failures: Failures = {}
         for request_id, request_progress in progress.items():
             try:
                 plans[request_id] = self.plan(self.canvases[request_id].spec, request_progress)
             except Exception as error:
-                self.failures[request_id] = failure_of(request_id, error)
-        return {} if self.failures else plans
+                failures[request_id] = failure_of(request_id, error)
+        return {} if failures else plans, failures
 
     def forget(self, request_id: str) -> None:
         """Free what a request has here; nothing happens for one that is not there."""
         self.canvases.pop(request_id, None)
         self.last_layout = None
 
-    def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> None:
-        """Canvases of new requests, and page tables that have changed."""
+    def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> Failures:
+        """Make canvases of new requests, and take page tables that have changed. Returns what failed."""
         new, tables = scheduler_output.new_requests, scheduler_output.page_tables
+        failures: Failures = {}
         if new or tables:
             self.last_layout = None
         for request_id in new | tables:
@@ -225,7 +243,8 @@ class DiffusionModelRunner:
                         kind: page_table(ids, self.device) for kind, ids in tables[request_id].items()
                     }
             except Exception as error:
-                self.failures[request_id] = failure_of(request_id, error)
+                failures[request_id] = failure_of(request_id, error)
+        return failures
 
     def _run_steps(
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
@@ -255,9 +274,11 @@ class DiffusionModelRunner:
             may_idle = not layer_pass.writes
             steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps, may_idle=may_idle)
         steps, steps_run = itertools.tee(steps)
-        outcomes = self.denoiser.run(candidates, layer_pass, steps)
+        outcomes, failures = self.denoiser.run(candidates, layer_pass, steps)
         reporter = Reporter(batch, layer_pass, self.mask_token_id, self.options.trace)
-        return reporter.reports(list(steps_run), outcomes)
+        reports = reporter.reports(list(steps_run), outcomes)
+        reports[-1] |= failures
+        return reports
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
         """The rows of a step and who runs the layers over them: those of the last step where this one repeats it."""
@@ -275,5 +296,5 @@ class DiffusionModelRunner:
         layer_pass_class = self.layer_pass_class if keeps else DensePass
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
         # There are no pages where the method keeps nothing; its pass does not look at them.
-        self.last_layout = batch, layer_pass_class.of(batch, cast(PageMemory, self.pages))
+        self.last_layout = batch, layer_pass_class.of(batch, cast(PageMemory, self.rank.pages))
         return self.last_layout

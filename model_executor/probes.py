@@ -1,7 +1,6 @@
 """Forward passes that measure a model instead of decoding: its memory, and the likelihood of tokens."""
 
 import itertools
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,28 +9,25 @@ from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor.graphs.recording import padded
 from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.passes.base import DensePass
+from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import RowBounds
 from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
-
 
 @torch.inference_mode()
-def run_largest_batch(runner: "DiffusionModelRunner") -> None:
+def run_largest_batch(rank: Rank) -> None:
     """The largest batch that may be asked for, with the rows that fill up its graph, and the largest chunks of logits
     that predictions take, for vLLM to measure their memory."""
-    num_rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
-    num_rows = padded(num_rows) or num_rows
-    device, predictor = runner.device, runner.predictor
-    pass_memory = torch.empty(runner.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
+    num_rows = padded(rank.max_num_batched_tokens) or rank.max_num_batched_tokens
+    longest, device, predictor = rank.max_model_len, rank.device, rank.predictor
+    pass_memory = torch.empty(rank.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)
     positions = torch.arange(num_rows, device=device) % longest
     sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
-    limits = _limits(positions, runner.family.attention_block)
-    hidden = runner.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
+    limits = _limits(positions, rank.model.config.family.attention_block)
+    hidden = rank.model(ids, positions, DensePass(RowBounds(sizes, device, limits)))
     chunk = head_chunks(num_rows, predictor.vocab_size, on_gpu=device.type != "cpu")[0]
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
@@ -39,18 +35,16 @@ def run_largest_batch(runner: "DiffusionModelRunner") -> None:
     for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
             predictor.predict(hidden[chunk], settings, counters, {"entropy", "margin"}, 1, constrained=rows)
-    if runner.guide is not None:
-        runner.guide.profile_run(num_rows)
+    if rank.guide is not None:
+        rank.guide.profile_run(num_rows)
     del pass_memory
 
 
 @torch.inference_mode()
-def masked_logprobs(
-    runner: "DiffusionModelRunner", sequences: list[list[int]], masked: list[list[int]]
-) -> list[list[float]]:
+def masked_logprobs(rank: Rank, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
     """Log-probabilities of the tokens at ``masked`` positions of sequences, given the rest of each; one forward pass
     for all."""
-    device, family = runner.device, runner.family
+    device, family = rank.device, rank.model.config.family
     positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
     row_bounds = RowBounds(list(map(len, sequences)), device, _limits(positions, family.attention_block))
     tokens = on_device(list(itertools.chain.from_iterable(sequences)), device)
@@ -58,11 +52,11 @@ def masked_logprobs(
     if not places:
         return [[] for _ in sequences]
     rows = on_device([first + p for first, p in places], device)
-    ids = tokens.index_fill(0, rows, runner.mask_token_id)
-    hidden = runner.model(ids, positions, DensePass(row_bounds))
+    ids = tokens.index_fill(0, rows, rank.predictor.mask_token_id)
+    hidden = rank.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
     predicting = on_device([first + max(p - family.shifts_logits, 0) for first, p in places], device)
-    logprobs = runner.predictor.logprobs_of(hidden[predicting], tokens[rows])
+    logprobs = rank.predictor.logprobs_of(hidden[predicting], tokens[rows])
     return [part.tolist() for part in logprobs.split(list(map(len, masked)))]
 
 

@@ -126,7 +126,8 @@ class StepBatch(RowBounds):
         super().__init__([request_positions.size for request_positions in positions], canvases[0].tokens.device)
         self.canvases, self.request_ids = canvases, request_ids
         self.plans = plans
-        """Plans of the running step. The next step replaces them where it does the same work on other tokens."""
+        """Plans that the rows were laid out for. Steps that do the same work on other tokens run with these rows too;
+        their plans differ in how much they fill and in their random numbers."""
         self.host_positions = np.concatenate(positions)
         """``positions`` on the host."""
         places = self.host_positions + np.repeat([canvas.start for canvas in canvases], self.sizes)

@@ -37,13 +37,13 @@ class WarmUp:
     """Made-up requests on an idle engine."""
 
     def __init__(self, runner: DiffusionModelRunner) -> None:
-        config = runner.vllm_config
+        rank = runner.rank
         self.runner = runner
         self.family = runner.family
-        self.longest = runner.model_config.max_model_len
-        self.max_requests = config.scheduler_config.max_num_seqs
-        self.max_rows = config.scheduler_config.max_num_batched_tokens
-        self.num_pages = 0 if runner.pages is None else runner.pages.memory.shape[0] - 1
+        self.longest = rank.max_model_len
+        self.max_requests = rank.max_num_seqs
+        self.max_rows = rank.max_num_batched_tokens
+        self.num_pages = 0 if rank.pages is None else rank.pages.memory.shape[0] - 1
 
     def spec(self, canvas_length: int, temperature: float = 0.0) -> DecodingSpec:
         """A request of the engine's defaults, but for the steps and with one block at a time; half of its canvas is the
@@ -60,7 +60,7 @@ class WarmUp:
     def compile(self) -> None:
         """Answer requests until every kernel was launched: requests alone and together, greedy and sampled, at every
         step of a response; the longest; and the largest batch, which vLLM has run only if there are pages to count."""
-        if self.runner.pages is None:
+        if self.runner.rank.pages is None:
             self.runner.profile_run()
         for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
             spec = self.spec(length)

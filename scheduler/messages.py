@@ -137,6 +137,8 @@ def failure_of(request_id: str, error: Exception) -> RequestFailure:
     )
 
 
+Failures = dict[str, RequestFailure]
+"""Failures by request id."""
 StepResult = StepReport | RequestFailure
 
 

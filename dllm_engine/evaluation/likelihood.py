@@ -12,12 +12,9 @@ takes no more forward passes than sampling, and estimated by Monte Carlo otherwi
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from dllm_engine.llm import LLM
 
 NUM_SAMPLES = 128
 """Samples per continuation of LLaDA's evaluation."""
@@ -25,8 +22,14 @@ Canvas = tuple[list[int], list[int]]
 """Tokens, and positions to mask."""
 
 
+class MaskedModel(Protocol):
+    """An engine that says how probable masked tokens are, such as ``LLM``."""
+
+    def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]: ...
+
+
 def log_likelihoods(
-    llm: "LLM", pairs: Sequence[tuple[list[int], list[int]]], num_samples: int = NUM_SAMPLES, seed: int = 0
+    llm: MaskedModel, pairs: Sequence[tuple[list[int], list[int]]], num_samples: int = NUM_SAMPLES, seed: int = 0
 ) -> list[float]:
     """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs, the same whatever the other
     pairs. Continuations of equal length after the same prompt, such as the choices of a question, share their masks. A

@@ -149,7 +149,7 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
             engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
     if pool is not None:
         cost.page_bytes = reserved = 0
-        if (pages := runner_of(llm).pages) is not None:  # not every cache method has pages
+        if (pages := runner_of(llm).rank.pages) is not None:  # not every cache method has pages
             cost.page_bytes, reserved = most_pages * pages.memory[0].nbytes, pages.memory.nbytes
         cost.memory_bytes = torch.cuda.max_memory_allocated() - reserved + cost.page_bytes if has_gpu else None
     return [completions[index] for index in range(len(requests))], cost

@@ -1,7 +1,7 @@
 """Recorded forward passes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from dllm_engine.model_executor.batch_tables import KVTables
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.recording import (
     HOST_BOUND_ROWS,
+    Record,
     most_padding,
     padded,
     padded_requests,
@@ -17,11 +18,9 @@ from dllm_engine.model_executor.graphs.recording import (
 )
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
+from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
-
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.graphs.step import StepGraphs
 
 NO_LIMIT = torch.iinfo(torch.int32).max
 
@@ -73,8 +72,8 @@ class ForwardGraph:
     sequence and multiplies them by 0.
     """
 
-    def __init__(self, engine: "StepGraphs", size: ForwardSize) -> None:
-        model, store, pages = engine.runner.model, engine.store, engine.runner.pages
+    def __init__(self, rank: Rank, record: Record, size: ForwardSize) -> None:
+        model, store, pages = rank.model, rank.store, rank.pages
         num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
         self.places = torch.full((num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
@@ -89,8 +88,8 @@ class ForwardGraph:
         self.row_slots: torch.Tensor | None = None
         own_pass: LayerPass = DensePass(rows.alone)
         if pages is not None and (size.reads or size.adds):
-            self.max_head_len = engine.max_pages * pages.page_size
-            table = model.config.num_hidden_layers, num_requests, engine.max_pages
+            self.max_head_len = rank.max_pages * pages.page_size
+            table = model.config.num_hidden_layers, num_requests, rank.max_pages
             head_len = torch.zeros(num_requests, dtype=torch.int32, device=device)
             tables = torch.zeros(table, dtype=torch.int32, device=device)
             self.tokens = KVTables(pages, tables, head_len, self.max_head_len)
@@ -101,7 +100,7 @@ class ForwardGraph:
         self.holds: LayerPass | None = None
         places, positions = self.places, self.positions
         self.launch = lambda: model(store.tokens[places], positions, own_pass)
-        self.replay = engine.record(self.launch)
+        self.replay = record(self.launch)
 
     def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> torch.Tensor:
         """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
@@ -152,8 +151,8 @@ class ForwardGraph:
 class LayoutGraph:
     """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
 
-    def __init__(self, engine: "StepGraphs", batch: StepBatch, layer_pass: LayerPass) -> None:
-        model, store = engine.runner.model, engine.store
+    def __init__(self, rank: Rank, record: Record, batch: StepBatch, layer_pass: LayerPass) -> None:
+        model, store = rank.model, rank.store
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
         self.holds = layer_pass
@@ -163,7 +162,7 @@ class LayoutGraph:
             return model(store.tokens[places], positions, layer_pass), layer_pass.results
 
         # Not launched first: rows are chosen by what the last step has left, which this work replaces.
-        self.replay = engine.record(run, launch_first=False)
+        self.replay = record(run, launch_first=False)
 
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
         """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""

@@ -1,27 +1,24 @@
-"""Graphs of one engine: recorded filling in of tokens, and the caches of all graphs."""
+"""Graphs of one rank: recorded filling in of tokens, and the caches of all graphs."""
 
 from collections.abc import Hashable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dllm_engine.model_executor.batch_tables import padded_width
 from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.forward import ForwardGraph, ForwardSize, LayoutGraph
 from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, GraphCache, Record, padded, worth_padding
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
+from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import RefreshState
-
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 
 
 class FillingSize(NamedTuple):
@@ -40,16 +37,16 @@ class FillingGraph:
     """The recorded filling in of up to so many candidates: the head, statistics of its logits, the choice, and the
     canvas. Candidates behind a batch's own, which fill the graph up, are no request's."""
 
-    def __init__(self, engine: "StepGraphs", size: FillingSize) -> None:
-        runner, store, device = engine.runner, engine.store, engine.store.tokens.device
-        shape = size.num_candidates, runner.model.config.hidden_size
-        self.hidden = torch.zeros(shape, dtype=runner.model_config.dtype, device=device)
+    def __init__(self, rank: Rank, record: Record, size: FillingSize) -> None:
+        store, device = rank.store, rank.device
+        shape = size.num_candidates, rank.model.config.hidden_size
+        self.hidden = torch.zeros(shape, dtype=rank.dtype, device=device)
         # What fills the graph up belongs to one more request.
-        self.filler = torch.tensor([engine.max_requests, 0, 0, SPARE, 0, ALONE], device=device)[:, None]
+        self.filler = torch.tensor([rank.max_num_seqs, 0, 0, SPARE, 0, ALONE], device=device)[:, None]
         self.no_position = self.filler[[0, 3]]
         self.inputs = FillInputs(
             self.filler.repeat(1, size.num_candidates),
-            torch.zeros(len(Number), engine.max_requests + 1, dtype=torch.int64, device=device),
+            torch.zeros(len(Number), rank.max_num_seqs + 1, dtype=torch.int64, device=device),
             torch.ones(size.num_candidates, device=device) if size.has_certainty else None,
             None if size.num_positions is None else self.no_position.repeat(1, size.num_positions),
             size.width,
@@ -57,9 +54,8 @@ class FillingGraph:
         self.store = store
         self.holds: BatchCandidates | None = None
         self.numbers: np.ndarray | None = None
-        end_tokens = runner.denoiser.end_tokens
-        self.launch = lambda: fill(runner.predictor, store, end_tokens, size.work, self.inputs, self.hidden)
-        self.replay = engine.record(self.launch)
+        self.launch = lambda: fill(rank.predictor, store, rank.end_tokens, size.work, self.inputs, self.hidden)
+        self.replay = record(self.launch)
 
     def fill_up(self) -> None:
         """Take in the numbers of a made-up batch. The store must be empty."""
@@ -98,13 +94,10 @@ class FillingGraph:
 
 
 class StepGraphs:
-    """The graphs of one engine, which run the parts of steps that they can."""
+    """The graphs of one rank, which run the parts of steps that they can."""
 
-    def __init__(self, runner: "DiffusionModelRunner", record: Record) -> None:
-        self.runner, self.record, self.store = runner, record, runner.store
-        self.max_pages: int = padded_width(-(-runner.model_config.max_model_len // runner.options.page_size))
-        """The most pages of a request in a layer."""
-        self.max_requests: int = runner.vllm_config.scheduler_config.max_num_seqs
+    def __init__(self, rank: Rank, record: Record) -> None:
+        self.rank, self.record, self.store = rank, record, rank.store
         self.launches_before = 0
         """Times that work of a kind is launched before it is recorded."""
         self.tokens: torch.Tensor | None = None
@@ -115,15 +108,18 @@ class StepGraphs:
         if self.store.tokens is self.tokens:
             return
         self.tokens = self.store.tokens
-        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(partial(ForwardGraph, self))
-        self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache(lambda _, *given: LayoutGraph(self, *given))
-        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(partial(FillingGraph, self))
+        rank, record = self.rank, self.record
+        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(partial(ForwardGraph, rank, record))
+        self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache(
+            lambda _, *given: LayoutGraph(rank, record, *given)
+        )
+        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(partial(FillingGraph, rank, record))
 
     def problem(self, max_error: float) -> str | None:
         """Difference between a graph and the same work launched, on made-up numbers; None: none. It writes to the first
         page of the pool and to the canvases. ``max_error`` is that of hidden states, over the largest of them."""
-        if self.runner.pages is not None:
-            self.runner.pages.memory[1].normal_()
+        if self.rank.pages is not None:
+            self.rank.pages.memory[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():
             used = forward.fill_up(page=1)
             launched = forward.launch()[:used].float()
@@ -165,7 +161,7 @@ class StepGraphs:
         if rows is None or width is None or positions is None or not worth_padding(num_candidates, rows):
             return None
         is_guided = any(spec.guidance is not None for spec in specs)
-        if is_guided or group.biased or self.runner.predictor.tp_group.world_size > 1:
+        if is_guided or group.biased or self.rank.predictor.tp_group.world_size > 1:
             return None
         self._forget_outdated()
         size = FillingSize(rows, width, positions if delayed else None, group.certainty is not None, work)

@@ -30,7 +30,7 @@ from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import gather_shards, on_device
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.messages import RequestFailure, failure_of
+from dllm_engine.scheduler.messages import Failures, RequestFailure, failure_of
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
 
@@ -65,8 +65,8 @@ class Draft:
 class Guide:
     """The autoregressive model that checks drafts."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, failures: dict[str, RequestFailure]) -> None:
-        """Load the engine's ``guide_model``. ``failures``: where those of requests go."""
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        """Load the engine's ``guide_model``."""
         options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config
         assert options.guide_model is not None
         assert options.guide_shape is not None
@@ -89,17 +89,20 @@ class Guide:
         get_model_loader(vllm_config.load_config).load_weights(model, source)
         process_weights_after_loading(model, model_config, device)
         self.model = model.eval()
-        self.device, self.failures = device, failures
+        self.device = device
         self.shape = options.guide_shape
         self.pages: PageView | None = None
 
-    def check(self, drafts: list[Draft]) -> None:
+    def check(self, drafts: list[Draft]) -> Failures:
         """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all. Tokens
-        that the guide cannot read, or that its pages have no room for, it ranks behind all others."""
-        self._for_each(drafts, self._read)
-        if asking := [draft for draft in drafts if draft.request_id not in self.failures and draft.judged]:
+        that the guide cannot read, or that its pages have no room for, it ranks behind all others. Returns the failures
+        of requests whose draft cannot be judged."""
+        failures = _failures_of(drafts, self._read)
+        read = [draft for draft in drafts if draft.request_id not in failures]
+        asking = [draft for draft in read if draft.judged]
+        if asking:
             self._ask(asking)
-        self._for_each(drafts, self._take_answers)
+        return failures | _failures_of(read, self._take_answers)
 
     def profile_run(self, num_rows: int) -> None:
         """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
@@ -110,15 +113,6 @@ class Guide:
 
     def _chunks(self, num_rows: int) -> list[slice]:
         return head_chunks(num_rows, self.model.config.vocab_size, on_gpu=self.device.type != "cpu")
-
-    def _for_each(self, drafts: list[Draft], do: Callable[[Draft], None]) -> None:
-        """Call ``do`` for each draft that has not failed; an exception is the draft's failure."""
-        for draft in drafts:
-            try:
-                if draft.request_id not in self.failures:
-                    do(draft)
-            except Exception as error:
-                self.failures[draft.request_id] = failure_of(draft.request_id, error)
 
     def _read(self, draft: Draft) -> None:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
@@ -165,12 +159,10 @@ class Guide:
         for draft in drafts:
             draft.answers = {t: next(answers) for t in draft.judged}
 
-    def _take_answers(self, draft: Draft) -> None:
-        """Ranks and the guide's own tokens of each drafted one, from those of the guide's tokens that spell it."""
+    def _take_answers(self, draft: Draft) -> RequestFailure | None:
+        """Set ranks and the guide's own tokens of each drafted one, from those of the guide's tokens that spell it."""
         if any(rank < 0 for rank, _ in draft.answers.values()):
-            message = "the guide model produced logits that are NaN or infinite"
-            self.failures[draft.request_id] = RequestFailure("not_finite", message)
-            return
+            return RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
         for index, (token, span) in enumerate(zip(draft.tokens, draft.reading.spelling, strict=True)):
             read = range(*span)
             if read and draft.answers.keys() >= set(read):
@@ -180,6 +172,7 @@ class Guide:
             else:
                 draft.ranks.append(self.model.config.vocab_size)
                 draft.guided.append(token)
+        return None
 
     def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
@@ -194,3 +187,16 @@ class Guide:
         # A token that the guide does not have comes after all that it has.
         ranks = ahead.sum(dim=1).masked_fill(drafted >= num_tokens, num_tokens)
         return ranks.masked_fill(~(best < torch.inf), -1), tokens
+
+
+def _failures_of(drafts: list[Draft], do: Callable[[Draft], RequestFailure | None]) -> Failures:
+    """Call ``do`` for each draft; what it returns, or raises, is the failure of the draft's request."""
+    failures: Failures = {}
+    for draft in drafts:
+        try:
+            failure = do(draft)
+        except Exception as error:
+            failure = failure_of(draft.request_id, error)
+        if failure is not None:
+            failures[draft.request_id] = failure
+    return failures

@@ -1,20 +1,29 @@
 """Parameters of a model, filled from a checkpoint's tensors."""
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_mapping
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
-from dllm_engine.families import NamedModules, Shard
-
-if TYPE_CHECKING:
-    from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.families import ExpertShape, NamedModules, Shard, TensorNames
 
 
-def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+class FillableModel(Protocol):
+    """What a model must have so that its parameters can be filled."""
+
+    names: ClassVar[TensorNames]
+    config: Any
+    experts: ExpertShape | None
+    takes_parts: bool
+    """True while some tensors are given at a time, so that none is missing."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+
+
+def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
     """Fill the parameters of a model with tensors by their names in the checkpoint: all of them, unless it takes parts.
     Returns the names of those filled; raises ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for
     norms alone) or of a wrong shape."""
@@ -60,7 +69,7 @@ def fill_parameters(model: "DiffusionDecoder", weights: Iterable[tuple[str, torc
     return {name for name, _ in filled}
 
 
-def _modules_in_layer(model: "DiffusionDecoder") -> NamedModules:
+def _modules_in_layer(model: FillableModel) -> NamedModules:
     """The checkpoint's modules in a layer, each expert's among them: parts of vLLM's parameters for those of all."""
     if model.experts is None:
         return model.names.in_layer
@@ -70,7 +79,7 @@ def _modules_in_layer(model: "DiffusionDecoder") -> NamedModules:
     return {**model.names.in_layer, **shards}
 
 
-def _locate(tensor_name: str, model: "DiffusionDecoder", in_layer: NamedModules) -> tuple[str, Shard]:
+def _locate(tensor_name: str, model: FillableModel, in_layer: NamedModules) -> tuple[str, Shard]:
     """The parameter of a model, and the shard of it, that a checkpoint's tensor fills."""
     names, (module, _, kind) = model.names, tensor_name.rpartition(".")
     match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)

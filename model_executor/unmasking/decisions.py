@@ -10,14 +10,12 @@ from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.decision import TokenOptions
-from dllm_engine.scheduler.messages import RequestFailure, failure_of
+from dllm_engine.scheduler.messages import Failures, failure_of
 
 
-def decide(
-    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates, failures: dict[str, RequestFailure]
-) -> Filled:
+def decide(predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, Failures]:
     """Commit fields of each decision, from hidden states of a group of decisions alone. Waits for the device once.
-    ``failures`` gets those of decisions whose own part raises an exception."""
+    Returns also the failures of decisions whose own part raises an exception."""
     device, canvases = hidden.device, group.batch.canvases
     asked = []
     for index in group.members:
@@ -26,13 +24,14 @@ def decide(
         asked.append((slice(*group.bounds[index : index + 2].tolist()), on_device(decision.columns, device)))
     logits = on_host(predictor.logits_at(hidden, asked))
     parts = [np.empty((4, 0), np.int64)]
+    failures: Failures = {}
     for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True):
         try:
             parts.append(_commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64)))
         except Exception as error:
             request_id = group.batch.request_ids[index]
             failures[request_id] = failure_of(request_id, error)
-    return on_device(np.concatenate(parts, axis=1), device)
+    return on_device(np.concatenate(parts, axis=1), device), failures
 
 
 def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray) -> np.ndarray:

@@ -21,7 +21,7 @@ from dllm_engine.model_executor.transfer import on_host
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
 from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.step_plan import UnmaskQuota
+from dllm_engine.scheduler.step_plan import StepPlan, UnmaskQuota
 from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES, Measure
 
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
@@ -137,9 +137,10 @@ class FillInputs:
     width: int
 
 
-def fill_work(group: BatchCandidates) -> tuple[FillWork, np.ndarray]:
-    """The work of the running step's plans for candidates of equal settings, and ``FillInputs.numbers`` on the host."""
-    canvases, plans = group.batch.canvases, group.batch.plans
+def fill_work(group: BatchCandidates, plans: Sequence[StepPlan]) -> tuple[FillWork, np.ndarray]:
+    """The work of a step's plans, in batch order, for candidates of equal settings, and ``FillInputs.numbers`` on the
+    host."""
+    canvases = group.batch.canvases
     specs = [canvas.spec for canvas in canvases]
     numbers = np.zeros((len(Number), len(plans)), dtype=np.int64)
     floats = numbers.view(np.float64)

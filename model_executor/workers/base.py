@@ -30,4 +30,4 @@ class DiffusionWorker:
 
     def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
-        return masked_logprobs(self.model_runner, sequences, masked)
+        return masked_logprobs(self.model_runner.rank, sequences, masked)

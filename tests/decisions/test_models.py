@@ -93,7 +93,7 @@ def test_a_shared_prompt_is_computed_once(engines, request, family):
 def test_logits_that_are_not_finite_end_a_decision(engines, tiny_llada, monkeypatch):
     llm = engines(tiny_llada)
     decisions, prompts = drawn("not finite", 2)
-    predictor = runner_of(llm).predictor
+    predictor = runner_of(llm).rank.predictor
     logits_at = predictor.logits_at
 
     def broken(hidden, asked):

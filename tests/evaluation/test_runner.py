@@ -35,7 +35,7 @@ def test_a_few_at_a_time_cost_what_all_at_once_cost(llm, requests, monkeypatch):
     assert cost.tokens_per_second == 32 / cost.seconds
     # Two blocks each: the first ends before the second, and none takes longer than all of them.
     assert 0 < cost.first_block_seconds < cost.latency_seconds < 4 * cost.seconds
-    page = runner_of(llm).pages.memory[0].nbytes
+    page = runner_of(llm).rank.pages.memory[0].nbytes
     assert 0 < cost.page_bytes <= 2 * page * max(figure.pages_held for figure in figures)
     assert cost.figures["pages_mib"] == cost.page_bytes / MIB
     assert cost.figures["memory_mib"] is None, "on a CPU"

@@ -154,7 +154,7 @@ def fail(demo, monkeypatch):
     """``fail(after, by_exception)``: each forward pass behind so many has infinite logits, or raises."""
 
     def fail(after, by_exception=False):
-        predictor = runner_of(demo).predictor
+        predictor = runner_of(demo).rank.predictor
         compute, left = predictor.compute_logits, after
 
         def failing(hidden):

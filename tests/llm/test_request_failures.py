@@ -107,13 +107,13 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     runner = runner_of(llm)
     set_steps_per_dispatch(llm, 4, monkeypatch)
     alone = answers_alone(llm)
-    denoiser, predictor = type(runner.denoiser), type(runner.predictor)
+    denoiser, predictor = type(runner.denoiser), type(runner.rank.predictor)
     fill, predict, seed, bad_rows = denoiser._fill, predictor.predict, 77, []
 
-    def fill_broken(self, hidden, group):
+    def fill_broken(self, hidden, group, plans):
         bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
         bad_rows[:] = [torch.isin(group.requests, group.requests.new_tensor(bad))]
-        return fill(self, hidden, group)
+        return fill(self, hidden, group, plans)
 
     def predict_broken(self, *args, **kwargs):
         statistics = predict(self, *args, **kwargs)
@@ -135,7 +135,7 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
 
     llm = engine("dual", disable_log_stats=False, cuda_graphs=False)
     before = num_failed()
-    compute, broken_from = runner_of(llm).predictor.compute_logits, 10
+    compute, broken_from = runner_of(llm).rank.predictor.compute_logits, 10
 
     def overflowing(hidden):
         shard = compute(hidden)
@@ -143,7 +143,7 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
         broken_from -= 1
         return shard if broken_from > 0 else type(shard)(shard.logits * torch.inf, shard.first_token)
 
-    monkeypatch.setattr(runner_of(llm).predictor, "compute_logits", overflowing)
+    monkeypatch.setattr(runner_of(llm).rank.predictor, "compute_logits", overflowing)
     (output,) = generate(llm, NEIGHBOURS[:1], params())
     monkeypatch.undo()
     assert failed(output) == 10

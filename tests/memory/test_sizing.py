@@ -56,7 +56,7 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, checkpoint_of, 
     assert demand.pages == reserved
     assert demand.tokens_retained == retained
     if method != "none":
-        page_bytes = runner_of(llm).pages.memory[0].nbytes
+        page_bytes = runner_of(llm).rank.pages.memory[0].nbytes
         assert demand.bytes == reserved * page_bytes
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
     # Rows of a step are the mean of what a scheduler plans, where each step of whole blocks unmasks one token.
@@ -161,7 +161,7 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
     reserved, retained, _ = run_one(llm, RESPONSE)
     sizing = plan(deployment("demo", options=EngineOptions(**settings)))
     assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (reserved, retained, [])
-    shape, pages = runner_of(llm).guide.shape, runner_of(llm).guide.pages
+    shape, pages = runner_of(llm).rank.guide.shape, runner_of(llm).rank.guide.pages
     assert shape.tokens_per_token == 1 + own_tokenizer
     tokens = (PROMPT + RESPONSE - 1) * (1 + own_tokenizer)
     per_page = pages.keys.shape[1] // shape.num_kv_heads

@@ -122,7 +122,7 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
 @pytest.mark.parametrize("overflows", [True, False])
 def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, overflows):
     llm = engine(cache_method="dual")
-    alone, guide = tokens(llm), runner_of(llm).guide
+    alone, guide = tokens(llm), runner_of(llm).rank.guide
     judge, read = guide._judge, type(guide.reader).read
 
     def overflow(hidden, drafted):
@@ -211,8 +211,8 @@ def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
 def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
     llm = engine(cache_method="dual")
     runner, judged = runner_of(llm), []
-    judge = runner.guide._judge
-    monkeypatch.setattr(runner.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
-    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 7 * runner.guide.model.config.vocab_size)
+    judge = runner.rank.guide._judge
+    monkeypatch.setattr(runner.rank.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
+    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 7 * runner.rank.guide.model.config.vocab_size)
     runner.profile_run()
     assert judged == [7]

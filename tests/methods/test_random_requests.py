@@ -2,6 +2,7 @@
 batch, nothing stale is read, and no page is lost."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -197,7 +198,8 @@ def engine(engines, reference_checkpoints, monkeypatch):
             **settings,
         )
         denoiser, store = runner_of(llm).denoiser, runner_of(llm).store
-        monkeypatch.setattr(denoiser, "end_tokens", torch.tensor(END_TOKENS, device=denoiser.device))
+        end_tokens = torch.tensor(END_TOKENS, device=denoiser.rank.device)
+        monkeypatch.setattr(denoiser, "rank", replace(denoiser.rank, end_tokens=end_tokens))
         config = llm.llm_engine.vllm_config.model_config.hf_config
         monkeypatch.setattr(config, "eos_token_id", list(END_TOKENS))
         monkeypatch.setattr(config, "end_of_turn_token_id", list(TURN_ENDS), raising=False)

@@ -40,9 +40,9 @@ def count_runs(runner, monkeypatch):
     run, lengths = runner.denoiser.run, []
 
     def counted(candidates, layer_pass, steps):
-        outcomes = run(candidates, layer_pass, steps)
+        outcomes, failures = run(candidates, layer_pass, steps)
         lengths.append(len(outcomes))
-        return outcomes
+        return outcomes, failures
 
     monkeypatch.setattr(runner.denoiser, "run", counted)
     return lengths

@@ -125,7 +125,7 @@ def test_logits_are_made_for_the_masked_positions_of_the_block_alone(engines, re
     """What may be unmasked in the current block, and nothing at a finished one. (Dream's first step of a block is about
     its first position.)"""
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method="dllm_cache")
-    predictor, found = runner_of(llm).predictor, []
+    predictor, found = runner_of(llm).rank.predictor, []
     compute = predictor.compute_logits
     monkeypatch.setattr(predictor, "compute_logits", lambda hidden: found.append(len(hidden)) or compute(hidden))
     generate(llm, [[3, 1, 4, 1, 5]], DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True))

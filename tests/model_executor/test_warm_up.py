@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_the_largest_batch_has_run_before_anything_is_recorded(engine, monkeypat
 def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch):
     runner, rows = runner_of(engine("none")), []
     forward = runner.model.forward
-    monkeypatch.setattr(runner.vllm_config.scheduler_config, "max_num_batched_tokens", 130)
+    monkeypatch.setattr(runner, "rank", replace(runner.rank, max_num_batched_tokens=130))
     monkeypatch.setattr(runner.model, "forward", lambda ids, *others: rows.append(len(ids)) or forward(ids, *others))
     runner.profile_run()
     assert rows == [256]

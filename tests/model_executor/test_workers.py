@@ -61,7 +61,7 @@ def test_weights_are_read_again_after_they_were_discarded(engines):
         return output.token_ids, output.diffusion.unmasked_per_step
 
     before = answer()
-    for model in (runner_of(llm).model, runner_of(llm).guide.model):
+    for model in (runner_of(llm).model, runner_of(llm).rank.guide.model):
         for parameter in model.parameters():
             parameter.data.zero_()
     assert answer() != before

@@ -5,6 +5,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from importlib.util import find_spec
@@ -68,6 +69,18 @@ def test_a_room_imports_only_what_lies_below_it(room):
                 if not f"{imported}.".startswith(tuple(f"{part}." for part in ALLOWED[room])):
                     broken.append(f"{file.relative_to(CHECKOUT)}:{line} imports {imported}")
     assert not broken, "\n".join(broken)
+
+
+def test_no_modules_import_each_other():
+    """Imports for type checkers count: a module can be read with what lies below it, and nothing else."""
+    imported: dict[str, set[str]] = {}
+    for file in files_of(*PACKAGE):
+        module = module_of(file)
+        for _, name, names in imports_of(file):
+            full = {f"{name}.{each}" for each in names} & MODULES
+            imported.setdefault(module, set()).update(full or {name} & MODULES)
+    sorter = TopologicalSorter({module: needs - {module} for module, needs in imported.items()})
+    sorter.prepare()  # raises CycleError, which names the modules
 
 
 # Declared: by pyproject.toml, or by vLLM, without which nothing here runs

@@ -60,7 +60,7 @@ def answers(llm: LLM, requests: Sequence[Request], draw: random.Random | None = 
         assert_nothing_left(llm)
     else:
         joins = [0, *(draw.randrange(12) for _ in requests[1:])]
-        poison = Poison(llm) if runner_of(llm).pages is not None else lambda: None
+        poison = Poison(llm) if runner_of(llm).rank.pages is not None else lambda: None
         outputs = run_in_steps(llm, prompts, params, joins=joins, after_step=poison).outputs
     return [
         answer_of(

@@ -97,7 +97,7 @@ class FakeGraphs:
 
     def __call__(self, run: Callable[[], Any], *, launch_first: bool = True) -> Callable[[], Any]:
         self.num_recorded += 1
-        pages = None if self.runner is None else self.runner.pages
+        pages = None if self.runner is None else self.runner.rank.pages
         if launch_first:
             run()
         before = None if pages is None else pages.memory.clone()

@@ -91,10 +91,10 @@ class Poison:
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.held = llm, held_pages(llm)
-        runner_of(llm).pages.memory.fill_(torch.nan)
+        runner_of(llm).rank.pages.memory.fill_(torch.nan)
 
     def __call__(self) -> None:
         held = held_pages(self.llm)
         given_back = sorted(self.held - held)
-        runner_of(self.llm).pages.memory[given_back] = torch.nan
+        runner_of(self.llm).rank.pages.memory[given_back] = torch.nan
         self.held = held

@@ -1,0 +1,38 @@
+"""What one rank of an engine has: its model, and where its canvases and pages are."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dllm_engine.model_executor.batch_tables import padded_width
+from dllm_engine.model_executor.canvas_store import CanvasStore
+from dllm_engine.model_executor.guide.model import Guide
+from dllm_engine.model_executor.models.decoder import DiffusionDecoder
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.token_prediction import TokenPredictor
+from dllm_engine.options import EngineOptions
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, once its weights are loaded. Every rank runs the same code on the same tokens."""
+
+    options: EngineOptions
+    device: torch.device
+    dtype: torch.dtype
+    model: DiffusionDecoder
+    predictor: TokenPredictor
+    guide: Guide | None
+    end_tokens: torch.Tensor
+    """End tokens of the model, int64."""
+    store: CanvasStore
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    pages: PageMemory | None = None
+    """None until vLLM has sized the pool, and for methods that keep nothing."""
+
+    @property
+    def max_pages(self) -> int:
+        """The most pages of a request in a layer, as page tables are padded."""
+        return padded_width(-(-self.max_model_len // self.options.page_size))
