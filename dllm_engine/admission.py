@@ -31,7 +31,6 @@ _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "allowed_token_ids": (None, "restricting the tokens is"),
     "bad_words": ([], "forbidding words is"),
     "repetition_detection": (None, "repetition detection is"),
-    "thinking_token_budget": (None, "a thinking budget is"),
     "trace_decode_token_ids": (None, "trace replay is"),
 }
 _INSTEAD = {
@@ -158,7 +157,7 @@ def _check_decision(spec: DecodingSpec) -> None:
 
 
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
-    if spec.constraint is None:
+    if not spec.is_constrained:
         return
     ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
     # What the text may be behind a block depends on all that is given there, and without an end token on the length.
@@ -171,10 +170,13 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
             f"{size * positions}; max_automaton_search is {max_search}: lower {shorten}, simplify the expression or "
             "schema, or raise max_automaton_search"
         )
-    if constraint.completable(spec.response_template, spec.first_end - spec.prompt_length)[0][0]:
+    budget, first_end = spec.thinking_budget, spec.first_end - spec.prompt_length
+    if constraint.completable(spec.response_template, first_end, budget)[0][0]:
         return
     with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"
-    if min_tokens and constraint.completable(spec.response_template)[0][0]:
+    if budget is not None and constraint.completable(spec.response_template, first_end)[0][0]:
+        reason = f"thinking_token_budget={budget}: no response with such short reasoning is possible; raise it"
+    elif min_tokens and constraint.completable(spec.response_template)[0][0]:
         reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
     elif spec.template:
         reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
@@ -195,17 +197,25 @@ def settled_params(
 ) -> SamplingParams:
     """The parameters with a length (a template's, the model's or what fits), an automaton for what the text must
     match, and the filters of a greedy request where vLLM does not reset them on the way to the engine."""
-    params = constrained(params, prompt_token_ids, tokenizer, vllm_config)
+    length = _response_length(params, len(prompt_token_ids), vllm_config.model_config)
+    params = constrained(params, prompt_token_ids, length, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
         params.extra_args = filters | (params.extra_args or {})
-    if params.max_tokens is None or (params.extra_args or {}).get("response_template") is not None:
-        params, bound = params.clone(), params.max_tokens
-        length = request_options(params).returned_length
-        if not length:
-            default: int = vllm_config.model_config.override_generation_config["max_new_tokens"]
-            # At least 1, so that the check of the request explains.
-            length = max(min(default, vllm_config.model_config.max_model_len - len(prompt_token_ids)), 1)
-        params.max_tokens = length if bound is None else min(bound, length)
+    if params.max_tokens != length:
+        params = params.clone()
+        params.max_tokens = length
     return params
+
+
+def _response_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:
+    """Tokens of the response: as many as are asked for, at most a template's, else the model's default or what fits."""
+    if params.max_tokens is not None and (params.extra_args or {}).get("response_template") is None:
+        return params.max_tokens
+    length = request_options(params).returned_length
+    if not length:
+        default: int = model_config.override_generation_config["max_new_tokens"]
+        # At least 1, so that the check of the request explains.
+        length = max(min(default, model_config.max_model_len - prompt_length), 1)
+    return length if params.max_tokens is None else min(params.max_tokens, length)

@@ -63,10 +63,12 @@ class Canvas:
         self.guide_text: list[int] = []
         """The guide's tokens whose keys and values its pages hold."""
         self.constrained: ConstrainedResponse | None = None
-        if spec.constraint is not None:
+        if spec.is_constrained:
             constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
             template, first_end = spec.response_template, spec.first_end
-            self.constrained = ConstrainedResponse(constraint, spec.prompt_length, template, first_end)
+            self.constrained = ConstrainedResponse(
+                constraint, spec.prompt_length, template, first_end, spec.thinking_budget
+            )
         self.decision: RunningDecision | None = None
         if spec.decision is not None:
             self.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)

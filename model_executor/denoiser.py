@@ -152,7 +152,7 @@ def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
     assert guidance is not None
     # Where something given follows, no end token; the model's draft is none. Nor what leaves a constraint.
     guided = [
-        own if spec.constraint is not None or (token in spec.end_tokens and position < spec.last_given) else token
+        own if spec.is_constrained or (token in spec.end_tokens and position < spec.last_given) else token
         for token, own, position in zip(draft.guided, drafted, draft.positions, strict=True)
     ]
     prefix = next((count for count, rank in enumerate(ranks) if rank >= guidance.top_k), len(ranks))

@@ -136,6 +136,8 @@ class DecodingSpec:
     """``Automaton.packed`` of what the response's text must match; None: any text."""
     reasoning: bytes | None = None
     """``Automaton.packed`` of the text before that; None: no such text."""
+    thinking_budget: int | None = None
+    """The most tokens of that text, without the marker that ends it; None: any number."""
     decision: bytes | None = None
     """``Decision.packed``, whose fields run in one window; None: the request is no decision."""
     passes: int = 1
@@ -144,6 +146,10 @@ class DecodingSpec:
     """Report log-probabilities of the committed token and of this many of the likeliest tokens; None: report none."""
     return_order: bool = False
     streams_steps: bool = False
+
+    @property
+    def is_constrained(self) -> bool:
+        return self.constraint is not None or self.reasoning is not None
 
     @property
     def needs_per_step_output(self) -> bool:

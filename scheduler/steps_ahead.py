@@ -73,7 +73,7 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     whole_window = plan.quota.candidates == plan.window
     asks = spec.early_stop or spec.streams_steps or spec.certainty_sigma is not None
     asks |= plan.post_step > 0  # whether its block ends is its result
-    return whole_window and not asks and spec.constraint is None and spec.decision is None and spec.guidance is None
+    return whole_window and not asks and not spec.is_constrained and spec.decision is None and spec.guidance is None
 
 
 def _depends_on_no_count(

@@ -235,20 +235,32 @@ def _digest(column: np.ndarray) -> bytes:
 
 
 def reasoning_automaton(
-    vocabulary: Vocabulary, most_states: int, end: str, end_token: int | None, start_token: int | None
+    vocabulary: Vocabulary,
+    most_states: int,
+    end: str,
+    end_token: int | None,
+    start_token: int | None,
+    any_token: bool = False,
 ) -> Automaton:
     """Reads any text up to the marker ``end``, such as ``</think>``, which ends its last token. Beside tokens that
     spell text there are ``end_token``, if a token is this marker, which nothing else spells then; and ``start_token``,
-    if one may begin reasoning. Errors as ``token_automaton``."""
+    if one may begin reasoning. Errors as ``token_automaton``.
+
+    ``any_token``: any text may follow, so the last token may go on behind the marker; any token may be in reasoning.
+    """
     anything = Repeated(bytes(range(256)), 0, None)
     of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in end.encode())), most_states)
-    of_bytes.next_state[of_bytes.accepting] = -1  # the first marker ends it
+    # The first marker ends it.
+    of_bytes.next_state[of_bytes.accepting] = np.flatnonzero(of_bytes.accepting)[0] if any_token else -1
     free = token_automaton(of_bytes, vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
     if end_token is not None:
         table = np.where(table == ended, -1, table)
     begins, ends = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    if any_token:
+        class_of[class_of < 0] = table.shape[1]
+        table = np.column_stack([table, np.where(free.accepting, -1, 0)])
     for token, column in ((start_token, begins), (end_token, ends)):
         if token is not None:
             class_of[token] = table.shape[1]

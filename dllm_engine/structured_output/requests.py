@@ -80,18 +80,31 @@ def check_size(text: str, name: str, remedy: str) -> None:
 
 
 class ReasoningArguments(NamedTuple):
-    """Arguments about reasoning that vLLM's front ends give beside the parameters."""
+    """What a request says about reasoning. vLLM's front ends give the first two beside the parameters."""
 
     ended: bool | None = None
     """True if the response begins behind reasoning; None: the prompt decides."""
     parser: Mapping[str, Any] | None = None
     """Arguments of the request's reasoning parser."""
+    budget: int | None = None
+    """The most tokens of reasoning; None: any number."""
+
+    def within(self, length: int) -> "ReasoningArguments":
+        """The same for a response of ``length`` tokens, without a budget that is no less."""
+        needs_budget = self.budget is not None and self.budget < length
+        return self if needs_budget else self._replace(budget=None)
+
+
+def has_grammar(params: Any) -> bool:
+    """Whether a request asks for a text that an automaton reads: structured output, or a budget of reasoning."""
+    asked = (getattr(params, name, None) for name in ("structured_outputs", "thinking_token_budget"))
+    return any(each is not None for each in asked)
 
 
 def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
     """The parameters with those arguments of ``AsyncLLM.generate`` that are about reasoning."""
     carried = ReasoningArguments(arguments.get("reasoning_ended"), arguments.get("reasoning_parser_kwargs"))
-    if getattr(params, "structured_outputs", None) is None or carried == ReasoningArguments():
+    if not has_grammar(params) or carried == ReasoningArguments():
         return params
     params = params.clone()
     params.extra_args = {**(params.extra_args or {}), REASONING: carried}
@@ -99,22 +112,30 @@ def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
 
 
 def arguments_in(params: SamplingParams) -> ReasoningArguments:
-    """Arguments noted by ``with_arguments``."""
+    """Arguments noted by ``with_arguments``, and the budget."""
     given = (params.extra_args or {}).get(REASONING)
-    return given if isinstance(given, ReasoningArguments) else ReasoningArguments()
+    arguments = given if isinstance(given, ReasoningArguments) else ReasoningArguments()
+    return arguments._replace(budget=params.thinking_token_budget)
 
 
 def reasoning_before(
-    arguments: ReasoningArguments, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+    arguments: ReasoningArguments,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Any,
+    vllm_config: Any,
+    is_free: bool = False,
 ) -> Grammar | None:
-    """The grammar of the reasoning that a request's constrained text follows; None where it begins the response.
+    """The grammar of the reasoning that a response begins with; None where it begins with its answer. ``is_free``: any
+    text may be the answer.
 
     Raises ``InvalidRequestError`` where the parser does not suit the tokenizer, or does not say what ends reasoning.
     """
     settings = vllm_config.structured_outputs_config
-    if not settings.reasoning_parser or settings.enable_in_reasoning or arguments.ended:
+    is_included = settings.enable_in_reasoning and not is_free
+    if not settings.reasoning_parser or is_included or arguments.ended:
         return None
-    about = f"structured_outputs: the engine's reasoning_parser={settings.reasoning_parser!r}"
+    setting = "thinking_token_budget" if is_free else "structured_outputs"
+    about = f"{setting}: the engine's reasoning_parser={settings.reasoning_parser!r}"
     try:
         parser_class = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)
         parser = parser_class(tokenizer, **(arguments.parser or {}))
@@ -129,7 +150,21 @@ def reasoning_before(
         )
     vocabulary = tokenizer.get_vocab()
     tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))
-    return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens]))
+    return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free]))
+
+
+def _reasoning_of(
+    structured: StructuredOutputsParams | None,
+    arguments: ReasoningArguments,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Any,
+    vllm_config: Any,
+) -> Grammar | None:
+    """The grammar of the reasoning that must be read, if there is any."""
+    is_free = structured is None
+    if is_free and arguments.budget is None:
+        return None
+    return reasoning_before(arguments, prompt_token_ids, tokenizer, vllm_config, is_free)
 
 
 def _is_ended_by(prompt_token_ids: Sequence[int], parser: Any, tokenizer: Any) -> bool:
@@ -144,25 +179,44 @@ def _parser(name: str, plugin: str) -> Any:
 
 
 async def prepare(
-    structured: StructuredOutputsParams,
+    structured: StructuredOutputsParams | None,
     prompts: Iterable[Any],
     arguments: ReasoningArguments,
     tokenizer: Any,
     vllm_config: Any,
 ) -> None:
-    """Build the automaton, and those of the reasoning behind the prompts, without holding up the event loop.
-
-    Raises as ``constrained``.
-    """
-    token_ids = (prompt.get("prompt_token_ids") for prompt in prompts if isinstance(prompt, dict))
-    reasoning = {reasoning_before(arguments, tokens, tokenizer, vllm_config) for tokens in token_ids if tokens}
-    for grammar in (grammar_of(structured), *filter(None, reasoning)):
+    """Build the automata of these prompts' requests without holding up the event loop. Raises as ``constrained``."""
+    for grammar in _grammars_of_all(structured, prompts, arguments, tokenizer, vllm_config):
         await when_built(await reading(build_input, grammar, tokenizer, vllm_config))
 
 
-def is_prepared(structured: StructuredOutputsParams, tokenizer: Any, vllm_config: Any) -> bool:
-    """Return True if the automaton is there, so that ``constrained`` need not wait."""
-    return is_kept(build_input(grammar_of(structured), tokenizer, vllm_config))
+def is_prepared(
+    structured: StructuredOutputsParams | None,
+    prompt: Any,
+    arguments: ReasoningArguments,
+    tokenizer: Any,
+    vllm_config: Any,
+) -> bool:
+    """Return True if the automata are there, so that ``constrained`` need not wait."""
+    grammars = _grammars_of_all(structured, [prompt], arguments, tokenizer, vllm_config)
+    return all(is_kept(build_input(grammar, tokenizer, vllm_config)) for grammar in grammars)
+
+
+def _grammars_of_all(
+    structured: StructuredOutputsParams | None,
+    prompts: Iterable[Any],
+    arguments: ReasoningArguments,
+    tokenizer: Any,
+    vllm_config: Any,
+) -> list[Grammar]:
+    """Grammars of requests with these prompts. What follows a prompt that is not rendered yet is not known."""
+    grammars = [] if structured is None else [grammar_of(structured)]
+    for prompt in prompts:
+        if isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+            within = arguments.within(vllm_config.model_config.max_model_len - len(tokens))
+            reasoning = _reasoning_of(structured, within, tokens, tokenizer, vllm_config)
+            grammars += [reasoning] if reasoning else []
+    return list(dict.fromkeys(grammars))
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
@@ -171,26 +225,51 @@ async def reading(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def constrained(
-    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+    params: SamplingParams, prompt_token_ids: Sequence[int], length: int, tokenizer: Any, vllm_config: Any
 ) -> SamplingParams:
     """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
-    own; and with one of the reasoning before it, if the response begins with that.
+    own; and with one of the reasoning before it, if the response of ``length`` tokens begins with that. A budget of
+    reasoning is left out where there is nothing to bound.
 
-    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``, and for a budget that cannot hold.
     """
-    if params.structured_outputs is None:
+    if not has_grammar(params):
         return params
-    grammars = {
-        CONSTRAINT: grammar_of(params.structured_outputs),
-        REASONING: reasoning_before(arguments_in(params), prompt_token_ids, tokenizer, vllm_config),
-    }
-    automata = {name: built(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items() if each}
+    structured, arguments = params.structured_outputs, arguments_in(params).within(length)
+    grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
+    if arguments.budget is not None:
+        _check_budget(arguments.budget, structured, tokenizer, vllm_config)
+    if reasoning := _reasoning_of(structured, arguments, prompt_token_ids, tokenizer, vllm_config):
+        grammars[REASONING] = reasoning
+    automata = {name: built(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items()}
     given = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
+    params.thinking_token_budget = arguments.budget if REASONING in grammars else None
     params.extra_args = {name: automaton.packed for name, automaton in automata.items()}
     params.extra_args |= {name: value for name, value in given.items() if not isinstance(value, ReasoningArguments)}
     return params
+
+
+def _check_budget(budget: int, structured: StructuredOutputsParams | None, tokenizer: Any, vllm_config: Any) -> None:
+    """Raise ``InvalidRequestError`` where reasoning cannot be told from the answer."""
+    settings = vllm_config.structured_outputs_config
+    reason = ""
+    if not settings.reasoning_parser and structured is None:
+        reason = "the server does not tell reasoning from answers; start it with --reasoning-parser"
+    elif settings.reasoning_parser and settings.enable_in_reasoning and structured is not None:
+        reason = (
+            "with enable_in_reasoning, reasoning is a part of the text that must match; start the server without it"
+        )
+    elif settings.reasoning_parser:
+        try:
+            vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size)
+        except InvalidRequestError as error:
+            reason = f"reasoning is bounded as structured output is; {error}"
+    if reason:
+        raise InvalidRequestError(
+            f"thinking_token_budget={budget} (thinking.budget_tokens of /v1/messages): {reason}, or leave it out"
+        )
 
 
 def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:

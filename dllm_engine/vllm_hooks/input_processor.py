@@ -16,6 +16,7 @@ from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
     ReasoningArguments,
     arguments_in,
+    has_grammar,
     is_prepared,
     prepare,
     with_arguments,
@@ -54,7 +55,10 @@ def process_checked_inputs(
     check_length("response_template", given, self.model_config.max_model_len)
     params = settled_params(params, prompt_token_ids, self.tokenizer, self.vllm_config)
     check_request(params, prompt_token_ids, self.vllm_config)
+    # vLLM refuses budgets of reasoning that it cannot bound itself.
+    budget, params.thinking_token_budget = params.thinking_token_budget, None
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
+    request.sampling_params.thinking_token_budget = budget
     _check_can_be_sent(request)
     if is_constrained:
         count_request()
@@ -96,17 +100,18 @@ def generate_if_valid(
         return generate(self, checked_prompt, sampling_params, request_id, **kwargs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
-        await prepare(structured, [prompt], arguments_in(sampling_params), tokenizer, self.vllm_config)
+        await prepare(structured, [prompt], arguments, tokenizer, self.vllm_config)
         async with aclosing(checked()) as outputs:
             async for output in outputs:
                 yield output
 
-    structured = getattr(sampling_params, "structured_outputs", None) if is_ours(self) else None
-    if structured is None:
+    if not is_ours(self) or not has_grammar(sampling_params):
         return checked()
     tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
-    return checked() if is_prepared(structured, tokenizer, self.vllm_config) else checked_when_built()
+    structured, arguments = sampling_params.structured_outputs, arguments_in(sampling_params)
+    prepared = is_prepared(structured, prompt, arguments, tokenizer, self.vllm_config)
+    return checked() if prepared else checked_when_built()
 
 
 async def render_and_build(render: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,12 +122,13 @@ async def render_and_build(render: Original, self: Any, request: Any, *args: Any
         params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
         extract = getattr(request, "extract_structured_outputs", None)
         structured = extract() if extract else getattr(params, "structured_outputs", None)
-        if structured is not None:
+        budget = getattr(params or request, "thinking_token_budget", None)
+        if structured is not None or budget is not None:
             tokenizer, vllm_config = self.renderer.tokenizer, self.renderer.config
             has_template = hasattr(request, "build_chat_params")
             parser = {"chat_template_kwargs": self.effective_chat_template_kwargs(request)} if has_template else None
             prompts = rendered[1] if has_template else rendered
-            await prepare(structured, prompts, ReasoningArguments(None, parser), tokenizer, vllm_config)
+            await prepare(structured, prompts, ReasoningArguments(None, parser, budget), tokenizer, vllm_config)
     return rendered
 
 

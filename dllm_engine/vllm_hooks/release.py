@@ -1,6 +1,6 @@
 """Releases of vLLM that this package works with; others are refused."""
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -25,6 +25,14 @@ def check_release() -> None:
             f"vLLM {vllm.__version__} is installed, dllm-engine {version('dllm-engine')} works with vLLM "
             f"{' and '.join(RELEASES)}; install one of these"
         )
+
+
+def is_installed(release: str) -> bool:
+    """Return True if vLLM is there in this release, such as ``0.32``."""
+    try:
+        return version("vllm").startswith(f"{release}.")
+    except PackageNotFoundError:
+        return False
 
 
 def unfit(what: str) -> IncompatibleVLLMError:

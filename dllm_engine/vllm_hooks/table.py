@@ -5,13 +5,18 @@ changes are not in the table, because they are no functions: the default of ``ma
 (``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
+from dllm_engine.vllm_hooks.release import is_installed
+
 _BEAM_SEARCH = "vllm.entrypoints.generate.beam_search"
 _CHAT = "vllm.entrypoints.openai.chat_completion"
 _COMPLETION = "vllm.entrypoints.openai.completion.serving:OpenAIServingCompletion"
 _RENDERER = "vllm.renderers.online_renderer:OnlineRenderer"
 _RESPONSES = "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
+_ERRORS = "vllm.entrypoints.serve.exception_handling.register"
 _PROCESSOR = "vllm.v1.engine.output_processor"
 _PARSER = "vllm.parser.abstract_parser"
+_PROMPT_OF_PARSER = f"{_PARSER}:{'Parser' if is_installed('0.32') else 'DelegatingParser'}.set_prompt_token_ids"
+"""Since vLLM 0.33 parsers that delegate have their own."""
 
 EVERY_PROCESS = {
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
@@ -41,7 +46,7 @@ SERVING = {
     f"{_RENDERER}.preprocess_chat": "input_processor:render_and_build",
     f"{_RENDERER}.preprocess_completion": "input_processor:render_and_build",
     f"{_CHAT}.protocol:ChatCompletionRequest.resolve_reasoning_ended": "input_processor:resolve_by_prompt",
-    f"{_PARSER}:Parser.set_prompt_token_ids": "reasoning:read_prompt",
+    _PROMPT_OF_PARSER: "reasoning:read_prompt",
     f"{_PARSER}:DelegatingParser.is_reasoning_end": "reasoning:is_ended_by_prompt",
     f"{_PARSER}:DelegatingParser.extract_reasoning": "reasoning:extract_after_prompt",
     f"{_PARSER}:DelegatingParser.count_reasoning_tokens": "reasoning:count_after_prompt",
@@ -60,6 +65,8 @@ SERVING = {
     f"{_CHAT}.serving:OpenAIServingChat.chat_completion_full_generator": "server.responses:complete_chat_with_fields",
     f"{_RESPONSES}.responses_stream_generator": "server.responses:end_responses_stream",
     "vllm.entrypoints.generate.base.serving:GenerateBaseServing._raise_if_error": "server.responses:raise_with_reason",
+    "vllm.entrypoints.anthropic.api_router:translate_error_response": "server.messages_errors:translate_type",
+    f"{_ERRORS}:init_exception_handler": "server.messages_errors:translate_refusals",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
 }
 """Applied in the process that builds an engine's config, once it is known that the model is one of ours."""

@@ -2,8 +2,9 @@
 
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,6 +53,11 @@ def joined(first: Automaton, second: Automaton) -> Automaton:
         np.concatenate([led, np.where(second_led < 0, -1, second_led + num_before)]).astype(np.int32),
         np.append(np.zeros(num_before, bool), second.accepting),
     )
+
+
+def any_text(vocab_size: int) -> Automaton:
+    """Accepts every text."""
+    return Automaton(np.zeros(vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
 
 
 def distances(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> np.ndarray:
@@ -108,13 +114,24 @@ class Transitions:
         """Classes of all sets, and the set of each."""
 
 
+class Leeway(NamedTuple):
+    """What reasoning may do at one place of a response."""
+
+    go_on: bool = True
+    """It need not have ended."""
+    close: bool = True
+    """The response may end within it."""
+
+
 class Constraint:
     """An automaton of which an end token closes the text. Only end tokens follow one.
 
     The end tokens are one more class, and the closed text is one more state.
     """
 
-    def __init__(self, automaton: Automaton, end_tokens: frozenset[int]) -> None:
+    def __init__(self, automaton: Automaton, end_tokens: frozenset[int], num_reasoning: int = 0) -> None:
+        """``num_reasoning``: that many states, the first ones, are those of reasoning. The next is the one behind it."""
+        self.num_reasoning = num_reasoning
         num_states, num_classes = automaton.next_state.shape
         self.class_of = automaton.class_of.copy()
         self.next_state = np.pad(automaton.next_state, ((0, 1), (0, 1)), constant_values=-1)
@@ -129,29 +146,59 @@ class Constraint:
         self._transitions = Transitions(self.next_state)
         self._before_mask = lru_cache(maxsize=1024)(self._states_before_mask)
 
-    def completable(self, template: Sequence[int | None], first_end: int = 0) -> list[np.ndarray]:
+    @cached_property
+    def marker_length(self) -> int:
+        """Fewest tokens that end reasoning."""
+        sources, targets = self._transitions.sources, self._transitions.targets
+        return int(distances(sources, targets, np.arange(self.num_states) == 0)[self.num_reasoning])
+
+    def leeway(self, place: int, budget: int | None) -> Leeway:
+        """``budget``: the most tokens of reasoning, counted from the first place of the response, 0. The marker that ends
+        it follows at once; None: no limit."""
+        if budget is None:
+            return Leeway()
+        return Leeway(go_on=place + 1 < budget + self.marker_length, close=place <= budget)
+
+    def _within(self, leeway: Leeway, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Whether each step from one of ``sources`` to one of ``targets`` is within a leeway."""
+        within = np.ones(len(targets), bool)
+        if not leeway.go_on:
+            within &= targets >= self.num_reasoning
+        if not leeway.close:
+            within &= (sources >= self.num_reasoning) | (targets < self.num_states - 1)
+        return within
+
+    def completable(
+        self, template: Sequence[int | None], first_end: int = 0, budget: int | None = None
+    ) -> list[np.ndarray]:
         """For each position of a response and the one behind it, bool ``[num_states]``: from which states what is given
         there and behind, and some tokens for its masks, lead to an accepted text.
 
         ``template``: the response, with None for each mask; of those before ``first_end`` none is an end token.
+        ``budget``: as in ``leeway``.
         """
-        states = [self.accepting]
+        numbers = np.arange(self.num_states)
+        is_cut = budget is not None and budget < len(template)  # reasoning that goes on to the end is too long
+        states = [self.accepting & (numbers >= self.num_reasoning) if is_cut else self.accepting]
         for place in reversed(range(len(template))):
             token, accepted = template[place], states[-1]
+            leeway = self.leeway(place, budget)
             if token is None:
-                states.append(self._before_mask(accepted.tobytes(), place >= first_end))
+                states.append(self._before_mask(accepted.tobytes(), place >= first_end, leeway))
             else:
                 kind = self.class_of[token]
                 following = self.next_state[:, kind]
-                states.append((kind >= 0) & (following >= 0) & accepted[following])
+                within = self._within(leeway, numbers, following)
+                states.append((kind >= 0) & (following >= 0) & accepted[following] & within)
         return states[::-1]
 
-    def _states_before_mask(self, accepted: bytes, may_end: bool) -> np.ndarray:
+    def _states_before_mask(self, accepted: bytes, may_end: bool, leeway: Leeway) -> np.ndarray:
         """The states from which a token leads to one of ``accepted``, which are the bytes of bool ``[num_states]``;
         not ``may_end``: a token that is no end token."""
         sources, targets = self._transitions.sources, self._transitions.targets
         # Only end tokens lead to the last state.
         leads = np.frombuffer(accepted, bool)[targets] & (may_end | (targets < self.num_states - 1))
+        leads &= self._within(leeway, sources, targets)
         before = np.zeros(self.num_states, bool)
         before[sources[leads]] = True
         return before
@@ -173,24 +220,32 @@ class Constraint:
             state = int(self.next_state[state, kind]) if state >= 0 and kind >= 0 else -1
         return state
 
-    def most_probable(self, state: int, scores: np.ndarray, accepted: np.ndarray) -> np.ndarray:
+    def most_probable(
+        self, state: int, scores: np.ndarray, accepted: np.ndarray, place: int = 0, budget: int | None = None
+    ) -> np.ndarray:
         """The classes of a run of tokens from ``state`` to one of ``accepted`` (bool ``[num_states]``) with the largest
         sum of scores, int64 ``[num_tokens]``; of equal ones any, but always the same.
 
         ``scores``: float64 ``[num_tokens, num_classes]``, −∞ for what must not be taken; some run has finite ones.
+        ``place``: that of the first of the tokens in the response. ``budget``: as in ``leeway``.
         """
         t = self._transitions
+        outside = {
+            leeway: ~self._within(leeway, t.sources, t.targets)
+            for leeway in {self.leeway(place + position, budget) for position in range(len(scores))}
+        }
         best = np.full((len(scores) + 1, self.num_states), -np.inf)
         best[0, state] = 0.0
         set_scores = np.full((len(scores), t.num_sets), -np.inf)
         for position, class_scores in enumerate(scores):
             np.maximum.at(set_scores[position], t.sets, class_scores[t.classes])
             arriving = best[position, t.sources] + set_scores[position, t.set_of]
+            arriving[outside[self.leeway(place + position, budget)]] = -np.inf
             best[position + 1, t.reached] = np.maximum.reduceat(arriving, t.into)
         path = np.empty(len(scores), dtype=np.int64)
         at = int(np.where(accepted, best[-1], -np.inf).argmax())
         for position in range(len(scores) - 1, -1, -1):
-            into = np.flatnonzero(t.targets == at)
+            into = np.flatnonzero((t.targets == at) & ~outside[self.leeway(place + position, budget)])
             step = into[(best[position, t.sources[into]] + set_scores[position, t.set_of[into]]).argmax()]
             classes = t.classes[t.sets == t.set_of[step]]
             path[position], at = classes[scores[position, classes].argmax()], int(t.sources[step])
@@ -198,25 +253,38 @@ class Constraint:
 
 
 @lru_cache(maxsize=16)
-def constraint_of(packed: bytes, end_tokens: frozenset[int], reasoning: bytes | None = None) -> Constraint:
-    """The constraint of ``Automaton.packed``, and of what comes before its text, if anything does. Requests of equal
-    ones share it."""
-    automaton = unpacked(packed)
-    return Constraint(automaton if reasoning is None else joined(unpacked(reasoning), automaton), end_tokens)
+def constraint_of(packed: bytes | None, end_tokens: frozenset[int], reasoning: bytes | None = None) -> Constraint:
+    """The constraint of ``Automaton.packed``, and of the reasoning before its text, if there is any. Requests of equal
+    ones share it. None: any text follows the reasoning, and the response may end within that."""
+    if reasoning is None:
+        assert packed is not None
+        return Constraint(unpacked(packed), end_tokens)
+    before = unpacked(reasoning)
+    num_reasoning = int((~before.accepting).sum())
+    if packed is not None:
+        return Constraint(joined(before, unpacked(packed)), end_tokens, num_reasoning)
+    free = joined(before, any_text(len(before.class_of)))
+    return Constraint(replace(free, accepting=np.ones_like(free.accepting)), end_tokens, num_reasoning)
 
 
 class ConstrainedResponse:
     """Progress of one response's decided tokens in its constraint."""
 
     def __init__(
-        self, constraint: Constraint, prompt_length: int, template: Sequence[int | None], first_end: int = 0
+        self,
+        constraint: Constraint,
+        prompt_length: int,
+        template: Sequence[int | None],
+        first_end: int = 0,
+        thinking_budget: int | None = None,
     ) -> None:
         """``template``: the response before its first step, with None for each mask. What the canvas has behind it may
         be anything. ``first_end``: the canvas position before which no mask becomes an end token."""
         self.constraint = constraint
+        self._budget = thinking_budget
         self._start, self._stop = prompt_length, prompt_length + len(template)
         self._first_end = max(first_end, prompt_length)
-        self._completable = constraint.completable(template, self._first_end - prompt_length)
+        self._completable = constraint.completable(template, self._first_end - prompt_length, thinking_budget)
         self._position, self._state = prompt_length, 0
 
     def classes(self, known: np.ndarray, stop: int, positions: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -245,7 +313,8 @@ class ConstrainedResponse:
         decided = np.setdiff1d(np.flatnonzero(known[first:stop] >= 0), positions - first)
         table[decided] = -np.inf
         table[decided, self.constraint.class_of[known[first:stop][decided]]] = 0.0
-        path = self.constraint.most_probable(self._state, table, self._completable[stop - self._start])
+        accepted = self._completable[stop - self._start]
+        path = self.constraint.most_probable(self._state, table, accepted, first - self._start, self._budget)
         found = np.full(len(positions), -1)
         found[inside] = path[positions[inside] - first]
         return found

@@ -259,6 +259,7 @@ def resolve_decoding(
         template=template,
         constraint=bytes_in(params, CONSTRAINT),
         reasoning=bytes_in(params, REASONING),
+        thinking_budget=params.thinking_token_budget,
         decision=decision,
         cache=_resolve_cache(options, engine),
         num_logprobs=params.logprobs,

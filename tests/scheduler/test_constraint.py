@@ -12,6 +12,7 @@ from dllm_engine.scheduler.constraints.constraint import (
     Automaton,
     ConstrainedResponse,
     Constraint,
+    any_text,
     constraint_of,
     unpacked,
 )
@@ -60,6 +61,62 @@ def test_the_most_probable_text_is_that_of_all_texts(seed, length):
     positions = np.array(predicted, dtype=np.int64) + len(prompt)
     classes = response.classes(known, len(known), positions, by_class[predicted])
     assert sum(by_class[predicted, classes]) == pytest.approx(max(map(total, accepted)))
+
+
+@given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(0, 4), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(seed, length, budget, is_free):
+    """Against every sequence of tokens. 0 and 1 together end reasoning, or also 3; other tokens from 3 are in none."""
+    draw = random.Random(seed)
+    long_marker = draw.random() < 0.5
+    table = [[1, 0, 0, -1 if long_marker else 2], [1, 2, 0, -1 if long_marker else 2], [-1] * 4]
+    reasoning = Automaton(np.array([0, 1, 2, 3, -1, -1, -1]), np.array(table), np.array([False, False, True]))
+    answer = None if is_free else random_automaton(draw, VOCAB, {NEVER})
+    ends = frozenset(draw.choice([(), (5,)]))
+    constraint = constraint_of(answer and answer.packed, ends, reasoning.packed)
+    plain = PlainConstraint((answer or any_text(VOCAB)).packed, ends)
+
+    may_reason = {0, 1, 2} if long_marker else {0, 1, 2, 3}
+
+    def ended_reasoning(tokens):
+        """The number of tokens up to the end of the reasoning, and the tokens behind it; None if it does not end."""
+        state = 0
+        for place, token in enumerate(tokens):
+            state = reasoning.next_state[state, token] if token <= 3 else -1
+            if state < 0:
+                return None
+            if state == 2:
+                return place + 1, tokens[place + 1 :]
+        return None
+
+    def is_right(tokens):
+        if is_free:
+            count = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            spoken, behind = tokens[:count], tokens[count:]
+            is_closed = all(token in ends for token in behind)
+            is_reasoning = {*spoken} <= may_reason and ended_reasoning(spoken) is None
+            if is_closed and is_reasoning and count <= budget:
+                return True
+        split = ended_reasoning(tokens)
+        return split is not None and split[0] <= budget + 1 + long_marker and plain.accepts(split[1])
+
+    template = [draw.choice([None, None, draw.randrange(VOCAB)]) for _ in range(length)]
+    choices = [range(VOCAB) if token is None else [token] for token in template]
+    accepted = [tokens for tokens in itertools.product(*choices) if is_right(tokens)]
+    assert constraint.completable(template, budget=budget)[0][0] == bool(accepted)
+    if not accepted:
+        return
+    scores = np.array([[draw.gauss(0, 3) for _ in range(VOCAB)] for _ in range(length)])
+    masks = [place for place, token in enumerate(template) if token is None]
+    by_class = np.full((length, constraint.num_classes), -np.inf)
+    for token, number in enumerate(constraint.class_of):
+        if number >= 0:
+            by_class[:, number] = np.maximum(by_class[:, number], scores[:, token])
+    known = np.array([-1 if token is None else token for token in template])
+    response = ConstrainedResponse(constraint, 0, template, thinking_budget=budget)
+    classes = response.classes(known, length, np.array(masks, dtype=np.int64), by_class[masks])
+    best = max(sum(scores[place, tokens[place]] for place in masks) for tokens in accepted)
+    assert sum(by_class[masks, classes]) == pytest.approx(best)
 
 
 def word(*tokens: int, vocab_size: int = VOCAB) -> Automaton:

@@ -238,8 +238,10 @@ ENDED = {
 
 
 @pytest.mark.parametrize("turn", ENDED)
-def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn):
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24)
+@pytest.mark.parametrize("budget", [None, 0])
+def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn, budget):
+    structured = StructuredOutputsParams(regex="[0-9]{2}")
+    params = DiffusionParams(structured_outputs=structured, gen_length=24, thinking_token_budget=budget)
     (output,) = llm.generate([f"Tom is 48.{ENDED[turn]}"], params, use_tqdm=False)
     assert re.fullmatch("[0-9]{2}", output.outputs[0].text)
 
@@ -287,3 +289,95 @@ def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
     text = asyncio.run(answer()).text
     assert re.fullmatch("[0-9]{4}" if ended else "(.|\n)*</think>[0-9]{4}", text)
     assert params.extra_args is None
+
+
+# Budgets
+
+
+def reasoning_tokens(llm, token_ids) -> int:
+    """How many tokens have text before the marker, or in all if there is none."""
+    tokenizer = llm.get_tokenizer()
+    lengths = [len(tokenizer.decode(token_ids[:count])) for count in range(len(token_ids) + 1)]
+    before = len(tokenizer.decode(token_ids).partition("</think>")[0])
+    return sum(length < before for length in lengths)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 13])
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2, "block_length": 8}])
+@pytest.mark.parametrize("regex", ["[0-9]{2}", None])
+def test_reasoning_keeps_its_budget(llm, budget, settings, regex):
+    structured = regex and StructuredOutputsParams(regex=regex)
+    asked = {"gen_length": 48, "temperature": 1.0, "seed": 5, "n": 3, "ignore_eos": not regex} | settings
+    params = DiffusionParams(structured_outputs=structured, thinking_token_budget=budget, **asked)
+    (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    for completion in output.outputs:
+        assert reasoning_tokens(llm, completion.token_ids) <= budget
+        assert re.fullmatch("(.|\n)*</think>" + (regex or "(.|\n)*"), completion.text)
+        assert completion.finish_reason == ("stop" if regex else "length")
+    assert params.thinking_token_budget == budget
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("regex", ["[0-9]{2}", None])
+def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
+    structured = regex and StructuredOutputsParams(regex=regex)
+    texts = set()
+    for budget in (None, 24, 31, 32, 9999):
+        params = DiffusionParams(gen_length=32, structured_outputs=structured, thinking_token_budget=budget)
+        (output,) = spelling.generate([PROMPT], params, use_tqdm=False)
+        texts.add(output.outputs[0].text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "stream"])
+def test_budgets_of_chats(reasoning_client, llm, field):
+    body = {"model": "m", "messages": CHAT, "max_tokens": 48, "min_tokens": 40, "thinking_token_budget": 5}
+    response = reasoning_client.post("/v1/chat/completions", json=body | {"stream": field == "stream"})
+    assert response.status_code == 200
+    chunks = chunks_of(response.text) if field == "stream" else [response.json()]
+    parts = [choice.get("delta") or choice["message"] for chunk in chunks for choice in chunk["choices"]]
+    reasoning, content = ("".join(part.get(name) or "" for part in parts) for name in ("reasoning", "content"))
+    assert len(llm.get_tokenizer().encode(reasoning, add_special_tokens=False)) <= 5
+    assert content
+    assert "</think>" not in content
+
+
+@pytest.fixture(scope="module")
+def wide_clients(engines):
+    """Contexts with room for the least budget of ``/v1/messages``; with a reasoning parser, and without."""
+    settings = {"max_model_len": 1200, "skip_tokenizer_init": False}
+    with_parser = engines("demo", structured_outputs_config={"reasoning_parser": "qwen3"}, **settings)
+    name = ("--served-model-name", "m")
+    return served(with_parser, *name, *FLAGS), served(engines("demo", **settings), *name)
+
+
+def test_budgets_of_messages(wide_clients):
+    wide_client, without_parser = wide_clients
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    body = {"model": "m", "messages": CHAT, "max_tokens": 1100, "thinking": thinking}
+    body["vllm_xargs"] = {"block_length": 1100, "threshold": 0.01}
+    answer = wide_client.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    for change in ({"max_tokens": 1024}, {"thinking": thinking | {"budget_tokens": 1023}}):
+        refused = wide_client.post("/v1/messages", json=body | change)
+        assert refused.status_code == 400
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert "budget_tokens" in refused.json()["error"]["message"]
+    refused = without_parser.post("/v1/messages", json=body)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    assert "thinking.budget_tokens" in refused.json()["error"]["message"]
+    assert without_parser.post("/v1/messages", json=body | {"thinking": {"type": "disabled"}}).status_code == 200
+
+
+def test_budgets_that_nothing_can_keep_are_refused(demo):
+    """Without a reasoning parser: unless the response is no longer, or has a text of its own."""
+    for budget, structured, is_kept in ((31, None, False), (32, None, True), (0, "[0-9]{2}", True)):
+        wanted = structured and StructuredOutputsParams(regex=structured)
+        params = DiffusionParams(gen_length=32, thinking_token_budget=budget, structured_outputs=wanted)
+        if is_kept:
+            assert demo.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
+            continue
+        with pytest.raises(ValueError, match=r"thinking_token_budget=31 \(thinking.budget_tokens.*--reasoning-parser"):
+            demo.generate([PROMPT], params, use_tqdm=False)
