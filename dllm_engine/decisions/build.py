@@ -25,6 +25,19 @@ _SUM_COST = 16
 _BUILT_AT_ONCE = 8
 """Transitions that are looked at in the time of a search of one, where a lattice is built."""
 
+_BEGINNING_COST = 150
+"""To go on with a beginning of a text, from a state of a pattern, takes as long as to search so many transitions."""
+_POSITIONS_AT_ONCE = 2
+"""Positions of the state that are looked at for a beginning in the time of a search of one transition."""
+_TOKENS_AT_ONCE = 2
+"""Tokens that may follow it, of which the same is true."""
+_EDGES_AT_ONCE = 16
+"""Tokens at each position, of which the same is true."""
+_SPARE_BEGINNINGS = 16
+"""A search for ``top_k`` values goes on with at least so many beginnings more from each state."""
+_BEGINNINGS_PER_VALUE = 4
+"""Times as many if there is time: all spellings of a probable text may be improbable."""
+
 
 @dataclass(frozen=True)
 class Texts:
@@ -142,11 +155,39 @@ def build_decision(wanted: DecisionInput) -> Decision:
     graph = builder.graph()
     if graph.size > wanted.max_search // _SUM_COST:
         raise _too_large(builder.longest, builder.num_edges, wanted)
+    beginnings = _beginnings(graph, [field.values is None for field in texts.fields], wanted)
     names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
     has_patterns = any(field.values is None for field in texts.fields)
     tokens = np.unique(graph.edges["token"]).tolist() if has_patterns else []
     spellings = [wanted.vocabulary.spelling(token) for token in tokens]
-    return Decision(graph, names, values, spellings, wanted.top_k, texts.is_json)
+    return Decision(graph, names, values, spellings, wanted.top_k, texts.is_json, beginnings)
+
+
+def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput) -> int:
+    """Beginnings of texts that the search for the most probable values goes on with from each state of a pattern.
+
+    Raises ``ValueError`` where it takes too long with as many as it needs.
+    """
+    edges = graph.edges[np.isin(graph.edges["field"], np.flatnonzero(is_pattern))]
+    if not edges.size:
+        return 0
+    if wanted.top_k < 1:
+        raise ValueError(f"top_k={wanted.top_k}: ask for 1 value of each pattern at least")
+    states, num_positions = np.unique(edges["target"]), graph.num_positions
+    cost = _BEGINNING_COST * len(states)
+    cost += int(num_positions[states].sum()) // _POSITIONS_AT_ONCE
+    cost += len(edges) // _TOKENS_AT_ONCE
+    cost += int(num_positions[edges["source"]].sum()) // _EDGES_AT_ONCE
+    allowed = wanted.max_search // cost
+    needed = wanted.top_k + _SPARE_BEGINNINGS
+    if needed > allowed:
+        lower = f"lower top_k to {allowed - _SPARE_BEGINNINGS}, " if allowed > _SPARE_BEGINNINGS else ""
+        raise ValueError(
+            f"top_k={wanted.top_k}: the search for so many values of the patterns takes as long as that of "
+            f"{cost * needed} transitions, max_automaton_search={wanted.max_search}; {lower}give fewer or shorter "
+            "patterns, or raise it"
+        )
+    return min(_BEGINNINGS_PER_VALUE * needed, allowed)
 
 
 def _check_size(longest: int, num_edges: int, wanted: DecisionInput) -> None:

@@ -4,11 +4,8 @@ docs/decisions.md defines the probabilities. The tokens that all accepted texts 
 rest are masks.
 """
 
-import heapq
 import io
-import itertools
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from dllm_engine.scheduler.constraints.field_texts import FieldChances, FieldLattice
 from dllm_engine.scheduler.constraints.lattice import EDGE, END, LITERAL, OPEN, Graph, Lattice, edges_between
-
-_PATHS_PER_TEXT = 40
-"""Beginnings of sequences that a search looks at for each of the most probable texts of a field."""
 
 
 class Posterior:
@@ -53,7 +48,8 @@ class FieldChoices:
 
     def __init__(self, decision: "Decision", field: int) -> None:
         lattice, self.values = decision.lattice, decision.values[field] or []
-        self.begins = np.flatnonzero((lattice.fields == field) & (lattice.choices != LITERAL))
+        own = decision.edges_of_fields[field]
+        self.begins = own[lattice.choices[own] != LITERAL]
         """Edges that begin a choice."""
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
@@ -67,78 +63,29 @@ class FieldChoices:
 
 
 class FieldTexts:
-    """Texts of a field with a pattern, and their probabilities. Several sequences of tokens may spell one."""
+    """Texts of a field with a pattern, and their probabilities."""
 
     def __init__(self, decision: "Decision", field: int) -> None:
-        self.lattice, self.columns, self.field = decision.lattice, decision.edge_columns, field
-        self.spellings, self.top_k = decision.spellings, decision.top_k
-        self.longest = max(map(len, self.spellings))
+        self.decision = decision
+        edges = decision.edges_of_fields[field]
+        self.lattice = FieldLattice(
+            decision.lattice, edges, decision.pieces_of_tokens[decision.edge_columns[edges]], decision.piece_lengths
+        )
         self.read = json.loads if decision.is_json[field] else bytes.decode
         """Value of a text."""
-        own = np.flatnonzero(self.lattice.fields == field)
-        sources = self.lattice.sources[own]
-        self.starts = np.setdiff1d(sources, self.lattice.nodes_behind[own])
-        """Nodes before the field."""
-        self._edges_of: dict[tuple[int, bytes], list[int]] = defaultdict(list)
-        """Edges of the field by their source and their text, which several tokens may have."""
-        for edge, source in zip(own.tolist(), sources.tolist(), strict=True):
-            self._edges_of[source, self._text(edge)].append(edge)
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """As of ``FieldChoices``."""
-        text = b"".join(map(self._text, own))
-        ranked = self._top(posterior, text)
-        distribution = [(self.read(each), probability) for each, probability in ranked]
-        return _answer(self.read(text), dict(ranked)[text], distribution)
-
-    def _text(self, edge: int) -> bytes:
-        return self.spellings[self.columns[edge]]
-
-    def _top(self, posterior: Posterior, wanted: bytes) -> list[tuple[bytes, float]]:
-        """The most probable texts, most probable first, with ``wanted`` among them, and their probabilities.
-
-        The probabilities are exact. The search is bounded, so that a text of many improbable spellings may be missing.
-        """
-        probabilities, top_k = {wanted: self._probability(posterior, wanted)}, self.top_k
-        numbers = itertools.count()
-        queue = [(-posterior.visits[node], next(numbers), int(node), b"") for node in self.starts]
-        heapq.heapify(queue)
-        for _ in range(_PATHS_PER_TEXT * top_k):
-            best = heapq.nlargest(top_k, probabilities.values())
-            # No other text is more probable than all others together.
-            if not queue or (len(best) == top_k and best[-1] >= 1 - sum(probabilities.values())):
-                break
-            cost, _, node, text = heapq.heappop(queue)
-            if node < 0:
-                if text not in probabilities:
-                    probabilities[text] = self._probability(posterior, text)
-                continue
-            leaving = self.lattice.edges_from(node)
-            own = leaving[self.lattice.fields[leaving] == self.field]
-            if text and (leaves := posterior.leaves(self.field, node)) > -np.inf:
-                heapq.heappush(queue, (cost - leaves, next(numbers), -1, text))
-            # Through fewer than the best of a node's edges no more texts can be among the best.
-            for edge in own[np.argsort(-posterior.steps[own])][: top_k + len(probabilities)].tolist():
-                node, spelled = int(self.lattice.nodes_behind[edge]), text + self._text(edge)
-                heapq.heappush(queue, (cost - posterior.steps[edge], next(numbers), node, spelled))
-        ranked = sorted(probabilities.items(), key=lambda each: (-each[1], each[0] != wanted))[:top_k]
-        if wanted not in dict(ranked):
-            ranked[-1] = wanted, probabilities[wanted]
-        return ranked
-
-    def _probability(self, posterior: Posterior, text: bytes) -> float:
-        """Sum over all spellings of a text."""
-        masses: list[defaultdict[int, float]] = [defaultdict(float) for _ in range(len(text) + 1)]
-        behind = self.lattice.nodes_behind
-        for node in self.starts.tolist():
-            masses[0][node] = float(np.exp(posterior.visits[node]))
-        for start in range(len(text)):
-            for node, mass in masses[start].items():
-                for stop in range(start + 1, min(start + self.longest, len(text)) + 1):
-                    for edge in self._edges_of.get((node, text[start:stop]), ()):
-                        masses[stop][int(behind[edge])] += mass * float(np.exp(posterior.steps[edge]))
-        ends = masses[-1].items()
-        return min(sum(mass * float(np.exp(posterior.leaves(self.field, node))) for node, mass in ends), 1.0)
+        """As of ``FieldChoices``. The probabilities are exact."""
+        decision = self.decision
+        text = b"".join(decision.spellings[column] for column in decision.edge_columns[own])
+        chances = FieldChances(self.lattice, posterior.visits, posterior.steps)
+        texts = {text, *chances.most_probable_texts(decision.pieces, decision.beginnings)}
+        probabilities = chances.probabilities([*texts], decision.pieces, decision.piece_numbers)
+        ranked = sorted(texts, key=lambda each: (-probabilities[each], each != text, each))[: decision.top_k]
+        if text not in ranked:
+            ranked[-1] = text
+        distribution = [(self.read(each), probabilities[each]) for each in ranked]
+        return _answer(self.read(text), probabilities[text], distribution)
 
 
 def _answer(value: Any, probability: float, ranked: list[tuple[Any, float]]) -> dict[str, Any]:
@@ -160,6 +107,8 @@ class Decision:
     """Values that are reported of a field with a pattern."""
     is_json: Sequence[bool]
     """True for each field with a pattern whose texts are JSON; its values are what JSON says."""
+    beginnings: int
+    """Beginnings of texts that the search for these values goes on with, from each state of a pattern."""
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -182,6 +131,34 @@ class Decision:
         return np.where(self.lattice.tokens == END, len(self.tokens), np.searchsorted(self.tokens, self.lattice.tokens))
 
     @cached_property
+    def edges_of_fields(self) -> list[np.ndarray]:
+        """Edges of the lattice that belong to each field, ascending."""
+        fields = self.lattice.fields
+        order = np.argsort(fields, kind="stable")
+        bounds = np.searchsorted(fields[order], np.arange(len(self.names) + 1))
+        return [order[slice(*bounds[field : field + 2])] for field in range(len(self.names))]
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """Different texts of tokens."""
+        return [*dict.fromkeys(self.spellings)]
+
+    @cached_property
+    def piece_numbers(self) -> dict[bytes, int]:
+        """Index into ``pieces`` of each of them."""
+        return {piece: number for number, piece in enumerate(self.pieces)}
+
+    @cached_property
+    def piece_lengths(self) -> np.ndarray:
+        """Bytes of each of ``pieces``."""
+        return np.array([len(piece) for piece in self.pieces])
+
+    @cached_property
+    def pieces_of_tokens(self) -> np.ndarray:
+        """Index into ``pieces`` of each of ``tokens``."""
+        return np.array([self.piece_numbers[text] for text in self.spellings])
+
+    @cached_property
     def fields(self) -> list[FieldChoices | FieldTexts]:
         kinds = (FieldTexts if values is None else FieldChoices for values in self.values)
         return [kind(self, field) for field, kind in enumerate(kinds)]
@@ -192,7 +169,8 @@ class Decision:
         buffer, graph = io.BytesIO(), self.graph
         spellings = [text.hex() for text in self.spellings]
         values = [None if each is None else [*each] for each in self.values]
-        header = json.dumps([self.names, values, self.top_k, self.is_json, spellings, self.template])
+        settings = [self.top_k, self.is_json, self.beginnings]
+        header = json.dumps([self.names, values, spellings, *settings, self.template])
         columns = np.stack([graph.edges[name] for name in EDGE.names or ()])  # each compresses well alone
         np.savez_compressed(buffer, ends=graph.ends, columns=columns, header=np.array(header))
         return buffer.getvalue()
@@ -203,16 +181,15 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
-        names, values, top_k, is_json, spellings, template = json.loads(arrays["header"].item())
+        names, values, spellings, *settings, template = json.loads(arrays["header"].item())
     texts = [bytes.fromhex(text) for text in spellings]
-    decision = Decision(graph, names, values, texts, top_k, is_json)
+    decision = Decision(graph, names, values, texts, *settings)
     vars(decision)["template"] = tuple(template)  # what only asks for that need not make the lattice
     return decision
 
 
-TokenOptions = list[tuple[np.ndarray, np.ndarray]]
-"""Tokens that each position may hold after the tokens before it, and their log-probabilities among accepted
-texts."""
+TokenOptions = dict[int, tuple[np.ndarray, np.ndarray]]
+"""By positions, tokens that may follow those before, and their log-probabilities among accepted texts."""
 
 
 class RunningDecision:
@@ -243,7 +220,7 @@ class RunningDecision:
         self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False
     ) -> tuple[dict[int, int], TokenOptions]:
         """Commit the surest fields, or in the last pass all that are left. Returns the tokens that this decides, by
-        their positions, and with ``with_logprobs`` the options of all positions.
+        their positions, and with ``with_logprobs`` the options of these positions.
 
         Args:
             positions: all masks of the response, counted from its start.
@@ -256,11 +233,11 @@ class RunningDecision:
         scores = np.where(self._allowed, table[lattice.positions, decision.edge_columns], -np.inf)
         posterior = Posterior(lattice, scores)
         path, path_fields = posterior.path, lattice.fields[posterior.path]
-        answers = {field: decision.fields[field].answer(posterior, path[path_fields == field]) for field in self._left}
         committed = self._left if self._passes_left == 1 else self._surest(positions, posterior)
         self._left = [field for field in self._left if field not in committed]
         self._passes_left -= 1
-        self._answers |= {field: answers[field] for field in committed}
+        for field in committed:
+            self._answers[field] = decision.fields[field].answer(posterior, path[path_fields == field])
         left = self._tokens_left(path, committed) if self._left else lattice.tokens[path]
         # The best end token of a position stands for all of them.
         best = np.full(lattice.length, END)
@@ -269,8 +246,8 @@ class RunningDecision:
         is_written = (left != OPEN) & ((left != END) | self.is_complete)
         left = np.where(left == END, best, left)
         tokens = {position: int(left[position]) for position in positions if is_written[position]}
-        options = enumerate(lattice.conditionals(path, posterior.weights) if with_logprobs else ())
-        return tokens, [(np.where(ids == END, best[p], ids), values) for p, (ids, values) in options]
+        options = lattice.conditionals(path, posterior.weights, tokens) if with_logprobs else {}
+        return tokens, {p: (np.where(ids == END, best[p], ids), values) for p, (ids, values) in options.items()}
 
     def _surest(self, positions: Sequence[int], posterior: Posterior) -> list[int]:
         """The fields to commit in a pass that is not the last: those whose tokens are all decided, and an equal part of
@@ -281,7 +258,9 @@ class RunningDecision:
         def sureness(field: int) -> float:
             """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
             own = path[path_fields == field]
-            first = np.flatnonzero(as_on_path & (lattice.positions == lattice.positions[own[0]]))
+            place = lattice.positions[own[0]]
+            start, stop = np.searchsorted(lattice.positions, (place, place + 1))
+            first = start + np.flatnonzero(as_on_path[start:stop])
             begins = np.logaddexp.reduce(posterior.visits[lattice.sources[first]] + steps[first])
             ends = posterior.leaves(field, int(lattice.nodes_behind[own[-1]]))
             return float(begins + steps[own[1:]].sum() + ends)

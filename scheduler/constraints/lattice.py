@@ -1,6 +1,6 @@
 """Sums and maxima over all sequences of tokens that a graph spells in a given number of positions."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -53,10 +53,15 @@ class Graph:
         start = np.arange(self.edges["target"].max() + 1) == 0
         return [*states_reached(self.edges["source"], self.edges["target"], start)]
 
+    @cached_property
+    def num_positions(self) -> np.ndarray:
+        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many there are."""
+        return np.sum(self.reached, axis=0)
+
     @property
     def size(self) -> int:
         """Edges that follow each number of tokens, in all: no lattice has more."""
-        return sum(int(np.count_nonzero(states[self.edges["source"]])) for states in self.reached)
+        return int(self.num_positions[self.edges["source"]].sum())
 
 
 class Level(NamedTuple):
@@ -101,6 +106,8 @@ class Lattice:
         edges = edges[np.concatenate(alive)]
         self.tokens, self.fields, self.choices = (edges[name].copy() for name in ("token", "field", "choice"))
         """Token, field and choice of each edge, as in the graph."""
+        self.states, self.next_states = edges["source"].astype(np.int64), edges["target"].astype(np.int64)
+        """States of the graph that each edge leads from and to."""
         # At the end all states are one.
         next_states = np.where(self.positions == self.length - 1, final, edges["target"])
         is_cut = (reached & completable).sum(axis=1) == 1
@@ -174,17 +181,27 @@ class Lattice:
         """The edges that leave a node."""
         return np.arange(*self.first_edges[node : node + 2])
 
-    def conditionals(self, path: np.ndarray, weights: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each position of a path, the tokens that may follow its tokens before, and their log-probabilities.
+    def edges_from_each(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The edges that leave each of some nodes, one node after the other, and how many those of each are."""
+        firsts = self.first_edges[nodes]
+        counts = self.first_edges[nodes + 1] - firsts
+        return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts), counts
+
+    def conditionals(
+        self, path: np.ndarray, weights: np.ndarray, positions: Collection[int]
+    ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """At each of some positions, the tokens that may follow a path's tokens before it, and their log-probabilities.
 
         ``weights``: per edge its score and the log of the sum over all paths behind it.
         """
-        options, nodes = [], self.opens[:1]
-        for edge in path.tolist():
-            leaving = np.concatenate([self.edges_from(node) for node in nodes.tolist()])
-            tokens, token_of = np.unique(self.tokens[leaving], return_inverse=True)
-            logs = np.full(len(tokens), -np.inf)
-            np.logaddexp.at(logs, token_of, weights[leaving])
-            options.append((tokens, logs - np.logaddexp.reduce(logs)))
+        options = {}
+        nodes = self.opens[:1]
+        for position, edge in enumerate(path[: max(positions, default=-1) + 1].tolist()):
+            leaving, _ = self.edges_from_each(nodes)
+            if position in positions:
+                tokens, token_of = np.unique(self.tokens[leaving], return_inverse=True)
+                logs = np.full(len(tokens), -np.inf)
+                np.logaddexp.at(logs, token_of, weights[leaving])
+                options[position] = tokens, logs - np.logaddexp.reduce(logs)
             nodes = np.unique(self.nodes_behind[leaving[self.tokens[leaving] == self.tokens[edge]]])
         return options

@@ -28,10 +28,11 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
         positions = [i for i, token in enumerate(canvas) if token is None]
         written, options = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
         assert written.keys() <= {*positions}
-        assert all(np.exp(values).sum() == pytest.approx(1) for _, values in options)
+        assert all(np.exp(values).sum() == pytest.approx(1) for _, values in options.values())
+        assert options.keys() == written.keys()
         if running.is_complete and not before:
             # Each token's log-probability is that after the tokens before it.
-            terms = [values[ids == written[p]].max() for p, (ids, values) in enumerate(options) if p in written]
+            terms = [values[ids == written[p]].max() for p, (ids, values) in options.items()]
             assert math.exp(sum(terms)) == pytest.approx(plain.probability)
         for position, token in written.items():
             canvas[position] = token
@@ -53,6 +54,6 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
 
 def test_tokens_of_one_text_count_together():
     graph = Graph(np.array([1]), edges_between([0, 0, 0], [10, 11, 12], 1, field=0))
-    running = RunningDecision(Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False]), ENDS, passes=1)
+    running = RunningDecision(Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False], 10), ENDS, passes=1)
     running.commit([0], np.zeros((1, len(running.columns))))
     assert listed(running.answers["f"]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

@@ -43,7 +43,7 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
     graph = builder.graph()
     text_of = {token: text for text, token in DIGITS.items()}
     spellings = [text_of.get(token, b"") for token in np.unique(graph.edges["token"]).tolist()]
-    decision = Decision(graph, [*fields], values, spellings, 100, [True] * len(fields))
+    decision = Decision(graph, [*fields], values, spellings, 100, [True] * len(fields), 500)
     return unpacked_decision(decision.packed), fields, literals
 
 
