@@ -7,6 +7,7 @@ pattern after the other, and computes all beginnings that lead to it at once.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -132,23 +133,23 @@ class FieldChances:
             spellings: text of each piece.
         """
         complete: dict[bytes, float] = {}
-
-        def choose(state: int, reached: Beginnings) -> tuple[np.ndarray, np.ndarray]:
-            behind = self._best_of_arcs(state)
-            used = np.arange(len(behind))
-            if len(behind) > most * behind.shape[1]:
-                # At each position the others lead to none of the best texts.
-                used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
-            chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
-            # As many beginnings have one arc at least that is so probable.
-            least = np.partition(chances.max(axis=1), -most)[-most] if len(chances) >= most else 0.0
-            rows, columns = np.nonzero((chances >= least) & (chances > 0))
-            largest = _largest(chances[rows, columns], most)
-            return rows[largest], used[columns[largest]]
-
-        for state, reached in self._beginnings(spellings, choose, most):
+        for state, reached in self._beginnings(spellings, partial(self.choose, most=most), most):
             complete |= self._complete(state, reached)
         return sorted(complete, key=lambda text: (-complete[text], text))[:most]
+
+    def choose(self, state: int, reached: Beginnings, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable beginnings with an arc more, up to ``most``; as ``Choice``."""
+        behind = self._best_of_arcs(state)
+        used = np.arange(len(behind))
+        if len(behind) > most * behind.shape[1]:
+            # At each position the others lead to none of the best texts.
+            used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
+        chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
+        # As many beginnings have one arc at least that is so probable.
+        least = np.partition(chances.max(axis=1), -most)[-most] if len(chances) >= most else 0.0
+        rows, columns = np.nonzero((chances >= least) & (chances > 0))
+        largest = _largest(chances[rows, columns], most)
+        return rows[largest], used[columns[largest]]
 
     def probabilities(
         self, texts: Sequence[bytes], spellings: Sequence[bytes], numbers: dict[bytes, int]

@@ -54,7 +54,7 @@ def wanted_of(fields, tokenizer, **limits):
     return DecisionInput(
         json.dumps(schema_of(fields)),
         None,
-        5,
+        limits.pop("top_k", 5),
         vocabulary=vocabulary,
         tokenizer=serialized_tokenizer(tokenizer),
         **limits,
@@ -92,6 +92,23 @@ def test_fields_of_one_pattern_share_its_automaton(tokenizer, monkeypatch):
     decision = build_decision(wanted_of({name: re.compile("[a-c]{1,2}") for name in "abc"}, tokenizer))
     assert decision.values == [None] * 3
     assert len(built) == 1
+
+
+def test_a_search_for_many_values_is_within_the_limit(tokenizer):
+    """More beginnings than are needed, as far as there is time for them."""
+    fields = {f"f{number}": re.compile("[a-c]{1,3}") for number in range(60)}
+    kept = [build_decision(wanted_of(fields, tokenizer, top_k=top_k)).beginnings for top_k in (5, 100)]
+    assert kept[0] == 4 * (5 + 16)
+    assert 100 < kept[1] < 4 * (100 + 16)
+    with pytest.raises(
+        ValueError, match=r"^top_k=100: .* max_automaton_search=4194304; lower top_k to \d+,"
+    ) as refusal:
+        build_decision(wanted_of(fields, tokenizer, top_k=100, max_search=1 << 22))
+    allowed = int(re.search(r"lower top_k to (\d+)", str(refusal.value))[1])
+    build_decision(wanted_of(fields, tokenizer, top_k=allowed, max_search=1 << 22))
+    with pytest.raises(ValueError, match="top_k=0: ask for 1"):
+        build_decision(wanted_of(fields, tokenizer, top_k=0))
+    assert build_decision(wanted_of({"n": range(9)}, tokenizer, top_k=100)).beginnings == 0
 
 
 def test_others_are_served_while_a_decision_is_built(client, monkeypatch):
