@@ -1,6 +1,6 @@
 """Releases of vLLM that this package works with; others are refused."""
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 RELEASES = ("0.32", "0.33")
 """The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
@@ -30,9 +30,10 @@ def check_release() -> None:
 def is_installed(release: str) -> bool:
     """Return True if vLLM is there in this release, such as ``0.32``."""
     try:
-        return version("vllm").startswith(f"{release}.")
-    except PackageNotFoundError:
+        import vllm
+    except ModuleNotFoundError:
         return False
+    return vllm.__version__.startswith(f"{release}.")
 
 
 def unfit(what: str) -> IncompatibleVLLMError:

@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import AddedToken
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -21,6 +22,7 @@ from dllm_engine.scheduler.constraints.constraint import joined
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.requests import ReasoningArguments, reasoning_before, vocabulary_of
+from dllm_engine.vllm_hooks import patch, table
 from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
@@ -92,6 +94,36 @@ def test_every_parser_reads_what_is_written(parser, has_markers):
     for seed in range(20):
         text = walk(behind_reasoning, spelled, random.Random(seed), 12).decode()
         assert re.fullmatch(r'\{"a": [0-9]+\}', content(text) or ""), text
+
+
+@pytest.mark.parametrize("name", ReasoningParserManager.list_registered())
+@pytest.mark.parametrize("has_markers", [True, False], ids=["tokens", "text"])
+def test_every_parser_sees_that_the_prompt_has_ended_reasoning(name, has_markers):
+    """Whole answers and streams are content alone."""
+    patch.apply(table.SERVING)
+    tokenizer = tokenizer_of(has_markers)
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], model="m")
+    try:
+        parser_class = ParserManager.get_parser(reasoning_parser_name=name)
+        parser = parser_class(tokenizer).reasoning_parser
+    except Exception:  # vLLM refuses it when the server starts
+        return
+    start, end = parser.reasoning_start_str or "", parser.reasoning_end_str
+    if end is None:
+        return
+    for turn in (f"{start}So.{end}", f"{end}{start}So.{end}\n\nHe"):
+        prompt = tokenizer.encode(f"There once was{turn}")
+        whole = parser_class(tokenizer)
+        whole.set_prompt_token_ids(prompt)
+        assert whole.parse("Ida and Tom", request)[:2] == (None, "Ida and Tom")
+        assert whole.count_reasoning_tokens(tokenizer.encode("Ida and Tom")) == 0
+        stream, content = parser_class(tokenizer), ""
+        for part in ("Ida", " and", " Tom"):
+            arguments = (part, tokenizer.encode(part), request, prompt)
+            message = stream.parse_delta(*arguments, finished=part == " Tom")
+            assert message.reasoning is None
+            content += message.content
+        assert content == "Ida and Tom"
 
 
 def test_structured_output_in_reasoning_begins_at_once():
