@@ -6,6 +6,7 @@ not have. The bound that it has instead needs to know where the answer begins.
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ ROUTE = "/v1/likelihoods"
 MOST_SAMPLES, MOST_ANSWERS = 1024, 256
 MOST_FULL_CANVASES = 256
 """Most rows of forward passes that a request may take, in canvases of ``max_model_len``."""
+_WAIT_S = 0.005
+"""Seconds between two looks whether the engine has other requests."""
 
 
 class LikelihoodRequest(PromptRequest):
@@ -36,10 +39,14 @@ class LikelihoodRequest(PromptRequest):
 
 
 class ForwardPasses:
-    """Forward passes over canvases. Requests take turns, and the engine's steps go on between two passes."""
+    """Forward passes over canvases. Requests take turns. Between two passes the engine's steps have as much time as a
+    pass took."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+        """Held while the engine has a pass."""
+        self._steps_until = 0.0
+        """When the next pass may begin, if the engine has other requests."""
         self._tasks: set[asyncio.Task[Any] | None] = set()
         self._error: Exception | None = None
 
@@ -50,8 +57,7 @@ class ForwardPasses:
         try:
             for batch in batches_of(canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens):
                 sequences, masked = map(list, zip(*batch, strict=True))
-                async with self._turn:
-                    answers, changes = await engine.collective_rpc("masked_logprobs", args=(sequences, masked))
+                answers, changes = await self._one_pass(engine, sequences, masked)
                 if answers is None or changes_before not in (None, changes):
                     raise HTTPException(503, "the engine is paused, or its weights changed; ask again")
                 changes_before = changes
@@ -63,6 +69,28 @@ class ForwardPasses:
             raise self._error from None
         finally:
             self._tasks.discard(task)
+
+    async def _one_pass(self, engine: Any, *args: Any) -> Any:
+        """The answer to one pass. Its turn ends when the engine has answered, also where the client has gone before."""
+        await self._turn.acquire()
+        try:
+            while engine.output_processor.has_unfinished_requests() and time.monotonic() < self._steps_until:
+                await asyncio.sleep(_WAIT_S)
+        except BaseException:
+            self._turn.release()
+            raise
+        begin = time.monotonic()
+        call = asyncio.ensure_future(engine.collective_rpc("masked_logprobs", args=args))
+
+        def end_turn(call: asyncio.Future[Any]) -> None:
+            now = time.monotonic()
+            self._steps_until = now + (now - begin)
+            self._turn.release()
+            if not call.cancelled():
+                call.exception()  # nobody may be left to ask for it
+
+        call.add_done_callback(end_turn)
+        return await asyncio.shield(call)
 
     def end(self, error: Exception) -> None:
         """End all requests with an error: no engine is left to answer them."""

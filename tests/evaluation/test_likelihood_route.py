@@ -1,6 +1,7 @@
 """``/v1/likelihoods``: what ``log_likelihoods`` and ``masked_logprobs`` compute, over HTTP."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -102,6 +103,7 @@ class Engine:
     def __init__(self, *failures):
         self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=10))
         self.passes, self.failures = [], list(failures)
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
         self.num_weight_changes = self.changes_per_pass = 0
 
     async def collective_rpc(self, method, args):
@@ -134,6 +136,52 @@ def test_requests_take_turns_with_passes_of_as_many_canvases_as_fit():
     first = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
     assert computed(engine, first, [(4, 10)] * 2, []) == [[1.0] * 3 + [2.0] + [3.0] * 3, [4.0] * 2, []]
     assert engine.passes == [[1, 1], [4], [1], [4], [2], [3, 3, 3]]
+
+
+def test_the_engine_has_one_pass_at_a_time_also_where_clients_leave():
+    """Of ten clients that leave, it computes the pass that it has, and none that waits."""
+    engine, ends = Engine(), asyncio.Event()
+
+    async def wait(method, args):
+        engine.passes.append(args[0][0][0])
+        await ends.wait()
+        return [[[0.0]], 0]
+
+    engine.collective_rpc = wait
+
+    async def run():
+        passes = ForwardPasses()
+
+        async def one(mark):
+            return [value async for value in passes.logprobs(engine, [([mark], [0])])]
+
+        leaving = [asyncio.create_task(one(mark)) for mark in range(10)]
+        staying = asyncio.create_task(one(10))
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.wait(leaving)
+        assert engine.passes == [0]
+        ends.set()
+        await staying
+        assert engine.passes == [0, 10]
+
+    asyncio.run(run())
+
+
+def test_the_engines_steps_have_as_much_time_as_passes():
+    engine, begun, ended = Engine(), [], []
+    engine.output_processor.has_unfinished_requests = lambda: True
+
+    async def take_a_while(method, args):
+        begun.append(time.monotonic())
+        await asyncio.sleep(0.05)
+        ended.append(time.monotonic())
+        return [[[0.0]], 0]
+
+    engine.collective_rpc = take_a_while
+    assert computed(engine, [(1, 10)] * 3, [(2, 10)] * 3) == [[0.0] * 3] * 2
+    assert all(later - sooner >= 0.04 for sooner, later in zip(ended, begun[1:], strict=False))
 
 
 def test_a_client_that_leaves_takes_its_canvases_along():
