@@ -1,7 +1,8 @@
 """The diffusion step scheduler: which requests run in a step, in which refresh state, with which pages."""
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import replace
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -27,6 +28,10 @@ from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState
 from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.scheduler.step_shares import StepShares
+
+_KEPT_FREE = 0.25
+"""Share of sequences, rows and pages that a source leaves to others, where it has more than one sequence."""
 
 
 class DiffusionScheduler(RequestQueue):
@@ -50,6 +55,7 @@ class DiffusionScheduler(RequestQueue):
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room()
         planned = self._plans_in_order(output)
+        shares = StepShares(((state.source, plan.max_rows) for state, plan in planned), self.max_rows)
         due = sum(plan.max_rows for _, plan in planned)
         for state, plan in planned:
             due -= plan.max_rows
@@ -58,20 +64,29 @@ class DiffusionScheduler(RequestQueue):
                 block_length = state.spec.block_length
                 is_short = plan.max_rows <= 2 * block_length
                 plan = self._fitted(plan, state.spec, budget if is_short else max(budget - due, block_length))
-                if plan.max_rows <= budget and self.refreshes.allows(state.request_id, plan):
+                has_room = plan.max_rows <= budget and shares.allow(state.source, plan.max_rows)
+                if has_room and self.refreshes.allows(state.request_id, plan):
                     self._schedule_one(state, plan, output)
+                    shares.take(state.source, plan.max_rows)
                     budget -= plan.max_rows
         if not throttle_prefills and not output.preempted_req_ids:
-            self._admit(output, budget)
+            self._admit(output, budget, shares)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
         self._run_on(output, canvases)
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return output
 
-    def _admit(self, output: DiffusionSchedulerOutput, budget: int) -> None:
-        while len(self.running) < self.max_num_running and (state := self._next_waiting()):
+    def _admit(self, output: DiffusionSchedulerOutput, budget: int, shares: StepShares) -> None:
+        full: set[str] = set()
+        """Sources that have all that one may have: others find room beside them."""
+        num_running = Counter(state.source for state in self.running)
+        while len(self.running) < self.max_num_running and (state := self._next_waiting(full)):
             with self._failing_alone(state, output):
+                kept_free = _KEPT_FREE if num_running[state.source] else 0.0
+                if len(self.running) >= self.max_num_running - int(kept_free * self.max_num_running):
+                    full.add(state.source)
+                    continue
                 request, spec, progress = state.request, state.spec, state.progress
                 keys = [] if request.skip_reading_prefix_cache else self._new_keys(state, request.num_tokens)
                 shared = self.pages.find(keys, self.geometry.num_layers)
@@ -80,21 +95,30 @@ class DiffusionScheduler(RequestQueue):
                     break  # another request fills the next page in this step
                 progress.retained = num_shared * self.geometry.page_size
                 demand = self.method.admission_demand(spec, progress.running, self.geometry)
-                spare = self.watermark if self.running else 0
-                plan = self._fitted(self.method.next_step(spec, progress), spec, budget)
-                if not self.pages.can_reserve(demand + spare, shared) or plan.max_rows > budget:
-                    break
+                spare = max(self.watermark if self.running else 0, int(kept_free * self.pages.num_pages))
+                room = budget - int(kept_free * self.max_rows)
+                plan = self._fitted(self.method.next_step(spec, progress), spec, room)
+                if not self.pages.can_reserve(demand + spare, shared) or plan.max_rows > room:
+                    if not kept_free:
+                        break
+                    full.add(state.source)
+                    continue
+                if not shares.allow(state.source, plan.max_rows):
+                    full.add(state.source)
+                    continue
                 self.pages.reserve(state.request_id, demand, shared)
                 self._begin(state, output)
                 self._schedule_one(state, plan, output)
+                shares.admit(state.source, plan.max_rows)
                 budget -= plan.max_rows
+                num_running[state.source] += 1
 
     def _begin(self, state: RequestState, output: DiffusionSchedulerOutput) -> None:
         """Let a waiting request run, with the pages that were found for it."""
         request, resumes = state.request, state.request.num_preemptions > 0
         if self.shares_prefixes and not request.skip_reading_prefix_cache:
             self.prefix_stats.record(request.num_tokens, state.progress.retained, preempted=resumes)
-        self.waiting.pop_request() if self.admits else self.waiting.remove_requests([request])
+        self.waiting.remove([request])
         request.status = RequestStatus.RUNNING
         self.running.append(state)
         if self.log_stats:
@@ -164,7 +188,11 @@ class DiffusionScheduler(RequestQueue):
                 planned.append((state, self.method.next_step(state.spec, state.progress)))
         # Those left out of the last steps first: a row budget too small for all must not starve anyone.
         by_rows = self.method.shortened is not None
-        return sorted(planned, key=lambda pair: (pair[0].last_scheduled, by_rows * pair[1].max_rows))
+        planned.sort(key=lambda pair: (pair[0].last_scheduled, by_rows * pair[1].max_rows))
+        # Sources take turns: each one's first, then each one's second.
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        turns = {state.request_id: next(numbers[state.source]) for state, _ in planned}
+        return sorted(planned, key=lambda pair: turns[pair[0].request_id])
 
     def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
         """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of a request that runs alone."""

@@ -2,7 +2,7 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.utils import remove_all
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, RequestFailure, failure_of
+from dllm_engine.scheduler.options.request_options import SOURCE, bytes_in
 from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
 from dllm_engine.scheduler.options.resolve_tokens import with_tokens
 from dllm_engine.scheduler.page_layout import PoolGeometry
@@ -28,6 +29,7 @@ from dllm_engine.scheduler.page_pool import PagePool
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.scheduler.waiting_queue import WaitingQueue
 from dllm_engine.text import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
@@ -77,7 +79,7 @@ class RequestQueue(SchedulerInterface):
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
         self.policy = SchedulingPolicy(scheduling.policy)
-        self.waiting = create_request_queue(self.policy)
+        self.waiting = WaitingQueue(by_priority=self.policy == SchedulingPolicy.PRIORITY)
         self.running: list[RequestState] = []
         self.states: dict[str, RequestState] = {}
         self.finished_req_ids: set[str] = set()
@@ -105,7 +107,7 @@ class RequestQueue(SchedulerInterface):
             self._send_error(request, failure, Progress())
             return
         self.states[request.request_id] = state
-        self.waiting.add_request(request)
+        self.waiting.add(request, state.source)
         if self.log_stats:
             request.record_event(EngineCoreEventType.QUEUED)
 
@@ -114,13 +116,14 @@ class RequestQueue(SchedulerInterface):
         """True if requests may begin: the engine is not paused, and has all of its weights."""
         return self.pause_state == PauseState.UNPAUSED and self.weights_incomplete_since is None
 
-    def _next_waiting(self) -> RequestState | None:
-        """The request to admit next. While none may begin, those that were preempted go on."""
-        if self.admits:
-            request = self.waiting.peek_request() if self.waiting else None
-        else:
-            request = next((request for request in self.waiting if request.num_preemptions), None)
-        return None if request is None else self.states[request.request_id]
+    def _next_waiting(self, full: Collection[str] = ()) -> RequestState | None:
+        """The request to admit next, of another source than those of ``full``. While none may begin, those that were
+        preempted go on."""
+        for request in self.waiting:
+            state = self.states[request.request_id]
+            if (self.admits or request.num_preemptions) and state.source not in full:
+                return state
+        return None
 
     @property
     def num_begun(self) -> int:
@@ -142,7 +145,8 @@ class RequestQueue(SchedulerInterface):
         spec = with_tokens(spec, params, self.hf_config)
         check_room(spec, self.options, self.max_rows, self.geometry, self.pages.num_pages)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
-        return RequestState(request, spec, Progress.begin(spec), seed)
+        source = bytes_in(params, SOURCE)
+        return RequestState(request, spec, Progress.begin(spec), seed, source.hex() if source else request.request_id)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         assert RequestStatus.is_finished(finished_status)
@@ -151,7 +155,7 @@ class RequestQueue(SchedulerInterface):
         ids = dict.fromkeys(self.states if request_ids is None else request_ids)
         states = [self.states[i] for i in ids if i in self.states]
         self.running = remove_all(self.running, set(states))
-        self.waiting.remove_requests([s.request for s in states if s.request.status != RequestStatus.RUNNING])
+        self.waiting.remove([s.request for s in states if s.request.status != RequestStatus.RUNNING])
         for state in states:
             state.request.status = finished_status
             self._free(state)
@@ -167,7 +171,7 @@ class RequestQueue(SchedulerInterface):
         request.num_preemptions += 1
         if self.log_stats:
             request.record_event(EngineCoreEventType.PREEMPTED)
-        self.waiting.prepend_request(request)
+        self.waiting.prepend(request, state.source)
 
     def _fail(
         self, state: RequestState, failure: RequestFailure, output: DiffusionSchedulerOutput | None = None
@@ -179,7 +183,7 @@ class RequestQueue(SchedulerInterface):
                 table.pop(state.request_id, None)
         # Wherever it is: what failed may have been on its way from one to the other.
         self.running = remove_all(self.running, {state})
-        self.waiting.remove_requests([state.request])
+        self.waiting.remove([state.request])
         self._free(state)
         self._send_error(state.request, failure, state.progress)
 

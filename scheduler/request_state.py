@@ -27,6 +27,8 @@ class RequestState:
     spec: DecodingSpec
     progress: Progress
     seed: int
+    source: str
+    """Equal for the sequences of one HTTP request."""
     page_counts: PageCounts = field(default_factory=dict)
     pages_settled: bool = False
     """True if the runner has reported the final number of pages."""

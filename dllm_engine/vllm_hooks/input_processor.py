@@ -1,7 +1,9 @@
 """Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
@@ -11,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import SOURCE, InvalidRequestError
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
     ReasoningArguments,
@@ -23,6 +25,8 @@ from dllm_engine.structured_output.requests import (
 )
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
+http_request: ContextVar[bytes | None] = ContextVar("http_request", default=None)
+"""Name of the HTTP request that is answered; its prompts and its ``n`` responses take turns with other requests."""
 _FILTERS = "dllm_engine_filters"
 _CHECKED = "dllm_engine_request"
 """Key of a rendered prompt that is already checked, for the request that ``process_inputs`` made of it."""
@@ -57,6 +61,9 @@ def process_checked_inputs(
     check_request(params, prompt_token_ids, self.vllm_config)
     # vLLM refuses budgets of reasoning that it cannot bound itself.
     budget, params.thinking_token_budget = params.thinking_token_budget, None
+    if (source := http_request.get()) is not None:
+        params = params.clone()
+        params.extra_args = {**(params.extra_args or {}), SOURCE: source}
     request = process_inputs(self, request_id, prompt, params, *args, **kwargs)
     request.sampling_params.thinking_token_budget = budget
     _check_can_be_sent(request)
@@ -138,6 +145,13 @@ def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_id
     if parser is None or parser.reasoning_parser is None:
         return resolve(self, parser, prompt_token_ids)
     return bool(parser.is_reasoning_end(prompt_token_ids))
+
+
+async def let_others_run(trace_headers: Original, self: Any, headers: Any) -> Any:
+    """vLLM asks for the headers of each prompt of a request, and prepares all prompts without a pause."""
+    if is_ours(self):
+        await asyncio.sleep(0)
+    return await trace_headers(self, headers)
 
 
 def respond_if_valid(

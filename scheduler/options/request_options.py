@@ -15,8 +15,10 @@ DEFAULT_GEN_LENGTH = 256
 CONSTRAINT = "constraint"
 REASONING = "reasoning"
 DECISION = "decision"
-"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for that of the text before it, and
-for the fields of a decision. Their values are bytes, which clients cannot send."""
+SOURCE = "source"
+"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for that of the text before it, for
+the fields of a decision, and for the HTTP request that it is part of. Their values are bytes, which clients cannot
+send."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 """Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
@@ -29,13 +31,13 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 def request_options(params: SamplingParams) -> RequestOptions:
     """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
     given = params.extra_args or {}
-    carried = {name for name in (CONSTRAINT, REASONING, DECISION) if bytes_in(params, name) is not None}
+    carried = {name for name in (CONSTRAINT, REASONING, DECISION, SOURCE) if bytes_in(params, name) is not None}
     carried |= {name for name in _TRANSFERS if given.get(name) == {}}
     return parse_request_options({name: x for name, x in given.items() if name not in carried})
 
 
 def bytes_in(params: SamplingParams, name: str) -> bytes | None:
-    """Bytes that a request carries as ``CONSTRAINT``, ``REASONING`` or ``DECISION``; None: it carries nothing."""
+    """Bytes that a request carries as ``CONSTRAINT`` or another key above; None: it carries nothing."""
     given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
 

@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -17,6 +18,7 @@ from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.vllm_hooks.input_processor import http_request
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 
@@ -46,6 +48,7 @@ class BodyCheck:
         async def receive_again() -> Message:
             return unread.pop() if unread else await receive()
 
+        http_request.set(os.urandom(8))
         await self.app(scope, receive_again, send)
 
 

@@ -1,0 +1,87 @@
+"""Requests that wait to run, in the order of their turns."""
+
+import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vllm.v1.request import Request
+
+_FIRST = -1
+"""Turn of a request that was preempted."""
+
+
+class _Place(NamedTuple):
+    priority: int
+    turn: int
+    arrival_time: float
+    number: int
+    """Tells places apart that are equal so far: the one that was added first is first."""
+    source: str
+    request: Request
+
+
+@dataclass
+class _Source:
+    num_waiting: int = 0
+    last_turn: int = _FIRST
+
+
+class WaitingQueue:
+    """First come, first served, or by priority. Several sequences may come from one HTTP request, their source. Each of
+    them takes a turn: a request that arrives meanwhile waits for one of them, not for all."""
+
+    def __init__(self, *, by_priority: bool) -> None:
+        self.by_priority = by_priority
+        self._places: list[_Place] = []
+        """Ascending."""
+        self._sources: dict[str, _Source] = {}
+        self._num_added = 0
+
+    def add(self, request: Request, source: str) -> None:
+        """Let a request wait behind those that came before it, but before further ones of sources that wait already."""
+        turn = self._turn(self._priority(request))
+        if source in self._sources:
+            turn = max(turn, self._sources[source].last_turn + 1)
+        self._insert(request, source, turn, request.arrival_time if self.by_priority else 0.0, self._num_added)
+
+    def prepend(self, request: Request, source: str) -> None:
+        """Let a request wait before all others of its priority."""
+        self._insert(request, source, _FIRST, 0.0, -self._num_added)
+
+    def remove(self, requests: Iterable[Request]) -> None:
+        """Those that do not wait are left out."""
+        removed = {request.request_id for request in requests}
+        if not removed:
+            return
+        for place in self._places:
+            if place.request.request_id in removed:
+                source = self._sources[place.source]
+                source.num_waiting -= 1
+                if not source.num_waiting:
+                    del self._sources[place.source]
+        self._places = [place for place in self._places if place.request.request_id not in removed]
+
+    def __iter__(self) -> Iterator[Request]:
+        return (place.request for place in self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def _priority(self, request: Request) -> int:
+        return request.priority if self.by_priority else 0
+
+    def _turn(self, priority: int) -> int:
+        """The turn that has come, of requests of a priority."""
+        first = bisect.bisect_left(self._places, (priority, 0))
+        if first == len(self._places) or self._places[first].priority != priority:
+            return 0
+        return self._places[first].turn
+
+    def _insert(self, request: Request, source: str, turn: int, arrival_time: float, number: int) -> None:
+        place = _Place(self._priority(request), turn, arrival_time, number, source, request)
+        bisect.insort(self._places, place)
+        self._num_added += 1
+        waiting = self._sources.setdefault(source, _Source())
+        waiting.num_waiting += 1
+        waiting.last_turn = max(waiting.last_turn, turn)
