@@ -16,7 +16,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from dllm_engine.params import ELSEWHERE, VLLM_OPTIONS
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.vllm_hooks.server.bodies import BodyCheck, create_if_known
+from dllm_engine.vllm_hooks.server.bodies import MOST_BYTES, BodyCheck, create_if_known
 from tests.support.http_app import app_client, refusal
 
 PATH = "/v1/completions"
@@ -87,7 +87,9 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
         async def receive():
             return next(pending)
 
-        asyncio.run(BodyCheck(application)({"type": "http", "method": "POST", "path": PATH}, receive, None))
+        asyncio.run(
+            BodyCheck(application)({"type": "http", "method": "POST", "path": PATH, "headers": []}, receive, None)
+        )
         return received
 
     body = json.dumps({"prompt": "x" * 100}).encode()
@@ -178,3 +180,37 @@ def test_requests_of_files_have_our_options_in_vllm_xargs_too(request_class, bod
             created(**{name: 1})
         assert created(ours=False, **{name: 1})
     assert created(vllm_xargs={"block_length": 8}, unknown=1)
+
+
+LARGE = b'{"prompt": "' + b"x" * MOST_BYTES + b'"}'
+
+
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["by its length", "chunked"])
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(is_chunked):
+    """Of chunks, no more are read than are allowed."""
+    num_read = 0
+
+    async def receive():
+        nonlocal num_read
+        part = LARGE[num_read : num_read + (1 << 20)] if is_chunked else pytest.fail("it was read")
+        num_read += len(part)
+        return {"type": "http.request", "body": part, "more_body": True}
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [] if is_chunked else [(b"content-length", str(len(LARGE)).encode())]
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers}
+    asyncio.run(BodyCheck(lambda *args: pytest.fail("it was answered"))(scope, receive, send))
+    assert sent[0]["status"] == 413
+    error = json.loads(sent[1]["body"])["error"]
+    assert "over 16777216 bytes (16 MiB), which is the most; send its prompts in several requests" in error["message"]
+    assert error["code"] == 413
+    assert num_read <= MOST_BYTES + (1 << 20)
+
+
+def test_a_body_of_the_most_bytes_is_read():
+    answer = app_client().post(PATH, content=LARGE[:12] + LARGE[26:], headers={"content-type": "application/json"})
+    assert answer.status_code != 413

@@ -6,13 +6,14 @@
 
 import json
 import os
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm import envs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
@@ -20,6 +21,9 @@ from dllm_engine.params import VLLM_OPTIONS, check_place
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks.input_processor import http_request
 from dllm_engine.vllm_hooks.patch import Original, is_ours
+
+MOST_BYTES = 16 << 20
+"""Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed, which takes part of a second."""
 
 
 class BodyCheck:
@@ -35,11 +39,11 @@ class BodyCheck:
         from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 
         try:
-            body = await Request(scope, receive).body()
+            body = await _read(Request(scope, receive))
             _check_body(body, scope["path"].removeprefix(scope.get("root_path", "")))
         except ClientDisconnect:
             return
-        except VLLMValidationError as error:
+        except (VLLMValidationError, GracefulHTTPError) as error:
             refusal = create_error_response(error)
             await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(scope, receive, send)
             return
@@ -50,6 +54,27 @@ class BodyCheck:
 
         http_request.set(os.urandom(8))
         await self.app(scope, receive_again, send)
+
+
+async def _read(request: Request) -> bytes:
+    """The body. Raises ``GracefulHTTPError`` (413) where it is larger than supported, by its length if that is given
+    and else when so much has come. The server drops the rest."""
+    length = request.headers.get("content-length", "")
+    parts, num_bytes = [], int(length) if length.isdecimal() else 0
+    if num_bytes <= MOST_BYTES:
+        num_bytes = 0
+        async for part in request.stream():
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > MOST_BYTES:
+                break
+    if num_bytes > MOST_BYTES:
+        raise GracefulHTTPError(
+            f"the body has over {MOST_BYTES} bytes ({MOST_BYTES >> 20} MiB), which is the most; send its prompts in "
+            "several requests",
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        )
+    return b"".join(parts)
 
 
 def _check_body(body: bytes, path: str) -> None:
