@@ -116,7 +116,7 @@ class EngineOptions(BaseModel):
     """The longest time that building such an automaton may take."""
     max_automaton_search: int = Field(default=1 << 24, ge=1)
     """The most that a step may search of such an automaton: its size × the positions that are searched at once
-    (see Structured output)."""
+    (see Structured output). Bounds what a decision may compute, too (see Decisions)."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
     playground: bool = True
