@@ -1,9 +1,10 @@
 """The table of model families: their authors' decoding conventions, and what their checkpoints look like."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from dllm_engine.model_name import own_name
 
 ScheduleKind = Literal["uniform", "timestep"]
 Attention = Literal["full", "block_causal"]
@@ -364,11 +365,10 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def released_defaults(hf_config: Any) -> Mapping[str, Any]:
-    """Request defaults of a released checkpoint by its name on the Hub, also where it lies in the Hub's cache."""
-    source = str(getattr(hf_config, "name_or_path", ""))
-    cached = re.search(r"models--([^/]+?)--([^/]+)/snapshots/", source)
-    name = f"{cached[1]}/{cached[2]}" if cached else source
-    return hf_config.family.released_defaults.get(name, {})
+    """Request defaults of a released checkpoint, by its own name."""
+    name = own_name(str(getattr(hf_config, "name_or_path", "")))
+    by_name = {own_name(released): defaults for released, defaults in hf_config.family.released_defaults.items()}
+    return by_name.get(name, {})
 
 
 def barred_tokens(hf_config: object) -> list[int]:

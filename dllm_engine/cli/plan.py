@@ -6,7 +6,6 @@ By arithmetic, from the model's config alone: no weights are read, no GPU is nee
 import argparse
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 from dllm_engine.cli.arguments import add_options, as_words
 from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
 from dllm_engine.memory import Deployment, RequestDemand, Sizing, plan
+from dllm_engine.model_name import own_name
 from dllm_engine.options import GUIDE_SETTINGS, explain
 from dllm_engine.text import format_table, readable_size
 
@@ -90,5 +90,5 @@ def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     options |= given(args, ("tensor_parallel_size", "dtype", "page_size", "block_length", *GUIDE_SETTINGS))
     if s.quantization == "fp8":
         options["quantization"] = "fp8_per_channel"  # made at load time; other formats are a copy's
-    model = s.model if s.quantization in (None, "fp8") else f"{Path(s.model).name}-{s.quantization}"
+    model = s.model if s.quantization in (None, "fp8") else f"{own_name(s.model)}-{s.quantization}"
     return ["dllm", "serve", model, *as_words(options)]

@@ -5,14 +5,18 @@ theirs. No paper says how it gives few-shot examples to an instructed model; lm_
 here unmasks one token per step.
 """
 
+import logging
 import tomllib
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.evaluation.harness import HarnessTask
 from dllm_engine.families import ModelFamily
+from dllm_engine.model_name import has_word, own_name
 from dllm_engine.text import choices
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TASK_FILES = Path(__file__).with_name("tasks")
@@ -77,12 +81,14 @@ def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTa
         with_chat_template=row.get("chat_template", True) and not is_base,
         decoding=lengths | row.get("options", {}),
         guided=row.get("guided"),
-        cache_options=row.get("method_options", {}) | row["cache_options"].get(PurePath(model).name, {}),
+        cache_options=row.get("method_options", {}) | row["cache_options"].get(own_name(model), {}),
     )
 
 
 def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
     """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
-    family, is_base = load_config(model).family, "base" in model.lower()
+    family, name = load_config(model).family, own_name(model)
+    is_base = has_word(name, "base")
+    logger.info("%s: evaluated as %s, by its name", name, "a base model" if is_base else "an instructed model")
     rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
     return [harness_task(row, model, is_base=is_base) for row in rows]

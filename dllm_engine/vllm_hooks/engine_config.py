@@ -10,12 +10,14 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.families import barred_tokens
+from dllm_engine.families import ModelFamily, barred_tokens
 from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.loading.lora import check_adapter
+from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
+from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
@@ -168,13 +170,16 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
     family = model_config.hf_config.family
     check_attention(RequestOptions.model_validate(defaults), family)
+    named_block_size = block_size_of(own_name(model_config.model))
+    if family.attention == "block_causal" and named_block_size == family.default_block_length:
+        logger.info_once("%s: blocks of %d tokens, as its name says", model_config.model, named_block_size)
     if barred_tokens(model_config.hf_config):
         logger.warning_once(
             "%s: LLaDA2.2 deletes and inserts tokens while it decodes, by a rule that is not published; here it only "
             "fills, and replaces with edit_threshold. Expect worse answers",
             model_config.model,
         )
-    elif family.released_defaults and "edit_threshold" not in defaults and model_config.model not in family.checkpoints:
+    elif family.released_defaults and "edit_threshold" not in defaults and not _is_released(model_config.model, family):
         logger.info_once(
             "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which also edits decided tokens; taking "
             "LLaDA2.0. To edit, set request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
@@ -196,17 +201,26 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     return options
 
 
+def _is_released(model: str, family: ModelFamily) -> bool:
+    """Return True if a model has the name of a released checkpoint."""
+    return own_name(model) in map(own_name, family.checkpoints)
+
+
 def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: ModelConfig) -> None:
     """Say which cache options are taken where papers have others for other models, and the name does not tell."""
     family, model = model_config.hf_config.family, model_config.model
     told, settings = options.method.settings_for(model, family)
     guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
+    if guessed and told:
+        logger.info_once(
+            "cache_method=%r: the paper's settings for %s: %s", options.cache_method, own_name(model), guessed
+        )
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
         logger.warning_once(
             "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
             "those of %s: %s. Set them in cache_options if others suit the model better",
-            *(options.cache_method, model, ", ".join(parts), parts[-1], guessed),
+            *(options.cache_method, own_name(model), ", ".join(parts), parts[-1], guessed),
         )
 
 

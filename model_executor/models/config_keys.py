@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 
 from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ExpertShape, ModelFamily
+from dllm_engine.model_name import has_word
 from dllm_engine.options import explain, shortened
 
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
@@ -28,7 +29,7 @@ _WITHOUT_EFFECT = (
     *("output_router_logits", "router_aux_loss_coef"),
 )
 """Keys of any family that say nothing about what a model computes."""
-_BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-[^/]*-b(\d+)(?=$|[-_/])")
+_BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-.*-b(\d+)(?=$|[-_])")
 """Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
 _ROPE_KEYS = (
     *("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
@@ -36,6 +37,12 @@ _ROPE_KEYS = (
 )
 """Keys of RoPE's tables that are implemented."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
+
+
+def block_size_of(model_name: str) -> int | None:
+    """The length of the blocks that a model's own name states."""
+    named = _BLOCK_SIZE_IN_NAME.search(model_name)
+    return None if named is None else int(named[1])
 
 
 def rotary_dim(config: Any, head_dim: int) -> int:
@@ -136,13 +143,15 @@ class CheckpointKeys(BaseModel):
         return self
 
     @classmethod
-    def read(cls, values: Mapping[str, Any], source: str) -> Self:
-        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be."""
-        other, reason = cls.family.other_kind or ("(?!)", "")
-        if named := re.search(other, source, re.IGNORECASE):
-            raise ValueError(f"{source}: {named[0]} {reason}")
-        if "block_size" in cls.model_fields and (named := _BLOCK_SIZE_IN_NAME.search(source)):
-            values = {"block_size": int(named[1])} | dict(values)
+    def read(cls, values: Mapping[str, Any], source: str, model_name: str) -> Self:
+        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be.
+        ``model_name``: the model's own name, which tells what the file may leave out."""
+        if cls.family.other_kind is not None:
+            other, reason = cls.family.other_kind
+            if has_word(model_name, other):
+                raise ValueError(f"{source}: {other} {reason}")
+        if "block_size" in cls.model_fields and (block_size := block_size_of(model_name)) is not None:
+            values = {"block_size": block_size} | dict(values)
         ignored = {*_WITHOUT_EFFECT, *cls.family.without_effect} - cls.model_fields.keys()
         stated = {name: value for name, value in values.items() if name not in ignored and not name.startswith("_")}
         try:

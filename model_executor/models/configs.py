@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, Pretraine
 
 from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
+from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
@@ -61,7 +62,7 @@ class Config(PretrainedConfig):
 
     def check(self) -> None:
         """Check what may have been changed unseen, and that a model can be served with it; raises as ``__init__``."""
-        self.schema.read(self._without_kept(vars(self)), _source(self._stated))
+        self.schema.read(self._without_kept(vars(self)), _source(self._stated), _model_name(self._stated))
         if self.mask_token_id is None:
             raise ValueError(
                 f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language model needs the id of its mask "
@@ -79,7 +80,7 @@ class Config(PretrainedConfig):
         if (model_type := values.get("model_type", self.model_type)) != self.model_type:
             raise ValueError(f"{source}: model_type={model_type!r}, but the file is of model_type={self.model_type!r}")
         own = self._without_kept(values)
-        stated = self.schema.read(own, source)
+        stated = self.schema.read(own, source, _model_name(values))
         self.__dict__.clear()
         kept = {name: value for name, value in values.items() if name not in own}
         kept |= {"dtype": stated.dtype or stated.torch_dtype, "architectures": [self.schema.family.architecture]}
@@ -163,6 +164,12 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
         f"model {model!r}{listed}: model_type={model_type!r} is not a supported diffusion language model; supported: "
         f"{supported}"
     )
+
+
+def _model_name(values: Mapping[str, Any]) -> str:
+    """The model's own name; empty where there is none."""
+    name = values.get("name_or_path")
+    return own_name(name) if isinstance(name, str) and name else ""
 
 
 def _source(values: Mapping[str, Any]) -> str:

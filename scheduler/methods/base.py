@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import Any, Literal
 
 from dllm_engine.families import Attention, ModelFamily
+from dllm_engine.model_name import has_word, own_name
 from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Guidance, Span
@@ -52,8 +52,8 @@ class CacheMethod:
     """Requests that use ES-dLLM's sampler: equally many tokens per step in every model family, ordered by plain
     probability if greedy. ``always`` also means that a threshold must be exceeded, not just reached."""
     paper_settings: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
-    """Cache options of the papers: by family, then by a part of the model's name in lower case. The first part that the
-    name contains counts; a name with none of them gets the last."""
+    """Cache options of the papers: by family, then by a word of the model's name in lower case. The first that the name
+    has counts; a name with none of them gets the last."""
     unguided: Callable[[Any], str | None] = lambda options: None
     """Settings among the options with which a step does not draft every position, as a guide needs; None: there are
     none."""
@@ -66,8 +66,8 @@ class CacheMethod:
 
     def settings_for(self, model: str, family: ModelFamily) -> tuple[bool, Mapping[str, Any]]:
         """True if a model's name selects ``paper_settings``, and the settings that the model gets."""
-        by_part, name = self.paper_settings.get(family.name, {"": {}}), PurePath(model).name.lower()
-        told = next((part for part in by_part if part in name), None)
+        by_part, name = self.paper_settings.get(family.name, {"": {}}), own_name(model)
+        told = next((part for part in by_part if not part or has_word(name, part)), None)
         return told is not None, by_part[[*by_part][-1] if told is None else told]
 
     def keeps(self, spec: DecodingSpec) -> bool:

@@ -44,7 +44,13 @@ def imports_of(file: Path, *, at_run_time: bool = False) -> Iterator[tuple[int, 
 
 # Rooms: kernels, scheduler, model_executor, then the rest of dllm_engine
 
-SHARED = ("dllm_engine.options", "dllm_engine.families", "dllm_engine.quiet", "dllm_engine.text")
+SHARED = (
+    "dllm_engine.options",
+    "dllm_engine.families",
+    "dllm_engine.model_name",
+    "dllm_engine.quiet",
+    "dllm_engine.text",
+)
 KERNELS, SCHEDULER, MODEL_EXECUTOR = ("dllm_engine.kernels", "dllm_engine.scheduler", "dllm_engine.model_executor")
 ALLOWED = {KERNELS: (KERNELS,), SCHEDULER: (SCHEDULER, *SHARED)}
 ALLOWED[MODEL_EXECUTOR] = (KERNELS, SCHEDULER, MODEL_EXECUTOR, *SHARED)
