@@ -35,6 +35,8 @@ class WaitingQueue:
         self.by_priority = by_priority
         self._places: list[_Place] = []
         """Ascending."""
+        self._place_of: dict[str, _Place] = {}
+        """By the request's id."""
         self._sources: dict[str, _Source] = {}
         self._num_added = 0
 
@@ -51,16 +53,15 @@ class WaitingQueue:
 
     def remove(self, requests: Iterable[Request]) -> None:
         """Those that do not wait are left out."""
-        removed = {request.request_id for request in requests}
-        if not removed:
-            return
-        for place in self._places:
-            if place.request.request_id in removed:
-                source = self._sources[place.source]
-                source.num_waiting -= 1
-                if not source.num_waiting:
-                    del self._sources[place.source]
-        self._places = [place for place in self._places if place.request.request_id not in removed]
+        for request in requests:
+            place = self._place_of.pop(request.request_id, None)
+            if place is None:
+                continue
+            del self._places[bisect.bisect_left(self._places, place)]
+            source = self._sources[place.source]
+            source.num_waiting -= 1
+            if not source.num_waiting:
+                del self._sources[place.source]
 
     def __iter__(self) -> Iterator[Request]:
         return (place.request for place in self._places)
@@ -81,6 +82,7 @@ class WaitingQueue:
     def _insert(self, request: Request, source: str, turn: int, arrival_time: float, number: int) -> None:
         place = _Place(self._priority(request), turn, arrival_time, number, source, request)
         bisect.insort(self._places, place)
+        self._place_of[request.request_id] = place
         self._num_added += 1
         waiting = self._sources.setdefault(source, _Source())
         waiting.num_waiting += 1

@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 IN_ONE_PROCESS = {
     "tests/red_team/test_hostile_requests.py": "tests/serving/test_load.py",
     "tests/red_team/test_random_engines.py": "tests/distributed/test_tensor_parallel.py",
+    "tests/serving/test_one_against_all.py": "tests/serving/test_load.py",
     "tests/serving/test_model_servers.py": "tests/serving/test_playground.py",
 }
 """Files whose tests share with those of another file what takes long to start: a server, or the process that has
