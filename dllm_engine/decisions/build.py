@@ -27,6 +27,8 @@ _BUILT_AT_ONCE = 8
 
 _BEGINNING_COST = 150
 """To go on with a beginning of a text, from a state of a pattern, takes as long as to search so many transitions."""
+_LENGTH_COST = 16
+"""And for each length that the text of a token may have, up to the longest one."""
 _POSITIONS_AT_ONCE = 2
 """Positions of the state that are looked at for a beginning in the time of a search of one transition."""
 _TOKENS_AT_ONCE = 2
@@ -173,8 +175,12 @@ def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput)
         return 0
     if wanted.top_k < 1:
         raise ValueError(f"top_k={wanted.top_k}: ask for 1 value of each pattern at least")
-    states, num_positions = np.unique(edges["target"]), graph.num_positions
+    longest = np.zeros(len(is_pattern), np.int64)
+    np.maximum.at(longest, edges["field"], np.diff(wanted.vocabulary.starts)[edges["token"]])
+    states, firsts = np.unique(edges["target"], return_index=True)
+    num_positions = graph.num_positions
     cost = _BEGINNING_COST * len(states)
+    cost += _LENGTH_COST * int(longest[edges["field"][firsts]].sum())
     cost += int(num_positions[states].sum()) // _POSITIONS_AT_ONCE
     cost += len(edges) // _TOKENS_AT_ONCE
     cost += int(num_positions[edges["source"]].sum()) // _EDGES_AT_ONCE
