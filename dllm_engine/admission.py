@@ -13,9 +13,16 @@ from dllm_engine.scheduler.constraints.constraint import constraint_of
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.constraints.lattice import END
 from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, request_options
+from dllm_engine.scheduler.options.request_options import (
+    CONSTRAINT,
+    REASONING,
+    DefaultLength,
+    InvalidRequestError,
+    bytes_in,
+    request_options,
+)
 from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
-from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, with_tokens
+from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, end_token_ids, with_tokens
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
@@ -197,25 +204,40 @@ def settled_params(
 ) -> SamplingParams:
     """The parameters with a length (a template's, the model's or what fits), an automaton for what the text must
     match, and the filters of a greedy request where vLLM does not reset them on the way to the engine."""
-    length = _response_length(params, len(prompt_token_ids), vllm_config.model_config)
-    params = constrained(params, prompt_token_ids, length, tokenizer, vllm_config)
+    model_config = vllm_config.model_config
+    # At least 1, so that the check of the request explains.
+    room = max(model_config.max_model_len - len(prompt_token_ids), 1)
+    length = _named_length(params)
+    params = constrained(params, prompt_token_ids, length or room, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
         params.extra_args = filters | (params.extra_args or {})
-    if params.max_tokens != length:
+    if length is None:
+        length = min(_default_length(params, model_config), room)
+    if params.max_tokens is not length:
         params = params.clone()
         params.max_tokens = length
     return params
 
 
-def _response_length(params: SamplingParams, prompt_length: int, model_config: Any) -> int:
-    """Tokens of the response: as many as are asked for, at most a template's, else the model's default or what fits."""
-    if params.max_tokens is not None and (params.extra_args or {}).get("response_template") is None:
-        return params.max_tokens
-    length = request_options(params).returned_length
-    if not length:
-        default: int = model_config.override_generation_config["max_new_tokens"]
-        # At least 1, so that the check of the request explains.
-        length = max(min(default, model_config.max_model_len - prompt_length), 1)
-    return length if params.max_tokens is None else min(params.max_tokens, length)
+def _named_length(params: SamplingParams) -> int | None:
+    """Tokens of the response: as many as are asked for, at most a template's; None where the request names none."""
+    named = None if isinstance(params.max_tokens, DefaultLength) else params.max_tokens
+    if (params.extra_args or {}).get("response_template") is None:
+        return named
+    length = request_options(params).returned_length or None
+    return length if named is None or length is None else min(named, length)
+
+
+def _default_length(params: SamplingParams, model_config: Any) -> int:
+    """Tokens of a response whose request names no length: the model's default. Or twice the shortest text that
+    ``structured_outputs`` accepts where that is more, so that there is room to say something, unless the server has a
+    limit."""
+    default: int = model_config.override_generation_config["max_new_tokens"]
+    automaton = bytes_in(params, CONSTRAINT)
+    if automaton is None or model_config.dllm_response_limit is not None:
+        return default
+    ends = end_token_ids(params, model_config.hf_config)
+    shortest = constraint_of(automaton, ends, bytes_in(params, REASONING)).fewest_tokens()
+    return max(default, 2 * (shortest or 0))

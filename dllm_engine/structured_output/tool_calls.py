@@ -1,17 +1,53 @@
-"""``tool_choice`` of requests over HTTP: a call that must be made is a JSON schema that the answer matches."""
+"""``tool_choice`` of requests over HTTP. Calls that must be made are JSON by a schema that the answer matches; a tool
+parser finds those that the model is free to make."""
 
+import shlex
 from argparse import Namespace
 from typing import Any
 
+from vllm.config import ModelConfig
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
+from vllm.logger import init_logger
+from vllm.renderers.chat_utils import load_chat_template
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
+logger = init_logger(f"vllm.{__name__}")
+
+HERMES = "hermes"
+"""vLLM's parser of calls that are JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
+_OTHER_FORMS = ("<function=", "<arg_key>")
+"""What templates have between these markers where a call is not JSON."""
+
+
+class MadeCalls(ToolParser):
+    """Base of the parser that a server has: calls that must be made are JSON by a schema. vLLM makes structural tags of
+    them for many parsers, which are not supported."""
+
+    structural_tag_model = None
+    supports_required_and_named = True
+
+    def adjust_request(self, request: Any) -> Any:
+        if request.tools and request.tool_choice == "auto":
+            return super().adjust_request(request)
+        # Not the parser's own: it may ask for its model's own format.
+        return ToolParser.adjust_request(self, request)
+
 
 class NoCalls(ToolParser):
-    """Finds no calls in an answer that was free to have some."""
+    """Parser of a server that does not know how its model writes calls."""
+
+    command = ""
+    """Starts a server that knows."""
+
+    def adjust_request(self, request: Any) -> Any:
+        raise InvalidRequestError(
+            f'tool_choice="auto": this server does not know how the model writes calls; start it with the parser of '
+            f'their form, for example: {self.command}. Or set tool_choice to "required", to a function or to "none"'
+        )
 
     def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
         return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
@@ -22,30 +58,40 @@ class NoCalls(ToolParser):
         return DeltaMessage(content=delta_text)
 
 
-def serve_tool_calls(args: Namespace) -> None:
-    """Change the arguments of ``vllm serve`` so that it answers ``tool_choice="required"`` and named functions.
+def parser_for(template: str | None) -> str | None:
+    """The tool parser for the form of calls that a chat template describes; None where it describes none, or one that
+    no diffusion model has so far."""
+    if template is None or any(form in template for form in _OTHER_FORMS):
+        return None
+    return HERMES if all(part in template for part in ("<tool_call>", "name", "arguments")) else None
 
-    vLLM asks for a tool parser even where the answer is JSON. And for many it makes structural tags, which are not
-    supported, of calls that must be made.
+
+def chat_template(args: Namespace, model_config: ModelConfig) -> str | None:
+    """The template of a server's chats with tools."""
+    if model_config.skip_tokenizer_init:
+        return None
+    from vllm.renderers.hf import resolve_chat_template  # imports much
+
+    tokenizer = cached_tokenizer_from_config(model_config)
+    return resolve_chat_template(tokenizer, load_chat_template(args.chat_template), tools=[], model_config=model_config)
+
+
+def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
+    """Change the arguments of ``vllm serve`` so that it answers every ``tool_choice``; ``"auto"`` only if the arguments
+    name a parser, or the chat template describes the form of calls.
+
+    vLLM asks for a parser even where the answer is JSON.
     """
-    is_free = bool(args.enable_auto_tool_choice and args.tool_call_parser)
-    base = ToolParserManager.get_tool_parser(args.tool_call_parser) if is_free else NoCalls
-
-    class JSONCalls(base):  # type: ignore[misc, valid-type]
-        structural_tag_model = None
-        supports_required_and_named = True
-
-        def adjust_request(self, request: Any) -> Any:
-            if request.tools and request.tool_choice == "auto":
-                if is_free:
-                    return super().adjust_request(request)
-                raise InvalidRequestError(
-                    'tool_choice="auto" needs a server with --enable-auto-tool-choice and --tool-call-parser; set '
-                    'tool_choice to "required", to a function or to "none"'
-                )
-            # Not the base's: it may ask for its model's own format.
-            return ToolParser.adjust_request(self, request)
-
-    args.tool_call_parser = args.tool_call_parser if is_free else "json_schema"
-    args.enable_auto_tool_choice = True
-    ToolParserManager.register_module(args.tool_call_parser, module=JSONCalls)
+    named = args.tool_call_parser
+    if named is None and (described := parser_for(chat_template(args, model_config))):
+        logger.info("The chat template describes calls as --tool-call-parser %s reads them; taking it", described)
+        args.tool_call_parser, args.enable_auto_tool_choice = described, True
+    if args.enable_auto_tool_choice:
+        parser = ToolParserManager.get_tool_parser(args.tool_call_parser)
+    else:
+        args.tool_call_parser, args.enable_auto_tool_choice = "json_schema", True
+        command = f"dllm serve {shlex.quote(args.model)} --enable-auto-tool-choice --tool-call-parser {named or HERMES}"
+        parser = type("UnknownCalls", (NoCalls,), {"command": command})
+    if not issubclass(parser, MadeCalls):
+        both = type(parser.__name__, (MadeCalls, parser), {})
+        ToolParserManager.register_module(args.tool_call_parser, module=both)

@@ -13,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import SOURCE, InvalidRequestError
+from dllm_engine.scheduler.options.request_options import SOURCE, DefaultLength, InvalidRequestError, LongestLength
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
     ReasoningArguments,
@@ -158,9 +158,11 @@ def respond_if_valid(
     respond: Original, self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
 ) -> AsyncGenerator[Any, None]:
     """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
-    sampling_params = with_arguments(sampling_params, kwargs)
-    engine_input = _checked_prompt(self.engine_client, engine_input, sampling_params, request_id, kwargs)
-    return respond(self, request_id, engine_input, sampling_params, *args, **kwargs)
+    with_reasoning = with_arguments(sampling_params, kwargs)
+    engine_input = _checked_prompt(self.engine_client, engine_input, with_reasoning, request_id, kwargs)
+    if is_ours(self.engine_client):
+        sampling_params.max_tokens = engine_input[_CHECKED].sampling_params.max_tokens  # which the response tells
+    return respond(self, request_id, engine_input, with_reasoning, *args, **kwargs)
 
 
 def _checked_prompt(
@@ -212,9 +214,14 @@ def refuse_clipping(
     clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
 ) -> int:
     """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
-    config, and do not shorten one to our default of it. What exceeds the context is refused by the request's check."""
+    config, and do not shorten one to our default of it. What exceeds the context is refused by the request's check,
+    unless the request only allows so much."""
     if max_tokens is None:
-        return clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+        return DefaultLength(clipping(max_model_len, max_tokens, input_length, *args, **kwargs))
+    if isinstance(max_tokens, LongestLength):
+        longest = min(max_model_len - input_length, response_limit or max_model_len)
+        # At least 1, so that the check of the request explains.
+        return max(min(int(max_tokens), longest), 1)
     if response_limit is not None and max_tokens > response_limit:
         raise InvalidRequestError(
             f"max_tokens={max_tokens} is above this server's limit of {response_limit} (max_new_tokens of its "

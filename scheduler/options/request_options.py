@@ -12,6 +12,15 @@ from dllm_engine.scheduler.options.request_fields import RequestOptions
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says otherwise."""
 
+
+class DefaultLength(int):
+    """Response tokens of a request that names no length, where vLLM needs a number. It may grow."""
+
+
+class LongestLength(int):
+    """Response tokens that a request allows, more than which it does not want. It may shrink."""
+
+
 CONSTRAINT = "constraint"
 REASONING = "reasoning"
 DECISION = "decision"

@@ -98,7 +98,6 @@ def chunks_of(events):
         ({"response_format": {"type": "grammar"}}, "response_format|grammar"),
         ({"vllm_xargs": {"constraint": "x"}}, "unknown request option 'constraint'"),
         ({"vllm_xargs": {"reasoning": "x"}}, "unknown request option 'reasoning'"),
-        ({"tools": TOOLS}, "tool_choice=.auto. needs a server with --enable-auto-tool-choice"),
         ({"tools": TOOLS, "tool_choice": "required", "max_tokens": 2}, "too short"),
     ],
     ids=str,

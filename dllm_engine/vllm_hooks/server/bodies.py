@@ -18,7 +18,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.scheduler.options.request_options import InvalidRequestError, LongestLength
 from dllm_engine.vllm_hooks.input_processor import http_request
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
@@ -118,11 +118,22 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
             if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
                 raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
         _check_num_responses(request)
+        _settle_length(request, self)
         if getattr(request, "echo", False) and not request.logprobs and hasattr(request, "top_logprobs"):
             request.top_logprobs = None  # which vLLM would take for those of the prompt
         await settle_template(request, self)
         await settle_decision(request, self)
     return await create(self, request, *args, **kwargs)
+
+
+def _settle_length(request: Any, serving: Any) -> None:
+    """Take the length of a request to ``/v1/messages`` for the most that its client allows. That API demands a length,
+    and its clients send thousands whatever they ask."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages  # imports much
+
+    if isinstance(serving, AnthropicServingMessages):
+        length = min(request.max_completion_tokens, serving.model_config.max_model_len)
+        request.max_completion_tokens = LongestLength(length)
 
 
 def _check_num_responses(request: Any) -> None:
