@@ -208,6 +208,8 @@ def settled_params(
     # At least 1, so that the check of the request explains.
     room = max(model_config.max_model_len - len(prompt_token_ids), 1)
     length = _named_length(params)
+    if length is None and params.structured_outputs is None:
+        length = min(_default_length(params, model_config), room)
     params = constrained(params, prompt_token_ids, length or room, tokenizer, vllm_config)
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}

@@ -128,9 +128,10 @@ def test_a_length_of_messages_stays_within_the_servers_limit_and_others_are_refu
     assert "above this server's limit of 16" in refusal(chats)
 
 
-def test_prompt_and_response_beyond_the_context_are_refused_on_other_routes(client):
-    body = {"model": "demo", "messages": MESSAGE["messages"], "max_tokens": 2040}
-    assert "max_model_len is 2048" in refusal(client.post("/v1/chat/completions", json=body))
+def test_prompt_and_response_beyond_the_context_are_refused_on_other_routes(client, demo):
+    longest = demo.model_config.max_model_len
+    body = {"model": "demo", "messages": MESSAGE["messages"], "max_tokens": longest}
+    assert f"max_model_len is {longest}" in refusal(client.post("/v1/chat/completions", json=body))
 
 
 def test_a_server_that_cannot_read_calls_says_what_to_type(demo, tmp_path):
