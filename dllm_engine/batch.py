@@ -5,7 +5,6 @@ record is appended and synced to disk as soon as its request has finished. It ha
 that a run never resumes an output of another input or other settings.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
 from typing_extensions import TypedDict
 
+from dllm_engine.output_lock import lock_output
 from dllm_engine.text import one_line
 
 if TYPE_CHECKING:
@@ -167,8 +167,6 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.num_errors = 0
         self._settings = settings
         self._file = path.open("ab+", buffering=0)
-        # An engine's process that is forked would keep the lock when this process is killed.
-        os.register_at_fork(after_in_child=self._file.close)
         self._is_regular = path.is_file()
         try:
             finished = self._resume(lines) if self._is_regular else set()
@@ -180,10 +178,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
 
     def _resume(self, lines: Sequence[InputLine]) -> set[int]:
         """Lock the file and cut off a torn last line; returns the indices of its records."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another run is writing {self.path}; wait for it, or choose another output") from None
+        lock_output(self._file, self.path)
         inputs = {line.index: line.digest for line in lines}
         finished: set[int] = set()
         num_bytes = 0

@@ -46,15 +46,15 @@ def run(args: argparse.Namespace) -> int:
         for prompt, batch in itertools.product(args.prompt, args.batch)
     ]
     start = (lambda arguments: random_engine(**arguments)) if is_named_shape(args.model) else load
-    comparison = Comparison(args.output, args.command, subject_of(args), start)
-    comparison.add(combinations(args, max(args.batch)), workloads)
-    try:
-        comparison.run()
-    finally:
-        comparison.stop()
-        if comparison.scored:
-            from dllm_engine.evaluation.hardware import machine_line, provenance
+    with Comparison(args.output, args.command, subject_of(args), start) as comparison:
+        comparison.add(combinations(args, max(args.batch)), workloads)
+        try:
+            comparison.run()
+        finally:
+            comparison.stop()
+            if comparison.scored:
+                from dllm_engine.evaluation.hardware import machine_line, provenance
 
-            print(machine_line(provenance()), table(values_of(comparison.scored), COLUMNS), sep="\n\n")
-            finish(args, comparison)
+                print(machine_line(provenance()), table(values_of(comparison.scored), COLUMNS), sep="\n\n")
+                finish(args, comparison)
     return 1 if comparison.errors else 0

@@ -91,17 +91,17 @@ def run(args: argparse.Namespace) -> int:
     for task in tasks:
         if isinstance(task, HarnessTask):
             task.check()  # before a model is loaded: the data is what is missing most often
-    comparison = Comparison(args.output, args.command, subject_of(args), load)
-    comparison.add(wanted, tasks)
-    try:
-        comparison.run()
-    finally:
-        comparison.stop()
-        if comparison.scored:
-            print(table([row.values for row in comparison.scored], COLUMNS))
-            finish(args, comparison)
-            draw_tradeoff(comparison.scored, plot)
-            draw_reliability(comparison.scored, plot)
+    with Comparison(args.output, args.command, subject_of(args), load) as comparison:
+        comparison.add(wanted, tasks)
+        try:
+            comparison.run()
+        finally:
+            comparison.stop()
+            if comparison.scored:
+                print(table([row.values for row in comparison.scored], COLUMNS))
+                finish(args, comparison)
+                draw_tradeoff(comparison.scored, plot)
+                draw_reliability(comparison.scored, plot)
     return 1 if comparison.errors else 0
 
 

@@ -51,19 +51,19 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"settings are compared on one file or demo task; leave out {others[0].name}")
     digest = hashlib.sha256(repr(tasks).encode()).hexdigest()[:16]
     subject = {"model": args.model, "tasks_digest": digest, "decoding": decoding, "engine": engine}
-    comparison = Comparison(args.output, "tune", subject, load)
     methods = None if args.methods in (None, "all") else args.methods.split(",")
     space = tuning.space_of(args.model, methods, _rules(args), decoding)
-    search = tuning.Search(comparison, tasks, space, engine, decoding, args.loss / 100)
-    try:
-        search.run(60 * args.budget)
-    finally:
-        comparison.stop()
-        if search.plain.is_measured:
-            rows = sorted(comparison.scored, key=lambda row: -row.cost.tokens_per_second)
-            print(table([row.values for row in rows], COLUMNS))
-            _finish(args, search, comparison)
-            draw_tradeoff(comparison.scored, plot)
+    with Comparison(args.output, "tune", subject, load) as comparison:
+        search = tuning.Search(comparison, tasks, space, engine, decoding, args.loss / 100)
+        try:
+            search.run(60 * args.budget)
+        finally:
+            comparison.stop()
+            if search.plain.is_measured:
+                rows = sorted(comparison.scored, key=lambda row: -row.cost.tokens_per_second)
+                print(table([row.values for row in rows], COLUMNS))
+                _finish(args, search, comparison)
+                draw_tradeoff(comparison.scored, plot)
     return 0
 
 

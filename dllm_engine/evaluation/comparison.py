@@ -9,6 +9,7 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from dllm_engine.evaluation.runner import Cost, MeasuredEngine
+from dllm_engine.output_lock import OutputLock
 from dllm_engine.text import format_table, one_line
 
 if TYPE_CHECKING:
@@ -132,11 +134,15 @@ def check_folder_of(path: Path | None) -> None:
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
-    """The rows of a file, if there is one; raises ``ValueError`` if it has another subject, or could not be written."""
-    if path is not None and path.suffix != ".json":
+def check_output(path: Path) -> None:
+    """Raise ``ValueError`` for a file that could not be written, or whose name is not that of results."""
+    if path.suffix != ".json":
         raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
     check_folder_of(path)
+
+
+def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
+    """The rows of a file, if there is one; raises ``ValueError`` if it has another subject."""
     if path is None or not path.exists():
         return []
     try:
@@ -153,21 +159,30 @@ def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
     return TypeAdapter(list[Row]).validate_python(stored.get("rows", []))
 
 
-class Comparison:
+class Comparison(AbstractContextManager["Comparison"]):
     """Fills a table of a command of ``dllm``: a row per combination and task, written to the file ``path`` as soon as
-    it is measured, so that the same command goes on from there. ``subject`` is what all rows depend on. One engine runs
-    at a time: a device holds no more."""
+    it is measured, so that the same command goes on from there; no other run writes it until this one is left.
+    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more."""
 
     def __init__(self, path: Path | None, command: str, subject: dict[str, Any], load: Load) -> None:
         self._path, self._load = path, load
         self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
-        self._rows = {row.key: row for row in stored_rows(path, self._subject)}
+        with ExitStack() as lock:
+            if path is not None:
+                check_output(path)
+                lock.enter_context(OutputLock(path))
+            self._rows = {row.key: row for row in stored_rows(path, self._subject)}
+            self._lock = lock.pop_all()
         self._tasks: dict[str, Task] = {}
         """Tasks of the rows that were asked for."""
         self.errors: dict[str, str] = {}
         """Why a row could not be measured."""
+
+    def __exit__(self, *error: object) -> None:
+        """Let other runs write the file."""
+        self._lock.close()
 
     def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
         """Ask for rows, which have results where the file has them."""

@@ -101,9 +101,9 @@ def searched(tmp_path, monkeypatch):
             comparison.save()
 
         monkeypatch.setattr(Comparison, "_measure", measure)
-        comparison = Comparison(tmp_path / "tune.json", "tune", {"model": "made up"}, load=None)
-        search = Search(comparison, OwnTasks("mine", [], "exact"), SPACE, {"model": "m"}, {"gen_length": 8}, 0.02)
-        search.run(budget)
+        with Comparison(tmp_path / "tune.json", "tune", {"model": "made up"}, load=None) as comparison:
+            search = Search(comparison, OwnTasks("mine", [], "exact"), SPACE, {"model": "m"}, {"gen_length": 8}, 0.02)
+            search.run(budget)
         return search, asked
 
     return search
