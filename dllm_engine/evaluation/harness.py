@@ -23,6 +23,8 @@ class HarnessTask(Task):
     max_prompt_tokens: int | None = None
     with_chat_template: bool = True
     """Use the tokenizer's, where it has one."""
+    add_bos_token: bool | None = None
+    """Begin prompts with the BOS token; None: as the tokenizer does."""
     seed: int = 0
     """Seed of the masks of likelihoods."""
     mc_num: int = NUM_SAMPLES
@@ -33,6 +35,10 @@ class HarnessTask(Task):
     """Folder of more tasks."""
     confirm_run_unsafe_code: bool = False
     """Run the programs that a model writes."""
+
+    @property
+    def digest(self) -> str:
+        return "" if self.add_bos_token is None else f"add_bos_token={self.add_bos_token}"
 
     def check(self) -> None:
         """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task is unknown."""
@@ -56,7 +62,12 @@ class HarnessTask(Task):
 
         from dllm_engine.evaluation.lm_eval_model import DiffusionLM
 
-        own = {"max_prompt_tokens": self.max_prompt_tokens, "mc_num": self.mc_num, "mc_seed": self.seed}
+        own = {
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "add_bos_token": self.add_bos_token,
+            "mc_num": self.mc_num,
+            "mc_seed": self.seed,
+        }
         chat = self.with_chat_template and engine.llm.has_chat_template
         if self.confirm_run_unsafe_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code

@@ -35,6 +35,9 @@ class DiffusionLM(TemplateLM):
         check_greedy: report if a continuation is what the model itself would answer, which takes a response of its
             length; without, lm_eval reads that it is not. Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused if too long.
+        add_bos_token: begin every prompt with the tokenizer's BOS token, or with no special token; None: as the
+            tokenizer does. A prompt that has it, as from a chat template, gets no second one.
+        escape_until: do not end responses at a task's stop strings, as in Dream's evaluation.
         answer: as ``complete_requests``, which is the default.
     """
 
@@ -46,6 +49,8 @@ class DiffusionLM(TemplateLM):
         mc_seed: int = 0,
         check_greedy: bool = True,
         max_prompt_tokens: int | None = None,
+        add_bos_token: bool | None = None,
+        escape_until: bool = False,
         answer: Callable[[Sequence[Request]], tuple[list[Any], Cost]] | None = None,
         **options: Any,
     ) -> None:
@@ -63,8 +68,11 @@ class DiffusionLM(TemplateLM):
         self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
+        self.add_bos_token, self.escape_until = add_bos_token, escape_until
         self.answer = answer or partial(complete_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
+        if add_bos_token and self.tokenizer.bos_token_id is None:
+            raise ValueError("add_bos_token=True needs a BOS token, which the tokenizer has not; leave it out")
 
     @property
     def eot_token_id(self) -> int:
@@ -80,10 +88,16 @@ class DiffusionLM(TemplateLM):
         return self.llm.model_config.model.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        bos = self.tokenizer.bos_token
         if add_special_tokens is None:
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (bos and string.startswith(bos))  # a chat template has put it there
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+            add_special_tokens = self.add_bos_token is not False
+            if bos and string.startswith(bos):
+                add_special_tokens = False  # a chat template has put it there
+        tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        # Not every tokenizer that has a BOS token puts it before texts; Dream's does not.
+        if add_special_tokens and self.add_bos_token and tokens[:1] != [self.tokenizer.bos_token_id]:
+            tokens.insert(0, self.tokenizer.bos_token_id)
+        return tokens
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
@@ -113,7 +127,8 @@ class DiffusionLM(TemplateLM):
         """The decoding parameters of a request of a task that has ``task_options`` as ``generation_kwargs``."""
         named = {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & task_options.keys()
         options = dict(normalize_gen_kwargs(task_options))
-        stop = [text for text in options.pop("until") if text]
+        until = options.pop("until")
+        stop = [] if self.escape_until else [text for text in until if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
         given = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}

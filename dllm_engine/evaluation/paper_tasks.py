@@ -20,6 +20,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 _PAPERS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _TASK_FILES = Path(__file__).with_name("tasks")
+_BASE_WITH_BOS = ("Dream",)
+"""Model types whose authors begin the prompts of base models with the BOS token, which their tokenizers do not."""
 PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
 """In the order in which they are asked for a benchmark's settings where none is named."""
 PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
@@ -69,7 +71,7 @@ def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
     return is_familys and row.get("base", is_base) == is_base
 
 
-def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTask:
+def harness_task(row: dict[str, Any], model: str, *, is_base: bool, add_bos_token: bool | None = None) -> HarnessTask:
     """The task of a row for a checkpoint."""
     length, name = row["gen_length"], row.get("base_task", row["task"]) if is_base else row["task"]
     lengths = {"gen_length": length, "block_length": row.get("block_length", length), "steps": length}
@@ -79,6 +81,7 @@ def harness_task(row: dict[str, Any], model: str, *, is_base: bool) -> HarnessTa
         metric=row.get("metric"),
         max_prompt_tokens=row.get("max_prompt_tokens"),
         with_chat_template=row.get("chat_template", True) and not is_base,
+        add_bos_token=add_bos_token,
         decoding=lengths | row.get("options", {}),
         guided=row.get("guided"),
         cache_options=row.get("method_options", {}) | row["cache_options"].get(own_name(model), {}),
@@ -91,4 +94,5 @@ def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> lis
     is_base = has_word(name, "base")
     logger.info("%s: evaluated as %s, by its name", name, "a base model" if is_base else "an instructed model")
     rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
-    return [harness_task(row, model, is_base=is_base) for row in rows]
+    add_bos_token = True if is_base and family.model_type in _BASE_WITH_BOS else None
+    return [harness_task(row, model, is_base=is_base, add_bos_token=add_bos_token) for row in rows]

@@ -68,6 +68,23 @@ def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
     assert texts == [" Ida=07", " Ida", " Ida="]
 
 
+def test_escape_until_keeps_what_follows_a_stop_string(make):
+    asked = requests("generate_until", (PROMPT, {"until": ["="], "max_gen_toks": 32}))
+    assert make(block_length=8, escape_until=True).generate_until(asked, disable_tqdm=True) == [" Ida=07"]
+
+
+def test_add_bos_token_begins_prompts_with_one(make, demo):
+    tokenizer = demo.get_tokenizer()
+    plain = tokenizer.encode(PROMPT, add_special_tokens=False)
+    with_bos = [tokenizer.bos_token_id, *plain]
+    assert make(add_bos_token=True).tok_encode(PROMPT) == with_bos
+    assert make(add_bos_token=True).tok_encode(tokenizer.bos_token + PROMPT) == with_bos
+    assert make(add_bos_token=False).tok_encode(PROMPT) == plain
+    assert make(add_bos_token=True).tok_encode(PROMPT, add_special_tokens=False) == plain
+    prompt, continuation = make(add_bos_token=True)._encode_pair(PROMPT, " Ida=07")
+    assert (prompt, tokenizer.decode(continuation)) == (with_bos, " Ida=07")
+
+
 @pytest.mark.parametrize(
     ("decoding", "task", "expected"),
     [

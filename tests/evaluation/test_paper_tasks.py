@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +84,16 @@ def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
     for checkpoint, intervals in expected.items():
         options = harness_task(row, f"models/{checkpoint}", is_base=False).cache_options
         assert tuple(options.get("dllm_cache", {}).values()) == intervals
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "expected"),
+    [(DREAM, "Dream-v0-Base-7B", True), (DREAM, "Dream-v0-Instruct-7B", None), (LLADA, "LLaDA-8B-Base", None)],
+)
+def test_prompts_of_dreams_base_models_begin_with_the_bos_token(monkeypatch, family, name, expected):
+    monkeypatch.setattr(paper_tasks, "load_config", lambda model: SimpleNamespace(family=family))
+    (task,) = paper_tasks.tasks_of_papers(name, ["gsm8k"], "dllm-cache")
+    assert task.add_bos_token is expected
 
 
 @pytest.mark.parametrize("family", [LLADA, DREAM], ids=lambda family: family.name)
