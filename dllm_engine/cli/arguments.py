@@ -4,7 +4,7 @@ import argparse
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any, Literal, NoReturn, get_args, get_origin
@@ -24,8 +24,17 @@ RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
 class CommandParser(argparse.ArgumentParser):
     """Accepts options with underscores too (``--cache_method``); an error is one line, with the closest known name."""
 
+    expand: "Callable[[CommandParser, list[str]], list[str]] | None" = None
+    """Changes the words of a command line before they are read; raises ``ValueError``."""
+
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        parsed, unknown = super().parse_known_args([self._with_dashes(word) for word in args or ()], namespace)
+        words = [self._with_dashes(word) for word in args or ()]
+        if self.expand is not None:
+            try:
+                words = self.expand(self, words)
+            except ValueError as error:
+                self.error(str(error))
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown and not getattr(parsed, "passes_on_unknown", False):
             word = unknown[0]
             if not word.startswith("-"):
@@ -45,6 +54,16 @@ class CommandParser(argparse.ArgumentParser):
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
         return dashed + equals + value if dashed in self._option_string_actions else word
+
+
+def stated_arguments(flags: Sequence[str]) -> dict[str, str]:
+    """The values of ``flags`` by name, as text. The last one of a name counts; ``--a.b`` counts as ``a``."""
+    stated = {}
+    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
+        name, equals, value = flag.partition("=")
+        if name.startswith("--"):
+            stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
+    return stated
 
 
 def whole_number(text: str) -> int:

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import DENOISING, add_options, add_value
+from dllm_engine.cli.arguments import DENOISING, CommandParser, add_options, add_value, stated_arguments
+from dllm_engine.cli.config_file import expand_config
 from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given, json_object
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
@@ -24,7 +25,8 @@ names `steps` is not given the threshold. The length itself is vLLM's to set: --
 '{"max_new_tokens": 512}' (default: the checkpoint's, else 256)."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: CommandParser) -> None:
+    parser.expand = expand_config
     parser.usage, parser.allow_abbrev = "dllm serve MODEL [options of this command] [options of `vllm serve`]", False
     parser.set_defaults(passes_on_unknown=True)
     add_model(parser)
@@ -49,16 +51,6 @@ def run(args: argparse.Namespace) -> int:
     sys.argv = ["vllm", *arguments]
     vllm_main()
     return 0
-
-
-def stated_arguments(flags: list[str]) -> dict[str, str]:
-    """The values of vLLM's ``flags`` by name, as text. The last one of a name counts; ``--a.b`` counts as ``a``."""
-    stated = {}
-    for flag, following in zip(flags, [*flags[1:], ""], strict=False):
-        name, equals, value = flag.partition("=")
-        if name.startswith("--"):
-            stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
-    return stated
 
 
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
