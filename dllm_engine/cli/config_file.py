@@ -57,7 +57,7 @@ def _without_config(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     """The file's values by option, with dashes."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     if path.suffix not in (".yaml", ".yml"):
         raise ValueError(f"{CONFIG} {path}: give a YAML file, whose name ends with .yaml or .yml")
