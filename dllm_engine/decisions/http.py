@@ -8,7 +8,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import JSONResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.utils import random_uuid
 
 from dllm_engine.decisions.fields import read_fields
@@ -54,7 +54,7 @@ def add_route(app: Any) -> None:
         results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)
         (output,) = [result async for result in results]
         if output.outputs[0].finish_reason == "abort":
-            raise GenerationError("the server ended the request before its decision was complete")
+            raise RetryableRequestError("the server ended the request before its decision was complete; send it again")
         decision = DecisionOutput.of(output)
         if decision.figures.error is not None:
             raise GenerationError(decision.figures.error)

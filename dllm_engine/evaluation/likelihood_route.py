@@ -47,28 +47,18 @@ class ForwardPasses:
         """Held while the engine has a pass."""
         self._steps_until = 0.0
         """When the next pass may begin, if the engine has other requests."""
-        self._tasks: set[asyncio.Task[Any] | None] = set()
-        self._error: Exception | None = None
 
     async def logprobs(self, engine: Any, canvases: Iterable[Canvas]) -> AsyncIterator[list[float]]:
         """Log-probabilities of each canvas's masked tokens, all by the same weights, or else an ``HTTPException``."""
-        task, changes_before = asyncio.current_task(), None
-        self._tasks.add(task)
-        try:
-            for batch in batches_of(canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens):
-                sequences, masked = map(list, zip(*batch, strict=True))
-                answers, changes = await self._one_pass(engine, sequences, masked)
-                if answers is None or changes_before not in (None, changes):
-                    raise HTTPException(503, "the engine is paused, or its weights changed; ask again")
-                changes_before = changes
-                for answer in answers:
-                    yield answer
-        except asyncio.CancelledError:
-            if self._error is None:
-                raise
-            raise self._error from None
-        finally:
-            self._tasks.discard(task)
+        changes_before = None
+        for batch in batches_of(canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens):
+            sequences, masked = map(list, zip(*batch, strict=True))
+            answers, changes = await self._one_pass(engine, sequences, masked)
+            if answers is None or changes_before not in (None, changes):
+                raise HTTPException(503, "the engine is paused, or its weights changed; ask again")
+            changes_before = changes
+            for answer in answers:
+                yield answer
 
     async def _one_pass(self, engine: Any, *args: Any) -> Any:
         """The answer to one pass. Its turn ends when the engine has answered, also where the client has gone before."""
@@ -92,17 +82,10 @@ class ForwardPasses:
         call.add_done_callback(end_turn)
         return await asyncio.shield(call)
 
-    def end(self, error: Exception) -> None:
-        """End all requests with an error: no engine is left to answer them."""
-        self._error = error
-        for task in self._tasks:
-            if task is not None:
-                task.cancel()
-
 
 def add_route(app: Any) -> None:
     """Serve ``/v1/likelihoods`` from a FastAPI ``app`` of vLLM's."""
-    passes = app.state.likelihoods = ForwardPasses()
+    passes = ForwardPasses()
 
     async def create_likelihoods(request: LikelihoodRequest, raw_request: Request) -> JSONResponse:
         state = raw_request.app.state

@@ -18,6 +18,12 @@ _PARSER = "vllm.parser.abstract_parser"
 _PROMPT_OF_PARSER = f"{_PARSER}:{'Parser' if is_installed('0.32') else 'DelegatingParser'}.set_prompt_token_ids"
 """Since vLLM 0.33 parsers that delegate have their own."""
 
+STARTING = {
+    "vllm.entrypoints.launchers.launcher:setup_server": "server.start:keep_handlers",
+    "vllm.v1.utils:wait_for_completion_or_failure": "server.start:restore_handlers",
+}
+"""Applied by ``dllm serve``."""
+
 EVERY_PROCESS = {
     "vllm.config.vllm:VllmConfig.try_verify_and_update_config": "engine_config:refuse_stray_options",
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs": "input_processor:process_checked_inputs",
@@ -70,5 +76,6 @@ SERVING = {
     "vllm.entrypoints.anthropic.api_router:translate_error_response": "server.messages_errors:translate_type",
     f"{_ERRORS}:init_exception_handler": "server.messages_errors:translate_refusals",
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
+    "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }
 """Applied in the process that builds an engine's config, once it is known that the model is one of ours."""

@@ -116,7 +116,7 @@ class Engine:
         return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
 
 
-def computed(engine, *requests, during=lambda tasks, passes: None):
+def computed(engine, *requests, during=lambda tasks: None):
     async def one(passes, request):
         canvases = [([mark] * size, [0]) for mark, size in request]
         return [value async for (value,) in passes.logprobs(engine, canvases)]
@@ -125,7 +125,7 @@ def computed(engine, *requests, during=lambda tasks, passes: None):
         passes = ForwardPasses()
         tasks = [asyncio.create_task(one(passes, request)) for request in requests]
         await asyncio.sleep(0)
-        during(tasks, passes)
+        during(tasks)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     return asyncio.run(run())
@@ -186,15 +186,10 @@ def test_the_engines_steps_have_as_much_time_as_passes():
 
 def test_a_client_that_leaves_takes_its_canvases_along():
     engine = Engine()
-    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks, passes: tasks[0].cancel())
+    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks: tasks[0].cancel())
     assert isinstance(left, asyncio.CancelledError)
     assert stayed == [2.0, 2.0]
     assert engine.passes == [[1], [2], [2]]
-
-
-def test_a_server_that_stops_ends_all_requests_with_its_error():
-    error = RuntimeError("stopping")
-    assert computed(Engine(), [(1, 10)] * 9, [(2, 10)], during=lambda _, passes: passes.end(error)) == [error, error]
 
 
 @pytest.mark.parametrize(("num_canvases", "is_refused"), [(1, False), (2, True)])

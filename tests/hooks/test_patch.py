@@ -9,12 +9,13 @@ from dllm_engine.plugin import register
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError
 
-REPLACED = table.EVERY_PROCESS | table.SERVING
+REPLACED = table.STARTING | table.EVERY_PROCESS | table.SERVING
 
 
 @pytest.fixture(autouse=True)
 def _applied():
     register()
+    patch.apply(table.STARTING)
     patch.apply(table.SERVING)
 
 

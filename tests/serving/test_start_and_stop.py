@@ -1,5 +1,6 @@
 """A server whose processes are killed, or that is asked to stop, while it loads or answers."""
 
+import json
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,33 +15,55 @@ from tests.support.server import START_TIMEOUT_S, Server, scrape
 pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 3
+LONG = {"prompt": "Reverse: Rome Tom Oslo", "max_tokens": 1900, "ignore_eos": True}
+STRUCTURED = {"prompt": "Reverse: Rome", "max_tokens": 8, "structured_outputs": {"regex": "[a-z]{4}"}}
+DECISION = {
+    "prompt": "Reverse: Rome",
+    "fields": {"type": "object", "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2}$"}}},
+}
 SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
 
 
 class Watched(Server):
-    def __init__(self, *arguments, log):
+    def __init__(self, *arguments, **options):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
-        super().__init__("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", log=log)
-        self.processes, self.clients = set(), ThreadPoolExecutor()
+        super().__init__("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", **options)
+        self.processes, self.clients = set(), ThreadPoolExecutor(16)
 
     def process_called(self, name):
         """A process below the server; what is there now is to be gone at the end."""
         self.processes |= set(psutil.Process(self.process.pid).children(recursive=True))
         return next((p for p in self.processes if p.is_running() and name in p.name()), None)
 
-    def ask(self) -> "Future[httpx.Response]":
+    def ask(self, route="/v1/completions", **asked) -> "Future[httpx.Response]":
         """An answer to come, to a request that outlasts its test; with a status of 0 where the connection breaks."""
-        body = {"model": "demo", "prompt": "Reverse: Rome Tom Oslo", "max_tokens": 1900, "ignore_eos": True}
+        body = {"model": "demo"} | (asked or LONG)
 
         def answer():
             try:
-                return httpx.post(self.url + "/v1/completions", json=body, timeout=120)
+                return httpx.post(self.url + route, json=body, timeout=120)
             except httpx.TransportError:
                 return httpx.Response(0)
 
         return self.clients.submit(answer)
+
+    def wait_until_open(self, number):
+        """Requests, of those routes that vLLM counts."""
+        wait_until(lambda: httpx.get(self.url + "/load").json()["server_load"] >= number, 60)
+
+    def suspended_build(self):
+        """The process that builds an automaton, which makes no progress until it is resumed."""
+
+        def builders():
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            return [child for child in children if "dllm_engine.structured_output.build" in child.cmdline()]
+
+        wait_until(builders, 60)
+        (builder,) = builders()
+        builder.suspend()
+        return builder
 
     def wait_until_running(self, number):
         """Together: if they never do, ask for more tokens."""
@@ -57,8 +80,8 @@ class Watched(Server):
 def start(tmp_path):
     started = []
 
-    def run(*arguments):
-        started.append(Watched(*arguments, log=tmp_path / "log"))
+    def run(*arguments, **options):
+        started.append(Watched(*arguments, log=tmp_path / "log", **options))
         return started[-1]
 
     yield run
@@ -105,3 +128,86 @@ def test_a_server_that_is_stopped_ends_well(start):
     watched.process.terminate()
     assert answer.result(timeout=SECONDS).status_code == 503
     watched.check_the_end(0)
+
+
+MOMENTS = ["non-default args", "EngineCore", "Worker", "Starting vLLM server"]
+"""What the log then says, or the process that is then there."""
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_ends_a_server_at_any_moment_of_its_start(start, moment, servers):
+    watched = start("--api-server-count", str(servers), logging_level="INFO")
+
+    def has_come():
+        return watched.process_called(moment) or moment in watched.log.read_text(errors="replace")
+
+    wait_until(has_come, START_TIMEOUT_S, watched.process, watched.log)
+    if moment == "EngineCore":
+        watched.process_called(moment).suspend()  # it loads slowly
+    watched.process.terminate()
+    watched.check_the_end(0)
+
+
+def test_all_who_wait_are_told_that_the_engine_has_died(start):
+    watched = start("--enable-server-load-tracking")
+    watched.wait_until_ready()
+    engine = watched.process_called("EngineCore")
+    engine.suspend()
+    answers = [
+        watched.ask("/v1/likelihoods", prompt="Reverse: Rome", answers=[" Oslo"]),
+        watched.ask(),
+        watched.ask(**LONG, stream=True),
+        watched.ask("/v1/decisions", **DECISION),
+    ]
+    build = watched.suspended_build()
+    answers += [watched.ask("/sleep?level=0"), watched.ask("/v1/completions", **STRUCTURED)]
+    watched.wait_until_open(5)
+    watched.process_called("")
+    engine.kill()
+    likelihood, completion, stream, decision, _, structured = [answer.result(SECONDS) for answer in answers]
+    assert watched.process.poll() is None, "clients are told before the server ends"
+    assert [answer.status_code for answer in (likelihood, completion, decision, structured)] == [500] * 4
+    assert likelihood.json()["error"]["message"].startswith("the engine has died")
+    assert '"error"' in stream.text
+    build.resume()
+    watched.check_the_end(1)
+
+
+def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
+    watched = start("--shutdown-timeout", "60", "--enable-server-load-tracking")
+    watched.wait_until_ready()
+    answers = [watched.ask("/v1/completions", **STRUCTURED)]
+    build = watched.suspended_build()
+    answers += [watched.ask("/v1/decisions", **DECISION), watched.ask(**LONG | {"max_tokens": 64}, stream=True)]
+    watched.wait_until_open(3)
+    watched.process.terminate()
+    wait_until(lambda: httpx.get(watched.url + "/health").status_code == 503, SECONDS)
+    late = watched.ask().result(SECONDS)
+    assert late.status_code == 503
+    assert late.headers["retry-after"]
+    build.resume()
+    structured, decision, stream = [answer.result(SECONDS) for answer in answers]
+    assert [structured.status_code, decision.status_code] == [200, 200]
+    *_, last, done, _ = stream.text.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]
+    assert done == "data: [DONE]"
+    watched.check_the_end(0)
+    assert "Traceback" not in watched.tail()
+
+
+def test_who_is_left_when_a_drain_ends_is_told(start):
+    watched = start("--shutdown-timeout", "2", "--enable-server-load-tracking")
+    watched.wait_until_ready()
+    structured = watched.ask("/v1/completions", **STRUCTURED)
+    build = watched.suspended_build()
+    long, stream = watched.ask(), watched.ask(**LONG, stream=True)
+    watched.wait_until_running(2)
+    watched.process.terminate()
+    for answer in (structured.result(SECONDS), long.result(SECONDS)):
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"]
+    assert "the server is shutting down" in stream.result(SECONDS).text
+    build.resume()
+    watched.check_the_end(0)
+    assert "Traceback" not in watched.tail()

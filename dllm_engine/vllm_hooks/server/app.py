@@ -13,6 +13,7 @@ from dllm_engine.options import EngineOptions
 from dllm_engine.structured_output.tool_calls import serve_tool_calls
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 from dllm_engine.vllm_hooks.server.bodies import BodyCheck
+from dllm_engine.vllm_hooks.server.stop import OpenRequests, RequestsEnd
 
 
 async def init_with_tool_calls(
@@ -34,6 +35,8 @@ def extend_app(
         return
     # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
     app.add_middleware(BodyCheck)
+    app.state.open_requests = OpenRequests()
+    app.add_middleware(RequestsEnd, requests=app.state.open_requests)
     # These answer prompts, and vLLM leaves them open.
     authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"})
     from dllm_engine.decisions import http as decisions

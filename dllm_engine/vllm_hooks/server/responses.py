@@ -17,7 +17,7 @@ from typing import Any
 import anyio
 from openai.types.responses import ResponseErrorEvent
 from pydantic import ValidationError
-from vllm.exceptions import GenerationError
+from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from dllm_engine.figures import PER_TOKEN, ErrorReason
@@ -150,7 +150,7 @@ def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | 
         raise GenerationError(finish_reason.explanation)
     if finish_reason == "abort":
         # vLLM would answer as if the response were complete.
-        raise GenerationError("the server ended the request before its response was complete")
+        raise RetryableRequestError("the server ended the request before its response was complete; send it again")
     raise_if_error(self, finish_reason, request_id)
 
 

@@ -1,0 +1,112 @@
+"""Requests of a server that stops, or whose engine has died, get an answer."""
+
+import asyncio
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+
+from dllm_engine.vllm_hooks.server.stop import EngineDied, OpenRequests, RequestsEnd, ServerStopping
+
+
+async def wait_for_ever(request):
+    await asyncio.Event().wait()
+
+
+async def read(request: Request):
+    await request.body()
+    return PlainTextResponse("read")
+
+
+async def stream(request):
+    async def events():
+        yield "data: 1\n\n"
+        await asyncio.Event().wait()
+
+    return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def fail_when_it_stops(request):
+    while request.app.state.open_requests.error is None:
+        await asyncio.sleep(0)
+    return JSONResponse({"error": "Server shutting down"}, 500)
+
+
+async def full(request):
+    return PlainTextResponse("the queue is full", 503)
+
+
+async def metrics(request):
+    return PlainTextResponse("metrics")
+
+
+HANDLERS = [wait_for_ever, read, stream, fail_when_it_stops, full, metrics]
+
+
+class Answered:
+    """A request whose body never ends; what has been sent of its answer."""
+
+    def __init__(self, app, path):
+        self.status, self.headers, self.text, self.is_complete = None, {}, "", False
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "app": app}
+        self.task = asyncio.create_task(app(scope, self.receive, self.send))
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+    async def send(self, message):
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.text += message["body"].decode()
+            self.is_complete = not message.get("more_body")
+
+
+def answers(paths, error=None, *, later=()):
+    """Answers to requests that are open when the server ends with an error, and to later ones."""
+
+    async def run():
+        app = Starlette(routes=[Route(f"/{each.__name__}", each, methods=["POST"]) for each in HANDLERS])
+        requests = app.state.open_requests = OpenRequests()
+        app.add_middleware(RequestsEnd, requests=requests)
+        answered = [Answered(app, path) for path in paths]
+        await asyncio.sleep(0.05)
+        if error is not None:
+            requests.error = error
+            await requests.end(lambda error: None, error)
+        answered += [Answered(app, path) for path in later]
+        await asyncio.wait_for(asyncio.gather(*(each.task for each in answered)), 10)
+        return answered
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("error", "status"), [(ServerStopping(), 503), (EngineDied(), 500)])
+def test_whatever_a_request_waits_for_it_is_told(error, status):
+    for answer in answers(["/wait_for_ever", "/read", "/fail_when_it_stops"], error, later=["/full"]):
+        assert (answer.status, answer.is_complete) == (status, True)
+        assert str(error) in answer.text
+        assert ("retry-after" in answer.headers) == (status == 503)
+
+
+def test_a_stream_ends_with_the_error():
+    (answer,) = answers(["/stream"], ServerStopping())
+    assert answer.status == 200
+    first, name_and_error, done, _ = answer.text.split("\n\n")
+    assert first == "data: 1"
+    assert name_and_error.startswith('event: error\ndata: {"type": "error", "error": {"message": "the server is')
+    assert done == "data: [DONE]"
+    assert answer.is_complete
+
+
+def test_metrics_can_be_read_while_it_drains():
+    (answer,) = answers([], ServerStopping(), later=["/metrics"])
+    assert (answer.status, answer.text) == (200, "metrics")
+
+
+def test_a_full_queue_says_when_to_ask_again():
+    (answer,) = answers(["/full"])
+    assert (answer.status, answer.text, answer.headers["retry-after"]) == (503, "the queue is full", "1")
