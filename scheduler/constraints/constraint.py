@@ -130,7 +130,7 @@ class Constraint:
     """
 
     def __init__(self, automaton: Automaton, end_tokens: frozenset[int], num_reasoning: int = 0) -> None:
-        """``num_reasoning``: that many states, the first ones, are those of reasoning. The next is the one behind it."""
+        """``num_reasoning``: number of states of reasoning, which come first. The next state is the one behind it."""
         self.num_reasoning = num_reasoning
         num_states, num_classes = automaton.next_state.shape
         self.class_of = automaton.class_of.copy()
@@ -153,8 +153,8 @@ class Constraint:
         return int(distances(sources, targets, np.arange(self.num_states) == 0)[self.num_reasoning])
 
     def leeway(self, place: int, budget: int | None) -> Leeway:
-        """``budget``: the most tokens of reasoning, counted from the first place of the response, 0. The marker that ends
-        it follows at once; None: no limit."""
+        """``budget``: the most tokens of reasoning, counted from the first place of the response, 0. The marker that
+        ends it follows at once; None: no limit."""
         if budget is None:
             return Leeway()
         return Leeway(go_on=place + 1 < budget + self.marker_length, close=place <= budget)
