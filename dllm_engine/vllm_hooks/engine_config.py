@@ -1,5 +1,6 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
+import re
 from typing import Any
 
 from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
@@ -18,7 +19,7 @@ from dllm_engine.model_executor.loading.lora import check_adapter
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
 from dllm_engine.model_name import own_name
-from dllm_engine.options import OPTIONS_KEY, EngineOptions
+from dllm_engine.options import OPTIONS_KEY, EngineOptions, shortened
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
@@ -79,7 +80,8 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         model_config = vllm_config.model_config
         if vllm_config.load_config.load_format != "dummy":
             # Weights that cannot be read are refused before any process is started for them.
-            check_safetensors(model_config.model)
+            _check_tensors(model_config)
+        _check_block_size(model_config)
         if left_out := left_out_defaults(model_config):
             text = "generation_config.json of %s: not supported for diffusion models, and left out: %s"
             logger.warning(text, model_config.model, ", ".join(left_out))
@@ -199,6 +201,30 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
     vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
     return options
+
+
+def _check_tensors(model_config: ModelConfig) -> None:
+    """Raise ``ValueError`` where the weights of a folder are not those of its config. Layers are made one by one, which
+    takes minutes where a config states far too many."""
+    types, config = check_safetensors(model_config.model), model_config.hf_config
+    layer = re.compile(rf"{re.escape(config.family.names.layers)}\.(\d+)\.")
+    layers = {int(match[1]) for name in types if (match := layer.match(name))}
+    stated = config.num_hidden_layers
+    if layers and stated > max(layers) + 1:
+        key = config.family.key_names.get("num_hidden_layers", "num_hidden_layers")
+        raise ValueError(f"{model_config.model}/config.json: {key}={stated}, but the weights have {max(layers) + 1}")
+    if getattr(config, "quantization_config", None) is None:
+        for name, dtype in types.items():
+            if dtype == "BOOL" or dtype.startswith(("I", "U")):
+                raise ValueError(f"{model_config.model}: weight {shortened(name)} is of type {dtype}, not of numbers")
+
+
+def _check_block_size(model_config: ModelConfig) -> None:
+    family, longest = model_config.hf_config.family, model_config.max_model_len
+    if family.attention != "full" and family.default_block_length > longest:
+        raise ValueError(
+            f"block_size={family.default_block_length} of {model_config.model} is more than max_model_len={longest}"
+        )
 
 
 def _is_released(model: str, family: ModelFamily) -> bool:

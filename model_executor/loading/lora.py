@@ -5,7 +5,6 @@ released checkpoints. vLLM's own LoRA layers add an adapter per row of a batch, 
 whole step; layer passes change the rows between layers, so one adapter serves all requests of an engine here.
 """
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -16,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
-from dllm_engine.model_executor.loading.files import check_files, check_safetensors
+from dllm_engine.model_executor.loading.files import check_files, check_number, check_safetensors, read_object
+from dllm_engine.options import shortened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
@@ -27,6 +27,8 @@ _REFUSED = (
 """Keys of PEFT's config that mean more than W + scale · B A."""
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they are."""
+_DEFAULT_RANK = 8
+"""PEFT's own, of a config without ``r``."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
 """Formats that an adapter can be merged into."""
 MERGE = "merge the adapter into the checkpoint with PEFT's merge_and_unload()"
@@ -48,7 +50,7 @@ class LoraAdapter:
         """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
         for name in self.scales:
             if name not in names:
-                raise ValueError(f"{self.folder / WEIGHTS}: the model has no {name!r}; is the adapter for another one?")
+                raise ValueError(f"{self.folder / WEIGHTS}: the model has no {shortened(name)}; is the adapter for another one?")
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type. ``whole``:
@@ -63,25 +65,30 @@ class LoraAdapter:
                 module = f"base_model.model.{name.removesuffix('.weight')}"
                 a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
                 if tensor.shape != (b.shape[0], a.shape[1]):
-                    raise ValueError(f"{self.folder / WEIGHTS}: {name!r} and its update differ in shape")
+                    raise ValueError(f"{self.folder / WEIGHTS}: {shortened(name)} and its update differ in shape")
                 yield name, torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(tensor.dtype)
         if whole:
             self.check(names)
 
     def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
         path = self.folder / WEIGHTS
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file")
         ranks: dict[str, dict[str, int]] = {"A": {}, "B": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 for name in sorted(file.keys()):
                     match = _TENSOR.fullmatch(name)
                     if match is None:
-                        raise ValueError(f"{path}: tensor {name!r} is not of the kind '….lora_A.weight'; {MERGE}")
-                    ranks[match["part"]][match["module"]] = file.get_slice(name).get_shape()[match["part"] == "B"]
+                        raise ValueError(f"{path}: tensor {shortened(name)} is not of the kind '….lora_A.weight'; {MERGE}")
+                    shape = file.get_slice(name).get_shape()
+                    if len(shape) != 2 or 0 in shape:
+                        raise ValueError(f"{path}: {shortened(name)} has the shape {shape}, not that of a matrix")
+                    ranks[match["part"]][match["module"]] = shape[0] if match["part"] == "A" else shape[1]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained") from error
         for module, _ in ranks["A"].items() ^ ranks["B"].items():
-            raise ValueError(f"{path}: lora_A and lora_B of {module!r} are not both there, of one rank; save it again")
+            raise ValueError(f"{path}: lora_A and lora_B of {shortened(module)} are not both there, of one rank; save it again")
         return {f"{module}.weight": _scale(config, module, rank) for module, rank in ranks["A"].items()}
 
 
@@ -104,27 +111,61 @@ def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
 
 def _read_config(path: Path) -> dict[str, Any]:
     """Content of PEFT's config; raises ``ValueError`` naming a key that means more than W + scale · B A."""
-    try:
-        config: dict[str, Any] = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    config = read_object(path)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type={config.get('peft_type')!r} is not supported; only 'LORA' is")
+        raise ValueError(f"{path}: peft_type={shortened(config.get('peft_type'))} is not supported; only 'LORA' is")
     if type(alpha := config.get("lora_alpha")) not in (int, float):
-        raise ValueError(f"{path}: lora_alpha={alpha!r} must be a number")
+        raise ValueError(f"{path}: lora_alpha={shortened(alpha)} must be a number")
+    check_number(path, "lora_alpha", alpha)
+    _check_rank(path, "r", config.get("r", _DEFAULT_RANK))
+    for pattern in ("alpha_pattern", "rank_pattern"):
+        _check_pattern(path, pattern, config.get(pattern) or {})
     for name in _REFUSED:
         if config.get(name):
-            raise ValueError(f"{path}: {name}={config[name]!r} is not supported; {MERGE}")
+            raise ValueError(f"{path}: {name}={shortened(config[name])} is not supported; {MERGE}")
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias={config['bias']!r} is not supported; {MERGE}")
+        raise ValueError(f"{path}: bias={shortened(config['bias'])} is not supported; {MERGE}")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
-        raise ValueError(f"{path}: init_lora_weights={initial!r} changes the checkpoint's own weights; {MERGE}")
+        raise ValueError(f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's own weights; {MERGE}")
     return config
+
+
+def _check_rank(path: Path, name: str, rank: object) -> None:
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{path}: {name}={shortened(rank)} must be an integer of at least 1")
+
+
+def _check_pattern(path: Path, name: str, patterns: object) -> None:
+    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names, which are regular
+    expressions."""
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{path}: {name}={shortened(patterns)} must be an object")
+    for key, value in patterns.items():
+        where = f"{name}[{shortened(key)}]"
+        try:
+            re.compile(key)
+        except (re.error, RecursionError, OverflowError):
+            raise ValueError(f"{path}: {where} is no regular expression") from None
+        if name == "rank_pattern":
+            _check_rank(path, where, value)
+        elif value is None:
+            raise ValueError(f"{path}: {where}=null must be a number")
+        check_number(path, where, value)
+
+
+def _of_module(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that a module's name ends with, as PEFT chooses it."""
+    own = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    return next(own, default)
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
-    patterns = config.get("alpha_pattern") or {}
-    own = (alpha for key, alpha in patterns.items() if re.match(rf"(.*\.)?({key})$", module))
-    alpha: float = next(own, config["lora_alpha"])
+    stated = _of_module(config.get("rank_pattern"), module, config.get("r", _DEFAULT_RANK))
+    if rank != stated:
+        raise ValueError(
+            f"{CONFIG} states the rank {stated} for {shortened(module)}, whose tensors in {WEIGHTS} have the rank "
+            f"{rank}; copy both files of one adapter"
+        )
+    alpha: float = _of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

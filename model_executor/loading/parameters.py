@@ -9,6 +9,7 @@ from vllm.model_executor.layers.fused_moe import fused_moe_make_expert_params_ma
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from dllm_engine.families import ExpertShape, NamedModules, Shard, TensorNames
+from dllm_engine.options import shortened
 
 
 class FillableModel(Protocol):
@@ -34,16 +35,16 @@ def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Ten
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # it is the embedding
         if (name, shard) in filled:
-            raise ValueError(f"checkpoint tensor {tensor_name!r} comes twice; is a file there under two names?")
+            raise ValueError(f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file there under two names?")
         if name not in parameters and _is_group_index(name):
             if (tensor.diff() < 0).any():
                 raise ValueError(
-                    f"checkpoint tensor {tensor_name!r}: vLLM does not support groups that are out of order "
+                    f"checkpoint tensor {shortened(tensor_name)}: vLLM does not support groups that are out of order "
                     f"(desc_act=true); quantize again with desc_act=false"
                 )
             continue
         if name not in parameters:
-            raise ValueError(f"checkpoint tensor {tensor_name!r} has no place in {model_name}")
+            raise ValueError(f"checkpoint tensor {shortened(tensor_name)} has no place in {model_name}")
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
         if model.experts is not None and isinstance(shard, tuple):
@@ -54,7 +55,7 @@ def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Ten
             loader(parameter, tensor, *part)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(
-                f"checkpoint tensor {tensor_name!r} of shape {list(tensor.shape)} does not fit {name}: {error}"
+                f"checkpoint tensor {shortened(tensor_name)} of shape {list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
     # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts in GPTQ's format.
@@ -106,7 +107,7 @@ def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int,
     expected = [hidden_size, width] if part == "w2" else [width, hidden_size]
     is_projection = tensor.dim() == 2 and tensor.is_floating_point() and tensor_name.endswith(".weight")
     if is_projection and list(tensor.shape) != expected:
-        raise ValueError(f"checkpoint tensor {tensor_name!r} has the shape {list(tensor.shape)}, not {expected}")
+        raise ValueError(f"checkpoint tensor {shortened(tensor_name)} has the shape {list(tensor.shape)}, not {expected}")
 
 
 def _is_group_index(parameter_name: str) -> bool:

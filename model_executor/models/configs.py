@@ -32,6 +32,13 @@ class Config(PretrainedConfig):
         """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
         self._settle(values, _source(values))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us, so the older key ``type`` is
+        renamed at once."""
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and "type" in value:
+            value = {"rope_type" if key == "type" else key: item for key, item in value.items()}
+        super().__setattr__(name, value)
+
     def update(self, config_dict: dict[str, Any]) -> None:
         """Change keys; raises ``ValueError`` as ``__init__`` does."""
         new_names = self.attribute_map | {"torch_dtype": "dtype", "rope_scaling": "rope_parameters"}

@@ -1,12 +1,15 @@
 """Checkpoints that are damaged or of another kind: one sentence, which names the file and what is wrong in it."""
 
 import json
+import os
 import re
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from dllm_engine.model_executor.loading.files import check_files, check_safetensors
 from dllm_engine.model_executor.models.configs import parse_config
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
@@ -140,6 +143,94 @@ def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, 
         with pytest.raises(ValueError, match=rf"{tiny_sdar}/config\.json") as caught:
             arguments.create_model_config()
         assert message in str(caught.value)
+
+
+def edit_weights(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def as_integers(tensors):
+    name = min(tensors)
+    tensors[name] = tensors[name].int()
+
+
+def as_a_pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def index_of(places):
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def text_of(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fragments"),
+    [
+        (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
+        (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
+        (text_of("generation_config.json", '{"temp'), ("generation_config.json", "cannot be read")),
+        (text_of("generation_config.json", "[]"), ("generation_config.json", "must hold a JSON object")),
+        (text_of("generation_config.json", '{"temperature": [1]}'), ("generation_config.json", "temperature=[1]")),
+        (text_of("tokenizer.json", "{"), ("tokenizer.json", "cannot be read")),
+        (text_of("model.safetensors.index.json", "{"), ("index.json", "cannot be read")),
+        (index_of([1]), ("index.json", "weight_map=[1] must map tensors to files")),
+        (index_of({"a": "../model.safetensors"}), ("index.json", "which is no file of this folder")),
+        (index_of({"a": "gone.safetensors"}), ("index.json", "'gone.safetensors', which is not in the folder")),
+        (index_of({"a": "x" * 1_000_000}), ("index.json",)),
+        (as_a_pipe, ("model.safetensors", "no regular file")),
+        (lambda folder: edit_weights(folder, as_integers), ("of type I32",)),
+    ],
+)
+def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, damage, fragments):
+    damage(folder := tiny_checkpoints.write("llada", tmp_path))
+    with pytest.raises(ValueError) as caught:
+        start_engine(folder)
+    for fragment in (str(folder), *fragments):
+        assert fragment in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(tmp_path):
+    folder = tiny_checkpoints.write("llada", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
+    with pytest.raises(ValueError, match=r"config\.json: n_layers=16777216, but the weights have 2"):
+        start_engine(folder)
+
+
+def test_blocks_that_exceed_the_context_are_refused(tiny_sdar):
+    with pytest.raises(ValueError, match=r"block_size=256 of .* is more than max_model_len=128"):
+        start_engine(tiny_sdar, hf_overrides={"block_size": 256}, max_model_len=128)
+
+
+def test_files_that_are_not_the_models_do_not_stop_it(tmp_path):
+    folder = tiny_checkpoints.shard(tiny_checkpoints.write("llada", tmp_path))
+    for name in ("._model-00001-of-00003.safetensors", "optimizer.safetensors", "._config.json"):
+        (folder / name).write_bytes(b"Mac OS X")
+    (folder / "overview.png").write_text("version https://git-lfs.github.com/spec/v1\n")
+    os.mkfifo(folder / "pipe")
+    check_files(str(folder))
+    assert check_safetensors(str(folder)).keys() == load_whole(folder).keys()
+
+
+def load_whole(folder):
+    return {name: t for path in folder.glob("model-*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_overrides_of_rope_scaling_take_the_older_key(tiny_sdar, key):
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides = {"rope_scaling": {key: "linear", "factor": 2.0}}
+    arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=overrides, skip_tokenizer_init=True)
+    assert arguments.create_model_config().hf_config.rope_parameters["rope_type"] == "linear"
 
 
 def test_defaults_that_follow_from_other_keys_follow_overrides():
