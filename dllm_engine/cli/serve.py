@@ -14,7 +14,7 @@ from dllm_engine.cli.config_file import expand_config
 from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given, json_object
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
-from dllm_engine.vllm_hooks import patch, table
+from dllm_engine.vllm_hooks import patch
 from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server import start as server_start
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     check_release()
     check_start(args.model, stated_arguments(args.unknown))
     from vllm.entrypoints.cli.main import main as vllm_main
+
+    from dllm_engine.vllm_hooks import table  # asks which vLLM is there
 
     register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
     sys.argv = ["vllm", *arguments]

@@ -11,7 +11,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.families import ModelFamily, barred_tokens
+from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
 from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
 from dllm_engine.model_executor.loading.files import check_safetensors
@@ -25,7 +25,7 @@ from dllm_engine.scheduler.options.request_fields import RequestOptions, with_de
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
-from dllm_engine.text import did_you_mean
+from dllm_engine.text import assignments, did_you_mean
 from dllm_engine.vllm_hooks import input_processor, patch, table
 from dllm_engine.vllm_hooks.patch import Original
 from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsupported
@@ -187,6 +187,8 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
             "LLaDA2.0. To edit, set request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
             model_config.model,
         )
+    if named := released_defaults(model_config.hf_config):
+        logger.info_once("%s: requests get %s by default, as its name says", model_config.model, assignments(named))
     options = options.model_copy(update={"request_defaults": defaults})
     asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)

@@ -120,7 +120,7 @@ def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
     for page in PAGES:
         fences = re.findall(r"^\s*```", (CHECKOUT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert len(fences) == 2 * len(snippets(page)), page
-    assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json", "mermaid"}
+    assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json", "mermaid", "yaml"}
     assert not [snippet for snippet in ALL if snippet.language == "python" and snippet.of(NOT_RUN) is not None]
 
 

@@ -59,10 +59,11 @@ def test_models_that_decode_otherwise_are_known_by_their_names(name):
         ("inclusionAI/LLaDA2.1-mini", True),
         ("/data/models--inclusionAI--LLaDA2.1-flash/snapshots/0a", True),
         ("inclusionAI/LLaDA2.0-mini", False),
-        ("/data/LLaDA2.1-mini", False),
+        ("/data/LLaDA2.1-mini", True),
+        ("/data/LLaDA2.1-mini/tuned", False),
     ],
 )
-def test_only_the_released_name_tells_the_model_that_edits(name, edits):
+def test_the_own_name_tells_the_model_that_edits(name, edits):
     defaults = checkpoint_defaults(parse_config(RELEASED["inclusionAI/LLaDA2.0-mini"]["config"], name))
     assert defaults == ({"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16} if edits else {})
 
