@@ -188,7 +188,9 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
             model_config.model,
         )
     if named := released_defaults(model_config.hf_config):
-        logger.info_once("%s: requests get %s by default, as its name says", model_config.model, assignments(named))
+        logger.info_once(
+            "%s: requests get %s by default, as its name says", model_config.model, assignments(dict(named))
+        )
     options = options.model_copy(update={"request_defaults": defaults})
     asked, options = options, options.with_paper_settings(model_config.model, family)
     _tell_of_guessed_settings(asked, options, model_config)

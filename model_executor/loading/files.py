@@ -81,7 +81,7 @@ def _types_in(path: Path) -> Iterator[tuple[str, str]]:
     _check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in sorted(file.keys()):
                 yield name, file.get_slice(name).get_dtype()
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or incomplete ({str(error)[:200]}); copy it again") from error

@@ -50,7 +50,9 @@ class LoraAdapter:
         """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
         for name in self.scales:
             if name not in names:
-                raise ValueError(f"{self.folder / WEIGHTS}: the model has no {shortened(name)}; is the adapter for another one?")
+                raise ValueError(
+                    f"{self.folder / WEIGHTS}: the model has no {shortened(name)}; is the adapter for another one?"
+                )
 
     def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type. ``whole``:
@@ -80,7 +82,9 @@ class LoraAdapter:
                 for name in sorted(file.keys()):
                     match = _TENSOR.fullmatch(name)
                     if match is None:
-                        raise ValueError(f"{path}: tensor {shortened(name)} is not of the kind '….lora_A.weight'; {MERGE}")
+                        raise ValueError(
+                            f"{path}: tensor {shortened(name)} is not of the kind '….lora_A.weight'; {MERGE}"
+                        )
                     shape = file.get_slice(name).get_shape()
                     if len(shape) != 2 or 0 in shape:
                         raise ValueError(f"{path}: {shortened(name)} has the shape {shape}, not that of a matrix")
@@ -88,7 +92,9 @@ class LoraAdapter:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained") from error
         for module, _ in ranks["A"].items() ^ ranks["B"].items():
-            raise ValueError(f"{path}: lora_A and lora_B of {shortened(module)} are not both there, of one rank; save it again")
+            raise ValueError(
+                f"{path}: lora_A and lora_B of {shortened(module)} are not both there, of one rank; save it again"
+            )
         return {f"{module}.weight": _scale(config, module, rank) for module, rank in ranks["A"].items()}
 
 
@@ -126,7 +132,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={shortened(config['bias'])} is not supported; {MERGE}")
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
-        raise ValueError(f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's own weights; {MERGE}")
+        raise ValueError(
+            f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's own weights; {MERGE}"
+        )
     return config
 
 

@@ -35,7 +35,9 @@ def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Ten
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # it is the embedding
         if (name, shard) in filled:
-            raise ValueError(f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file there under two names?")
+            raise ValueError(
+                f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file there under two names?"
+            )
         if name not in parameters and _is_group_index(name):
             if (tensor.diff() < 0).any():
                 raise ValueError(
@@ -107,7 +109,9 @@ def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int,
     expected = [hidden_size, width] if part == "w2" else [width, hidden_size]
     is_projection = tensor.dim() == 2 and tensor.is_floating_point() and tensor_name.endswith(".weight")
     if is_projection and list(tensor.shape) != expected:
-        raise ValueError(f"checkpoint tensor {shortened(tensor_name)} has the shape {list(tensor.shape)}, not {expected}")
+        raise ValueError(
+            f"checkpoint tensor {shortened(tensor_name)} has the shape {list(tensor.shape)}, not {expected}"
+        )
 
 
 def _is_group_index(parameter_name: str) -> bool:
