@@ -28,7 +28,7 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
     ``known``: names to tell for an unknown one."""
     known, lines = list(known), []
     for detail in error.errors()[:_MOST_SHOWN]:
-        name, value = ".".join(str(part) for part in detail["loc"]), shortened(detail["input"])
+        name, value = cut(".".join(str(part) for part in detail["loc"])), shortened(detail["input"])
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
             lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
@@ -60,10 +60,14 @@ def checkpoint_section(hf_config: object) -> dict[str, Any]:
     return section or {}
 
 
+def cut(text: str) -> str:
+    """The start of a text that may be long, such as a key of a damaged file."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 def shortened(value: object) -> str:
     """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"
+    return cut(repr(value))
 
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ExpertShape, ModelFamily
 from dllm_engine.model_name import has_word
-from dllm_engine.options import explain, shortened
+from dllm_engine.options import cut, explain, shortened
 
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -36,6 +36,8 @@ _ROPE_KEYS = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Keys of RoPE's tables that are implemented."""
+_MOST_KEYS = 10
+"""Unknown keys that an error names."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
 
 
@@ -124,15 +126,15 @@ class CheckpointKeys(BaseModel):
         rope = {"rope_type": "default"} | own | rope
         kind, base, share = rope["rope_type"], rope["rope_theta"], rope["partial_rotary_factor"]
         if kind not in _ROPE_TYPES:
-            raise ValueError(f"rope_type={kind!r} is not supported, only {', '.join(_ROPE_TYPES)}")
+            raise ValueError(f"rope_type={shortened(kind)} is not supported, only {', '.join(_ROPE_TYPES)}")
         if unknown := sorted(rope.keys() - {*_ROPE_KEYS}):
             raise ValueError(
-                f"{unknown[0]}={rope[unknown[0]]!r} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
+                f"{cut(unknown[0])}={shortened(rope[unknown[0]])} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
             )
         if kind != "default" and not (isinstance(factor := rope.get("factor"), int | float) and factor > 0):
             raise ValueError(f"rope_type={kind!r} needs a number above 0 as factor")
         if not isinstance(base, int | float) or base <= 1:
-            raise ValueError(f"rope_theta={base!r} must be a number above 1")
+            raise ValueError(f"rope_theta={shortened(base)} must be a number above 1")
         if share not in (None, 1) and not self.family.turns_parts:
             raise ValueError(f"partial_rotary_factor={share!r} is not supported, only 1")
         if kind == "yarn":
@@ -160,7 +162,9 @@ class CheckpointKeys(BaseModel):
             raise ValueError(f"{source}: {explain(error, '')}") from None
         # A key that is null asks for nothing.
         if unknown := [name for name in sorted(stated.keys() - cls.model_fields.keys()) if stated[name] is not None]:
-            shown = ", ".join(f"{name}={shortened(stated[name])}" for name in unknown)
+            shown = ", ".join(f"{cut(name)}={shortened(stated[name])}" for name in unknown[:_MOST_KEYS])
+            if len(unknown) > _MOST_KEYS:
+                shown += f" and {len(unknown) - _MOST_KEYS} more"
             raise ValueError(
                 f"{source}: {shown}: not known of {cls.family.name}. Remove what does not change the computation; a "
                 f"checkpoint that needs it is not supported"

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, Pretraine
 from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.model_name import own_name
-from dllm_engine.options import OPTIONS_KEY
+from dllm_engine.options import OPTIONS_KEY, cut, shortened
 
 _KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
 """Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
@@ -165,10 +165,10 @@ def parse_config(values: Mapping[str, Any], model: str) -> Config:
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
     """Message about a model of another kind."""
-    listed = f" of architecture {', '.join(map(str, architectures))}" if isinstance(architectures, list) else ""
+    listed = f" of architecture {cut(', '.join(map(str, architectures)))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     return (
-        f"model {model!r}{listed}: model_type={model_type!r} is not a supported diffusion language model; supported: "
+        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a supported diffusion language model; supported: "
         f"{supported}"
     )
 

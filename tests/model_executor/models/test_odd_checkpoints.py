@@ -172,6 +172,9 @@ def text_of(name, text):
 @pytest.mark.parametrize(
     ("damage", "fragments"),
     [
+        (text_of("config.json", json.dumps(LLADA | {"k" * 1_000_000: 1})), ("config.json: kkk", "not known of LLaDA")),
+        (text_of("config.json", json.dumps(LLADA | {"rope_parameters": {"k" * 1_000_000: 1}})), ("not known of RoPE",)),
+        (text_of("config.json", json.dumps(LLADA | {"model_type": "m" * 1_000_000})), ("is not a supported",)),
         (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
         (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
         (text_of("generation_config.json", '{"temp'), ("generation_config.json", "cannot be read")),
