@@ -128,8 +128,9 @@ class CheckpointKeys(BaseModel):
         if kind not in _ROPE_TYPES:
             raise ValueError(f"rope_type={shortened(kind)} is not supported, only {', '.join(_ROPE_TYPES)}")
         if unknown := sorted(rope.keys() - {*_ROPE_KEYS}):
+            first = unknown[0]
             raise ValueError(
-                f"{cut(unknown[0])}={shortened(rope[unknown[0]])} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
+                f"{cut(first)}={shortened(rope[first])} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
             )
         if kind != "default" and not (isinstance(factor := rope.get("factor"), int | float) and factor > 0):
             raise ValueError(f"rope_type={kind!r} needs a number above 0 as factor")

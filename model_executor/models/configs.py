@@ -168,8 +168,8 @@ def unsupported_model(model: str, model_type: object, architectures: object) -> 
     listed = f" of architecture {cut(', '.join(map(str, architectures)))}" if isinstance(architectures, list) else ""
     supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
     return (
-        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a supported diffusion language model; supported: "
-        f"{supported}"
+        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a supported diffusion language model; "
+        f"supported: {supported}"
     )
 
 
