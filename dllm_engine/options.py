@@ -1,5 +1,6 @@
 """Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
 
+import math
 import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
@@ -68,6 +69,16 @@ def cut(text: str) -> str:
 def shortened(value: object) -> str:
     """A value as an error shows it."""
     return cut(repr(value))
+
+
+def is_finite_number(value: object) -> bool:
+    """Return True for a number that a float can hold; JSON also has NaN, infinity and integers of any length."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 GUIDE_SETTINGS = ("guide_model", "guide_tokens_per_token")

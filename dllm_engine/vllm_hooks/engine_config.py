@@ -1,6 +1,8 @@
 """Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
 
+import math
 import re
+from pathlib import Path
 from typing import Any
 
 from vllm.config import CompilationMode, CUDAGraphMode, ModelConfig, VllmConfig
@@ -14,7 +16,7 @@ from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
 from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.files import check_safetensors
+from dllm_engine.model_executor.loading.files import FLOAT_TYPES, check_generation_config, check_safetensors
 from dllm_engine.model_executor.loading.lora import check_adapter
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
@@ -131,7 +133,12 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
 def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
     """Defaults of requests that the checkpoint, or the folder named as ``generation_config``, states; "vllm" there
     means that it states none."""
-    return {} if model_config.generation_config == "vllm" else model_config.try_get_generation_config()
+    source = model_config.generation_config
+    if source == "vllm":
+        return {}
+    if source != "auto":
+        check_generation_config(Path(source))
+    return model_config.try_get_generation_config()
 
 
 def left_out_defaults(model_config: ModelConfig) -> list[str]:
@@ -207,20 +214,45 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     return options
 
 
+_MOST_PACKED = 16
+"""Weights in one stored number of a quantized checkpoint: of 2 bits in 32."""
+_STORED_SIZES = (
+    ("vocab_size", "hidden_size"),
+    ("intermediate_size", "hidden_size"),
+    ("moe_intermediate_size", "hidden_size", "num_experts"),
+    ("expert_intermediate_size", "hidden_size", "num_experts"),
+    ("num_attention_heads", "head_dim", "hidden_size"),
+)
+"""Sizes whose product is that of tensors which every checkpoint with these keys has."""
+
+
 def _check_tensors(model_config: ModelConfig) -> None:
     """Raise ``ValueError`` where the weights of a folder are not those of its config. Layers are made one by one, which
     takes minutes where a config states far too many."""
-    types, config = check_safetensors(model_config.model), model_config.hf_config
-    layer = re.compile(rf"{re.escape(config.family.names.layers)}\.(\d+)\.")
-    layers = {int(match[1]) for name in types if (match := layer.match(name))}
+    tensors, config = check_safetensors(model_config.model), model_config.hf_config
+    if not tensors:
+        return  # the model has to be downloaded
+    key_names, where = config.family.key_names, f"{model_config.model}/config.json"
+    layer = re.compile(rf"{re.escape(config.family.names.layers)}\.([0-9]+)\.")
+    layers = {match[1] for name in tensors if (match := layer.match(name))}
     stated = config.num_hidden_layers
-    if layers and stated > max(layers) + 1:
-        key = config.family.key_names.get("num_hidden_layers", "num_hidden_layers")
-        raise ValueError(f"{model_config.model}/config.json: {key}={stated}, but the weights have {max(layers) + 1}")
-    if getattr(config, "quantization_config", None) is None:
-        for name, dtype in types.items():
-            if dtype == "BOOL" or dtype.startswith(("I", "U")):
-                raise ValueError(f"{model_config.model}: weight {shortened(name)} is of type {dtype}, not of numbers")
+    if layers and stated > len(layers):
+        key = key_names.get("num_hidden_layers", "num_hidden_layers")
+        raise ValueError(f"{where}: {key}={stated}, but the weights have {len(layers)}")
+    is_quantized = getattr(config, "quantization_config", None) is not None
+    stored = sum(tensor.size for tensor in tensors.values()) * (_MOST_PACKED if is_quantized else 1)
+    for sizes in _STORED_SIZES:
+        values = {key_names.get(name, name): getattr(config, name, None) or 1 for name in sizes}
+        if math.prod(values.values()) > stored:
+            text = " × ".join(f"{key}={value}" for key, value in values.items())
+            raise ValueError(f"{where}: {text} is more than the {stored} numbers that the weights hold")
+    if is_quantized:
+        return
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_TYPES:
+            raise ValueError(
+                f"{tensor.path}: {shortened(name)} is of type {tensor.dtype}, not {', '.join(FLOAT_TYPES)}"
+            )
 
 
 def _check_block_size(model_config: ModelConfig) -> None:

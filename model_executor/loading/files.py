@@ -2,22 +2,53 @@
 
 import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from dllm_engine.options import shortened
+from dllm_engine.options import is_finite_number, shortened
 
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of weights that are not quantized, as safetensors names them."""
 _INDEX = "model.safetensors.index.json"
-_OBJECTS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", _INDEX)
+_GENERATION = "generation_config.json"
+_OBJECTS = (
+    *("config.json", _GENERATION, _INDEX),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+)
 """Files that hold one JSON object each."""
-_TEXTS = ("*.json", "*.model", "*.txt", "*.jinja")
-_DEFAULTS = ("temperature", "top_p", "top_k", "max_new_tokens", "repetition_penalty", "min_p")
-"""Numbers of ``generation_config.json`` that become defaults of requests."""
+_TEXTS = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
+"""The other files of config and tokenizer."""
+_JSON_NAMES: dict[type, str] = {dict: "an object", list: "an array", str: "a string"}
+
+
+def _is_count(value: float) -> bool:
+    return type(value) is int and value >= 1
+
+
+_DEFAULTS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number of at least 0", lambda value: value >= 0),
+    "top_p": ("a number above 0, at most 1", lambda value: 0 < value <= 1),
+    "top_k": ("an integer of at least -1", lambda value: type(value) is int and value >= -1),
+    "max_new_tokens": ("an integer of at least 1", _is_count),
+    "repetition_penalty": ("a finite number", lambda value: True),
+    "min_p": ("a finite number", lambda value: True),
+}
+"""Numbers of ``generation_config.json`` that become defaults of requests, and what they may be."""
+
+
+class StoredTensor(NamedTuple):
+    """What a file's header says of a tensor."""
+
+    path: Path
+    dtype: str
+    size: int
+    """Numbers in it."""
 
 
 def check_files(model: str) -> None:
@@ -26,18 +57,48 @@ def check_files(model: str) -> None:
     folder = Path(model)
     if not folder.is_dir():
         return
-    texts = {path for pattern in _TEXTS for path in folder.glob(pattern) if not path.name.startswith(".")}
-    for path in sorted(texts):
-        _check_no_pointer(path)
+    for name in (*_OBJECTS, *_TEXTS):
+        check_content(folder / name)
     for name in _OBJECTS:
         if (folder / name).exists():
             read_object(folder / name)
     for path in _weight_files(folder):
-        _check_no_pointer(path)
-    if (generation := folder / "generation_config.json").exists():
-        stated = read_object(generation)
-        for name in _DEFAULTS:
-            check_number(generation, name, stated.get(name))
+        check_content(path)
+    check_generation_config(folder)
+    _check_tokenizer(folder)
+
+
+def check_generation_config(folder: Path) -> None:
+    """Raise ``ValueError`` naming a value of ``generation_config.json`` that can be no default of requests."""
+    path = folder / _GENERATION
+    check_content(path)
+    if not path.exists():
+        return
+    stated = read_object(path)
+    for name, (meaning, is_allowed) in _DEFAULTS.items():
+        value = stated.get(name)
+        if value is not None and not (is_finite_number(value) and is_allowed(value)):
+            raise ValueError(f"{path}: {name}={shortened(value)} must be {meaning}")
+    ends = stated.get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if end is not None and (type(end) is not int or end < 0):
+            raise ValueError(f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or a list of ids")
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """Raise ``ValueError`` naming a key of the tokenizer's files without which transformers cannot read them."""
+    kinds: dict[str, dict[str, type]] = {
+        "tokenizer.json": {"model": dict, "added_tokens": list},
+        "tokenizer_config.json": {"tokenizer_class": str},
+    }
+    for name, keys in kinds.items():
+        if not (path := folder / name).exists():
+            continue
+        stated = read_object(path)
+        for key, kind in keys.items():
+            is_optional = kind is str and stated.get(key) is None
+            if not is_optional and not isinstance(stated.get(key), kind):
+                raise ValueError(f"{path}: {key}={shortened(stated.get(key))} must be {_JSON_NAMES[kind]}")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -56,13 +117,12 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def check_number(path: Path, name: str, value: object) -> None:
     """Raise ``ValueError`` naming a key of a file whose value is neither null nor a finite number."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and math.isfinite(value)):  # type: ignore[arg-type]
+    if value is not None and not is_finite_number(value):
         raise ValueError(f"{path}: {name}={shortened(value)} must be a finite number")
 
 
-def check_safetensors(model: str) -> dict[str, str]:
-    """Types of the tensors in the model folder ``model``, by name; none for a name that vLLM has to download. Raises
+def check_safetensors(model: str) -> dict[str, StoredTensor]:
+    """The tensors in the model folder ``model``, by name; none for a name that vLLM has to download. Raises
     ``ValueError`` naming a folder without weights, or a damaged file."""
     folder = Path(model)
     if not folder.is_dir():
@@ -70,19 +130,16 @@ def check_safetensors(model: str) -> dict[str, str]:
     files = _weight_files(folder)
     if not files:
         raise ValueError(f"{folder} holds no *.safetensors file; copy the checkpoint's weights there")
-    types: dict[str, str] = {}
-    for path in files:
-        for name, dtype in _types_in(path):
-            types[name] = dtype
-    return types
+    return {name: tensor for path in files for name, tensor in _tensors_in(path)}
 
 
-def _types_in(path: Path) -> Iterator[tuple[str, str]]:
+def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     _check_regular(path)
     try:
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
-                yield name, file.get_slice(name).get_dtype()
+                tensor = file.get_slice(name)
+                yield name, StoredTensor(path, tensor.get_dtype(), math.prod(tensor.get_shape()))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged or incomplete ({str(error)[:200]}); copy it again") from error
 
@@ -105,13 +162,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return sorted(named)
 
 
-def _check_regular(path: Path) -> None:
-    """Opening a pipe would wait for its writer."""
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file")
-
-
-def _check_no_pointer(path: Path) -> None:
+def check_content(path: Path) -> None:
+    """Raise ``ValueError`` if a file, where there is one, is a Git LFS pointer or cannot be opened at once."""
     _check_regular(path)
     if path.exists() and path.stat().st_size <= _LARGEST_POINTER and path.read_bytes().startswith(_POINTER):
         raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in {path.parent}")
+
+
+def _check_regular(path: Path) -> None:
+    """Opening a pipe would wait for its writer."""
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path} is no regular file, nor a link to one")

@@ -15,7 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from vllm.config import VllmConfig
 
-from dllm_engine.model_executor.loading.files import check_files, check_number, check_safetensors, read_object
+from dllm_engine.model_executor.loading.files import (
+    FLOAT_TYPES,
+    check_content,
+    check_number,
+    check_safetensors,
+    read_object,
+)
 from dllm_engine.options import shortened
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -42,7 +48,8 @@ class LoraAdapter:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
-        check_files(folder)
+        for name in (CONFIG, WEIGHTS):
+            check_content(self.folder / name)
         self.scales = self._read_scales(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
@@ -74,8 +81,6 @@ class LoraAdapter:
 
     def _read_scales(self, config: dict[str, Any]) -> dict[str, float]:
         path = self.folder / WEIGHTS
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file")
         ranks: dict[str, dict[str, int]] = {"A": {}, "B": {}}
         try:
             with safe_open(path, framework="pt") as file:
@@ -85,7 +90,10 @@ class LoraAdapter:
                         raise ValueError(
                             f"{path}: tensor {shortened(name)} is not of the kind '….lora_A.weight'; {MERGE}"
                         )
-                    shape = file.get_slice(name).get_shape()
+                    tensor = file.get_slice(name)
+                    if (dtype := tensor.get_dtype()) not in FLOAT_TYPES:
+                        raise ValueError(f"{path}: {shortened(name)} is of type {dtype}, not {', '.join(FLOAT_TYPES)}")
+                    shape = tensor.get_shape()
                     if len(shape) != 2 or 0 in shape:
                         raise ValueError(f"{path}: {shortened(name)} has the shape {shape}, not that of a matrix")
                     ranks[match["part"]][match["module"]] = shape[0] if match["part"] == "A" else shape[1]
@@ -95,6 +103,8 @@ class LoraAdapter:
             raise ValueError(
                 f"{path}: lora_A and lora_B of {shortened(module)} are not both there, of one rank; save it again"
             )
+        if not ranks["A"]:
+            raise ValueError(f"{path} holds no tensors of the kind '….lora_A.weight'; save it again")
         return {f"{module}.weight": _scale(config, module, rank) for module, rank in ranks["A"].items()}
 
 
@@ -125,7 +135,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     check_number(path, "lora_alpha", alpha)
     _check_rank(path, "r", config.get("r", _DEFAULT_RANK))
     for pattern in ("alpha_pattern", "rank_pattern"):
-        _check_pattern(path, pattern, config.get(pattern) or {})
+        _check_pattern(path, pattern, config.get(pattern))
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise ValueError(f"{path}: use_rslora={shortened(config['use_rslora'])} must be true or false")
     for name in _REFUSED:
         if config.get(name):
             raise ValueError(f"{path}: {name}={shortened(config[name])} is not supported; {MERGE}")
@@ -144,14 +156,17 @@ def _check_rank(path: Path, name: str, rank: object) -> None:
 
 
 def _check_pattern(path: Path, name: str, patterns: object) -> None:
-    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names, which are regular
-    expressions."""
+    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names, which are regular expressions,
+    or null."""
+    if patterns is None:
+        return
     if not isinstance(patterns, dict):
         raise ValueError(f"{path}: {name}={shortened(patterns)} must be an object")
     for key, value in patterns.items():
         where = f"{name}[{shortened(key)}]"
         try:
             re.compile(key)
+            re.compile(_expression(key))
         except (re.error, RecursionError, OverflowError):
             raise ValueError(f"{path}: {where} is no regular expression") from None
         if name == "rank_pattern":
@@ -161,9 +176,14 @@ def _check_pattern(path: Path, name: str, patterns: object) -> None:
         check_number(path, where, value)
 
 
+def _expression(pattern: str) -> str:
+    """The expression that PEFT makes of a pattern."""
+    return rf"(.*\.)?({pattern})$"
+
+
 def _of_module(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
     """The value of the first pattern that a module's name ends with, as PEFT chooses it."""
-    own = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", module))
+    own = (value for key, value in (patterns or {}).items() if re.match(_expression(key), module))
     return next(own, default)
 
 
@@ -176,4 +196,7 @@ def _scale(config: dict[str, Any], module: str, rank: int) -> float:
             f"{rank}; copy both files of one adapter"
         )
     alpha: float = _of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
-    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    if abs(scale) > torch.finfo(torch.float32).max:
+        raise ValueError(f"{CONFIG}: lora_alpha={shortened(alpha)} of {shortened(module)} is more than a float32 holds")
+    return scale

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ExpertShape, ModelFamily
 from dllm_engine.model_name import has_word
-from dllm_engine.options import cut, explain, shortened
+from dllm_engine.options import cut, explain, is_finite_number, shortened
 
 # No model comes near this bound; it keeps a damaged file from asking for all memory.
 Size = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -36,6 +36,7 @@ _ROPE_KEYS = (
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
 )
 """Keys of RoPE's tables that are implemented."""
+_ROPE_NUMBERS = {*_ROPE_KEYS} - {"rope_type", "truncate"}
 _MOST_KEYS = 10
 """Unknown keys that an error names."""
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn")
@@ -121,8 +122,12 @@ class CheckpointKeys(BaseModel):
         for place in (stated, self.rope_scaling or {}, self.rope_parameters or {}):
             for key, value in place.items():
                 name = "rope_type" if key == "type" else key
+                if name in _ROPE_NUMBERS and value is not None and not is_finite_number(value):
+                    raise ValueError(f"{name}={shortened(value)} of RoPE must be a finite number")
                 if value is not None and rope.setdefault(name, value) != value:
                     raise ValueError(f"{name}={rope[name]!r}, but {name}={value!r} elsewhere; state one of them")
+        if rope.get("factor") is not None and "rope_type" not in rope:
+            raise ValueError(f"factor={shortened(rope['factor'])} of RoPE needs a rope_type: {', '.join(_ROPE_TYPES)}")
         rope = {"rope_type": "default"} | own | rope
         kind, base, share = rope["rope_type"], rope["rope_theta"], rope["partial_rotary_factor"]
         if kind not in _ROPE_TYPES:

@@ -34,9 +34,10 @@ class Config(PretrainedConfig):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us, so the older key ``type`` is
-        renamed at once."""
-        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and "type" in value:
-            value = {"rope_type" if key == "type" else key: item for key, item in value.items()}
+        renamed, and a missing one filled in, at once."""
+        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and value:
+            renamed = {"rope_type" if key == "type" else key: item for key, item in value.items()}
+            value = {"rope_type": "default"} | renamed
         super().__setattr__(name, value)
 
     def update(self, config_dict: dict[str, Any]) -> None:

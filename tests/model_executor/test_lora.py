@@ -1,6 +1,7 @@
 """LoRA adapters that become part of the weights, against weights merged by hand."""
 
 import math
+import os
 import shutil
 
 import pytest
@@ -106,6 +107,13 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
         ({"alpha_pattern": "q_proj"}, ("alpha_pattern='q_proj' must be an object",)),
         ({"alpha_pattern": {"(": 3}}, ("alpha_pattern['('] is no regular expression",)),
         ({"alpha_pattern": {".*": "3"}}, ("alpha_pattern['.*']='3' must be a finite number",)),
+        ({"lora_alpha": 10**400}, ("adapter_config.json", "lora_alpha=1000", "must be a finite number")),
+        ({"lora_alpha": 1e308}, ("adapter_config.json", "lora_alpha=1e+308", "more than a float32 holds")),
+        ({"alpha_pattern": {"(?i)x": 3}}, ("alpha_pattern['(?i)x'] is no regular expression",)),
+        ({"alpha_pattern": {")(": 3}}, ("alpha_pattern[')('] is no regular expression",)),
+        ({"alpha_pattern": []}, ("alpha_pattern=[] must be an object",)),
+        ({"rank_pattern": False}, ("rank_pattern=False must be an object",)),
+        ({"use_rslora": "yes"}, ("use_rslora='yes' must be true or false",)),
         ({"peft_type": "LOHA"}, ("adapter_config.json", "peft_type='LOHA'", "'LORA'")),
         ({"use_dora": True}, ("use_dora=True", "merge_and_unload")),
         ({"modules_to_save": ["lm_head"]}, ("modules_to_save=['lm_head']", "merge_and_unload")),
@@ -131,6 +139,9 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
         (lambda t: t.update({A: t[A][:0], B: t[B][:, :0].contiguous()}), ("has the shape", "not that of a matrix")),
         (lambda t: t.update({A: t[A][None]}), ("has the shape", "not that of a matrix")),
         (lambda t: t.update({A: t[A][0].contiguous()}), ("has the shape", "not that of a matrix")),
+        (lambda t: t.update({A: t[A].int()}), ("lora_A.weight' is of type I32",)),
+        (lambda t: t.update({A: t[A].bool()}), ("lora_A.weight' is of type BOOL",)),
+        (lambda t: t.clear(), ("adapter_model.safetensors holds no tensors",)),
         (lambda t: t.pop(A), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
         (lambda t: t.pop(B), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
         (lambda t: t.update({B: t[B][:, :2].contiguous()}), ("lora_A and lora_B of",)),
@@ -163,6 +174,16 @@ def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragm
     damage(write_adapter(tmp_path, tiny_llada, LLADA[:1]))
     with pytest.raises(ValueError, match=fragment):
         LoraAdapter(str(tmp_path))
+
+
+def test_files_beside_an_adapter_do_not_stop_it(tiny_llada, tmp_path):
+    write_adapter(tmp_path, tiny_llada, LLADA[:1])
+    for name in ("optimizer.safetensors", "results.json", "tokenizer.json"):
+        (tmp_path / name).write_text(POINTER)
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("{")
+    os.mkfifo(tmp_path / "log.json")
+    assert LoraAdapter(str(tmp_path)).scales.keys() == {f"{LLADA[0]}.weight"}
 
 
 def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_path):

@@ -180,6 +180,19 @@ def text_of(name, text):
         (text_of("generation_config.json", '{"temp'), ("generation_config.json", "cannot be read")),
         (text_of("generation_config.json", "[]"), ("generation_config.json", "must hold a JSON object")),
         (text_of("generation_config.json", '{"temperature": [1]}'), ("generation_config.json", "temperature=[1]")),
+        (
+            text_of("generation_config.json", '{"temperature": 1' + "0" * 400 + "}"),
+            ("generation_config.json", "temperature=1"),
+        ),
+        (text_of("generation_config.json", '{"temperature": -1}'), ("generation_config.json", "temperature=-1")),
+        (text_of("generation_config.json", '{"top_p": 7}'), ("generation_config.json", "top_p=7")),
+        (text_of("generation_config.json", '{"top_k": 1.5}'), ("generation_config.json", "top_k=1.5")),
+        (text_of("generation_config.json", '{"max_new_tokens": -3}'), ("generation_config.json", "max_new_tokens=-3")),
+        (text_of("generation_config.json", '{"eos_token_id": "x"}'), ("generation_config.json", "eos_token_id='x'")),
+        (text_of("tokenizer.json", "{}"), ("tokenizer.json", "model=None must be an object")),
+        (text_of("tokenizer_config.json", '{"tokenizer_class": 5}'), ("tokenizer_config.json", "tokenizer_class=5")),
+        (text_of("special_tokens_map.json", "[1]"), ("special_tokens_map.json", "must hold a JSON object")),
+        (text_of("added_tokens.json", "{"), ("added_tokens.json", "cannot be read")),
         (text_of("tokenizer.json", "{"), ("tokenizer.json", "cannot be read")),
         (text_of("model.safetensors.index.json", "{"), ("index.json", "cannot be read")),
         (index_of([1]), ("index.json", "weight_map=[1] must map tensors to files")),
@@ -187,7 +200,7 @@ def text_of(name, text):
         (index_of({"a": "gone.safetensors"}), ("index.json", "'gone.safetensors', which is not in the folder")),
         (index_of({"a": "x" * 1_000_000}), ("index.json",)),
         (as_a_pipe, ("model.safetensors", "no regular file")),
-        (lambda folder: edit_weights(folder, as_integers), ("of type I32",)),
+        (lambda folder: edit_weights(folder, as_integers), ("model.safetensors", "of type I32")),
     ],
 )
 def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, damage, fragments):
@@ -208,6 +221,52 @@ def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(tmp_
         start_engine(folder)
 
 
+def test_layers_are_counted_not_taken_from_the_highest_number(tmp_path):
+    def add_last(tensors):
+        tensors["model.transformer.blocks.16777215.q_proj.weight"] = torch.ones(1)
+
+    folder = tiny_checkpoints.write("llada", tmp_path, edit=add_last)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
+    with pytest.raises(ValueError, match=r"config\.json: n_layers=16777216, but the weights have 3"):
+        start_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [
+        ("llada", "d_model"),
+        ("llada", "mlp_hidden_size"),
+        ("llada", "vocab_size"),
+        ("sdar", "head_dim"),
+        ("sdar_moe", "num_experts"),
+        ("llada_moe", "num_experts"),
+        ("llada2", "moe_intermediate_size"),
+    ],
+)
+def test_sizes_beyond_all_weights_are_refused_before_memory_is_taken(tmp_path, family, key):
+    folder = tiny_checkpoints.write(family, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 1 << 24}))
+    with pytest.raises(ValueError, match=rf"config\.json: .*{key}=16777216.* is more than the \d+ numbers"):
+        start_engine(folder)
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 10**400, True, "2"], ids=["nan", "inf", "1e400", "true", "text"]
+)
+def test_numbers_of_rope_are_finite(value):
+    message = refusal(DREAM | {"rope_scaling": {"type": "linear", "factor": value}})
+    assert "factor=" in message
+    assert "must be a finite number" in message
+
+
+def test_a_cut_file_named_as_generation_config_is_named(tiny_llada, tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temp')
+    with pytest.raises(ValueError, match=rf"{tmp_path}/generation_config\.json cannot be read"):
+        start_engine(tiny_llada, generation_config=str(tmp_path))
+
+
 def test_blocks_that_exceed_the_context_are_refused(tiny_sdar):
     with pytest.raises(ValueError, match=r"block_size=256 of .* is more than max_model_len=128"):
         start_engine(tiny_sdar, hf_overrides={"block_size": 256}, max_model_len=128)
@@ -218,7 +277,10 @@ def test_files_that_are_not_the_models_do_not_stop_it(tmp_path):
     for name in ("._model-00001-of-00003.safetensors", "optimizer.safetensors", "._config.json"):
         (folder / name).write_bytes(b"Mac OS X")
     (folder / "overview.png").write_text("version https://git-lfs.github.com/spec/v1\n")
-    os.mkfifo(folder / "pipe")
+    for name in ("results.json", "notes.txt", "old.model", "x.jinja"):
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    (folder / "runs.json").mkdir()
+    os.mkfifo(folder / "log.json")
     check_files(str(folder))
     assert check_safetensors(str(folder)).keys() == load_whole(folder).keys()
 
@@ -234,6 +296,12 @@ def test_overrides_of_rope_scaling_take_the_older_key(tiny_sdar, key):
     overrides = {"rope_scaling": {key: "linear", "factor": 2.0}}
     arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=overrides, skip_tokenizer_init=True)
     assert arguments.create_model_config().hf_config.rope_parameters["rope_type"] == "linear"
+
+
+def test_a_factor_without_a_type_is_refused(tiny_sdar):
+    for key in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(ValueError, match=r"factor=2\.0 of RoPE needs a rope_type"):
+            start_engine(tiny_sdar, hf_overrides={key: {"factor": 2.0}})
 
 
 def test_defaults_that_follow_from_other_keys_follow_overrides():
