@@ -3,6 +3,7 @@ parser finds those that the model is free to make."""
 
 import shlex
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -13,6 +14,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 from vllm.tool_parsers.abstract_tool_parser import ToolParser
 
+from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 
 logger = init_logger(f"vllm.{__name__}")
@@ -90,8 +92,17 @@ def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
         parser = ToolParserManager.get_tool_parser(args.tool_call_parser)
     else:
         args.tool_call_parser, args.enable_auto_tool_choice = "json_schema", True
-        command = f"dllm serve {shlex.quote(args.model)} --enable-auto-tool-choice --tool-call-parser {named or HERMES}"
+        model = shlex.quote(_name_for_clients(args.model))
+        command = f"dllm serve {model} --enable-auto-tool-choice --tool-call-parser {named or HERMES}"
         parser = type("UnknownCalls", (NoCalls,), {"command": command})
     if not issubclass(parser, MadeCalls):
         both = type(parser.__name__, (MadeCalls, parser), {})
         ToolParserManager.register_module(args.tool_call_parser, module=both)
+
+
+def _name_for_clients(model: str) -> str:
+    """A model as a command names it; no folder, since vLLM tells clients no paths."""
+    demo = next((name for name, folder in DEMO_MODELS.items() if folder == model), None)
+    if demo is not None:
+        return demo
+    return "MODEL" if Path(model).is_dir() else model

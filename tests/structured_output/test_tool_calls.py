@@ -141,7 +141,7 @@ def test_a_server_that_cannot_read_calls_says_what_to_type(demo, tmp_path):
     message = refusal(client.post("/v1/chat/completions", json={"model": "demo"} | CHAT))
     assert message.startswith('tool_choice="auto": this server does not know how the model writes calls')
     program, verb, *arguments = shlex.split(message.partition("for example: ")[2].partition(". Or set")[0])
-    assert (program, verb, arguments[0]) == ("dllm", "serve", demo.model_config.model)
+    assert (program, verb, arguments[0]) == ("dllm", "serve", "demo")
     named = served(demo, "--served-model-name", "demo", "--chat-template", str(template), *arguments[1:])
     assert named.post("/v1/chat/completions", json={"model": "demo"} | CHAT).status_code == 200
 
