@@ -21,6 +21,7 @@ def is_ended_by_prompt(is_reasoning_end: Original, self: Any, input_ids: list[in
 
 
 def read_prompt(set_prompt_token_ids: Original, self: Any, prompt_token_ids: Sequence[int]) -> None:
+    """vLLM gives a parser the prompt of an answer that is not streamed, and asks nothing about it."""
     set_prompt_token_ids(self, prompt_token_ids)
     self.is_reasoning_end(list(prompt_token_ids))
 
@@ -35,4 +36,5 @@ def extract_after_prompt(
 
 
 def count_after_prompt(count_reasoning_tokens: Original, self: Any, token_ids: Sequence[int]) -> int:
+    """No token of an answer is reasoning where the prompt has ended it."""
     return 0 if vars(self).get(_ENDED) else count_reasoning_tokens(self, token_ids)

@@ -20,6 +20,7 @@ _TYPES = {
 
 
 def translate_type(translate_error_response: Original, response: Any) -> Response:
+    """Errors that the route itself returns."""
     return _translated(translate_error_response(response))
 
 
