@@ -1,6 +1,8 @@
-"""Cost of a decision's probabilities beside its forward pass, and decisions per second beside generated JSON texts.
+"""Cost of a decision's probabilities beside its forward pass, and decisions per second
+beside generated JSON texts.
 
-``python -m benchmarks.decisions [--model MODEL] [--fields N] [--choices N] [--requests N] [--output FILE.json]``
+``python -m benchmarks.decisions [--model MODEL] [--fields N] [--choices N] [--requests
+N] [--output FILE.json]``
 """
 
 import statistics
@@ -41,8 +43,14 @@ def main() -> None:
 
     llm = LLM(options.model, max_model_len=2048)
     words = [first + second for first in "ABCDEFGHIJKLMNOP" for second in "0123456789"]
-    alike = {f"f{i}": [words[(7 * i + j) % len(words)] for j in range(options.choices)] for i in range(options.fields)}
-    longer = {name: [value + "x" * (i % 2) for i, value in enumerate(values)] for name, values in alike.items()}
+    alike = {
+        f"f{i}": [words[(7 * i + j) % len(words)] for j in range(options.choices)]
+        for i in range(options.fields)
+    }
+    longer = {
+        name: [value + "x" * (i % 2) for i, value in enumerate(values)]
+        for name, values in alike.items()
+    }
     prompts = [f"Number {number}." for number in range(options.requests)]
     figures = []
     for texts, fields in (("equal lengths", alike), ("two lengths", longer)):
@@ -51,12 +59,23 @@ def main() -> None:
         marginals: list[float] = []
         with (
             mock.patch.object(Denoiser, "forward", timed(Denoiser.forward, passes)),
-            mock.patch.object(RunningDecision, "commit", timed(RunningDecision.commit, marginals)),
+            mock.patch.object(
+                RunningDecision, "commit", timed(RunningDecision.commit, marginals)
+            ),
         ):
             for prompt in prompts:
                 llm.decide([prompt], fields)
-        one_pass, own = (1e3 * statistics.median(seconds) for seconds in (passes, marginals))
-        figures.append({"texts": texts, "pass ms": one_pass, "probabilities ms": own, "share": own / one_pass})
+        one_pass, own = (
+            1e3 * statistics.median(seconds) for seconds in (passes, marginals)
+        )
+        figures.append(
+            {
+                "texts": texts,
+                "pass ms": one_pass,
+                "probabilities ms": own,
+                "share": own / one_pass,
+            }
+        )
 
     few = dict([*alike.items()][:3])
     json_text = StructuredOutputsParams(json=schema_of(few))
@@ -70,7 +89,9 @@ def main() -> None:
         for name, run in ways.items():
             begin = time.perf_counter()
             run()
-            rates[name] = max(rates[name], options.requests / (time.perf_counter() - begin))
+            rates[name] = max(
+                rates[name], options.requests / (time.perf_counter() - begin)
+            )
     report(options, figures, requests_per_second=rates)
 
 

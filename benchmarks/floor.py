@@ -1,10 +1,11 @@
 """The floor of a forward pass: the work that no implementation of it can leave out.
 
-It is the linear layers, one call of attention per layer and group of equal requests, and the head on the masked rows,
-at the pass's shapes: on the model's own weights, with the same threads, in the same process, from inputs that lie
-ready. Experts run with their router, which says whose weights are read. Keys and values are different tensors, and each
-layer reads its own, as it must in any implementation. Norms, RoPE, page tables, choosing what is retained, and
-everything around the model are not in it.
+It is the linear layers, one call of attention per layer and group of equal requests,
+and the head on the masked rows, at the pass's shapes: on the model's own weights, with
+the same threads, in the same process, from inputs that lie ready. Experts run with
+their router, which says whose weights are read. Keys and values are different tensors,
+and each layer reads its own, as it must in any implementation. Norms, RoPE, page
+tables, choosing what is retained, and everything around the model are not in it.
 """
 
 import statistics
@@ -22,7 +23,9 @@ from dllm_engine.scheduler.methods.es_dllm import EarlySkipStep, RetainedCopy
 from dllm_engine.scheduler.step_plan import StepPlan
 
 _KV_BYTES = 256 << 20
-"""Keys and values that a floor makes at most, well beyond a cache; beyond it layers take turns with the same ones."""
+"""Keys and values that a floor makes at most, well beyond a cache; beyond it layers
+take turns with the same ones.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,9 @@ class PassShape:
     """Sizes that the floor of a forward pass depends on."""
 
     requests: tuple[tuple[int, int], ...]
-    """(rows, keys) of each request, sorted: the rows computed per layer, and what each of them attends to."""
+    """(rows, keys) of each request, sorted: the rows computed per layer, and what each
+    of them attends to.
+    """
     head_rows: int
     """Masked rows that go through the head, of all requests together."""
 
@@ -43,9 +48,10 @@ class PassShape:
         head_rows: int,
         blocks: Sequence[int | None] | None = None,
     ) -> "PassShape":
-        """``rows`` and ``canvases``: per plan, the rows that a layer computes on average, and the length of the canvas
-        without what a pass of the window leaves out behind it. ``blocks``: the length of the blocks that attention goes
-        by, if it does."""
+        """``rows`` and ``canvases``: per plan, the rows that a layer computes on
+        average, and the length of the canvas without what a pass of the window leaves
+        out behind it. ``blocks``: the length of the blocks that attention goes by, if
+        it does."""
         keys = map(attended_keys, plans, rows, canvases, blocks or [None] * len(plans))
         return cls(tuple(sorted(zip(rows, keys, strict=True))), head_rows)
 
@@ -54,8 +60,12 @@ class PassShape:
         return sum(rows for rows, _ in self.requests)
 
 
-def attended_keys(plan: StepPlan, rows: int, canvas_length: int, block_length: int | None = None) -> int:
-    """Tokens that each row of a step attends to; where attention goes by blocks, a mean over the rows."""
+def attended_keys(
+    plan: StepPlan, rows: int, canvas_length: int, block_length: int | None = None
+) -> int:
+    """Tokens that each row of a step attends to; where attention goes by blocks, a mean
+    over the rows.
+    """
     if block_length is not None:
         num_blocks = -(-rows // block_length)
         return plan.read + (num_blocks + 1) * block_length // 2
@@ -81,25 +91,39 @@ class Floor:
 
         self._x = numbers(shape.num_rows, size.hidden_size)
         self._attended = numbers(shape.num_rows, layer.num_heads * layer.head_dim)
-        self._gated = numbers(shape.num_rows, size.intermediate_size * layer.num_heads // size.num_attention_heads)
+        self._gated = numbers(
+            shape.num_rows,
+            size.intermediate_size * layer.num_heads // size.num_attention_heads,
+        )
         self._masked = self._x[: shape.head_rows]
-        # Query heads that share a KV head are further rows of it, so that its keys are read once.
+        # Query heads that share a KV head are further rows of it, so that its keys are
+        # read once.
         kv_heads, sharing = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
         groups = Counter(shape.requests).items()
         num_keys = sum(keys * count for (_, keys), count in groups)
         kv_bytes = 2 * num_keys * kv_heads * layer.head_dim * weight.element_size()
         different = min(size.num_hidden_layers, max(1, _KV_BYTES // max(kv_bytes, 1)))
-        queries = [numbers(count, kv_heads, sharing * rows, layer.head_dim) for (rows, _), count in groups]
+        queries = [
+            numbers(count, kv_heads, sharing * rows, layer.head_dim)
+            for (rows, _), count in groups
+        ]
         keys_and_values = [
-            [numbers(2, count, kv_heads, keys, layer.head_dim) for (_, keys), count in groups] for _ in range(different)
+            [
+                numbers(2, count, kv_heads, keys, layer.head_dim)
+                for (_, keys), count in groups
+            ]
+            for _ in range(different)
         ]
         self._heads = [
-            list(zip(queries, keys_and_values[i % different], strict=True)) for i in range(size.num_hidden_layers)
+            list(zip(queries, keys_and_values[i % different], strict=True))
+            for i in range(size.num_hidden_layers)
         ]
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with self.model.forward_context(torch.arange(len(self._x), device=self._x.device)):
+        with self.model.forward_context(
+            torch.arange(len(self._x), device=self._x.device)
+        ):
             self._run_layers()
         head = self.model.lm_head
         if self._masked.numel():

@@ -1,4 +1,6 @@
-"""A look inside an engine of this process: the forward passes that each dispatch ran, and the time in the model."""
+"""A look inside an engine of this process: the forward passes that each dispatch ran,
+and the time in the model.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -24,9 +26,12 @@ class ObservedPass:
 
     @property
     def kind(self) -> str | None:
-        """``whole`` where every request computes its whole canvas, ``update`` where every one keeps less, ``reuse``
-        where every one reuses; None: mixed."""
-        kinds = {"whole" if plan.scope is Scope.ALL else plan.state.value for plan in self.plans}
+        """``whole`` where every request computes its whole canvas, ``update`` where
+        every one keeps less, ``reuse`` where every one reuses; None: mixed."""
+        kinds = {
+            "whole" if plan.scope is Scope.ALL else plan.state.value
+            for plan in self.plans
+        }
         return kinds.pop() if len(kinds) == 1 else None
 
 
@@ -58,21 +63,35 @@ def observed_step(llm: LLM) -> Dispatch:
 
     with mock.patch.object(runner.denoiser, "forward", recording):
         outputs, seconds = timed(llm.llm_engine.step)
-    return Dispatch(outputs, seconds, [_observed(batch, layer_pass, masked) for batch, layer_pass in seen])
+    return Dispatch(
+        outputs,
+        seconds,
+        [_observed(batch, layer_pass, masked) for batch, layer_pass in seen],
+    )
 
 
 def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPass:
-    """A pass, given how many tokens the window of each request had masked; lowers these by what the plans unmask."""
+    """A pass, given how many tokens the window of each request had masked; lowers these
+    by what the plans unmask.
+    """
     head_rows = 0
     for request_id, plan in zip(batch.request_ids, batch.plans, strict=True):
         left = masked.get(request_id, plan.window.size)
         head_rows += min(left, plan.quota.candidates.size)
         masked[request_id] = left - min(left, plan.quota.count)
-    rows = [layer_pass.rows_computed(i, batch.sizes[i]) for i in range(len(batch.plans))]
+    rows = [
+        layer_pass.rows_computed(i, batch.sizes[i]) for i in range(len(batch.plans))
+    ]
     specs = [canvas.spec for canvas in batch.canvases]
-    canvases = [spec.visible(plan.window).size for spec, plan in zip(specs, batch.plans, strict=True)]
+    canvases = [
+        spec.visible(plan.window).size
+        for spec, plan in zip(specs, batch.plans, strict=True)
+    ]
     blocks = [spec.block_length if spec.is_block_causal else None for spec in specs]
-    return ObservedPass(list(batch.plans), PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks))
+    return ObservedPass(
+        list(batch.plans),
+        PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks),
+    )
 
 
 class InnerTimes(NamedTuple):
@@ -85,14 +104,17 @@ class InnerTimes(NamedTuple):
 
 
 class InnerTime:
-    """Adds up the time inside the model and inside the token statistics while it watches.
+    """Adds up the time inside the model and inside the token statistics while it
+    watches.
 
-    On a GPU it waits for the device before and after each, so a step takes longer while it watches.
+    On a GPU it waits for the device before and after each, so a step takes longer while
+    it watches.
     """
 
     def __init__(self, llm: LLM) -> None:
         runner = runner_of(llm)
-        # The head's product rather than `compute_logits`, which the predictor keeps a reference to.
+        # The head's product rather than `compute_logits`, which the predictor keeps a
+        # reference to.
         self._parts: list[tuple[str, Any, str]] = [
             ("layers", runner.denoiser, "forward"),
             ("head", runner.model.final_norm, "forward"),
@@ -104,13 +126,19 @@ class InnerTime:
     def take(self) -> InnerTimes:
         """Since the last call."""
         seconds, self._seconds = self._seconds, defaultdict(float)
-        return InnerTimes(seconds["layers"] + seconds["head"], seconds["prediction"] - seconds["head"])
+        return InnerTimes(
+            seconds["layers"] + seconds["head"], seconds["prediction"] - seconds["head"]
+        )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         with ExitStack() as patches:
             for part, owner, name in self._parts:
-                patches.enter_context(mock.patch.object(owner, name, self._counted(part, getattr(owner, name))))
+                patches.enter_context(
+                    mock.patch.object(
+                        owner, name, self._counted(part, getattr(owner, name))
+                    )
+                )
             yield
 
     def _counted(self, part: str, work: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,12 +18,16 @@ Rows = list[dict[str, Any]]
 def argument_parser(docstring: str) -> argparse.ArgumentParser:
     """A parser with the options of every program."""
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument(
+        "--output", type=Path, help="also write the figures to this JSON file"
+    )
     return parser
 
 
 def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
-    """Print the machine, the sections and the figures as a table; write all of it to ``--output``."""
+    """Print the machine, the sections and the figures as a table; write all of it to
+    ``--output``.
+    """
     machine = provenance()
     print(machine_line(machine))
     for name, section in sections.items():
@@ -32,9 +36,18 @@ def report(options: argparse.Namespace, figures: Rows, **sections: Any) -> None:
     cells = [[_text(row.get(column, "")) for column in columns] for row in figures]
     print(f"\nfigures\n{format_table([columns, *cells])}")
     if options.output:
-        settings = {name: value for name, value in vars(options).items() if name != "output"}
-        content = {"machine": machine, "settings": settings, **sections, "figures": figures}
-        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        settings = {
+            name: value for name, value in vars(options).items() if name != "output"
+        }
+        content = {
+            "machine": machine,
+            "settings": settings,
+            **sections,
+            "figures": figures,
+        }
+        options.output.write_text(
+            json.dumps(content, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def _text(value: Any) -> str:

@@ -20,7 +20,9 @@ def synchronize() -> None:
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """The result of a call, and its seconds to the end of the work that it started on a GPU."""
+    """The result of a call, and its seconds to the end of the work that it started on a
+    GPU.
+    """
     synchronize()
     start = time.perf_counter()
     result = work()
@@ -34,12 +36,18 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 class MachineRates:
-    """Rates of a large copy and of a large matrix product, measured again with every ``measure``."""
+    """Rates of a large copy and of a large matrix product, measured again with every
+    ``measure``.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._source = torch.ones(_BYTES_COPIED[device.type] // dtype.itemsize, device=device, dtype=dtype)
+        self._source = torch.ones(
+            _BYTES_COPIED[device.type] // dtype.itemsize, device=device, dtype=dtype
+        )
         self._target = torch.empty_like(self._source)
-        self._square = torch.randn(_SIDE[device.type], _SIDE[device.type], device=device).to(dtype)
+        self._square = torch.randn(
+            _SIDE[device.type], _SIDE[device.type], device=device
+        ).to(dtype)
         self._copies: list[float] = []
         self._products: list[float] = []
         self.measure()  # warms up
@@ -54,7 +62,12 @@ class MachineRates:
     @property
     def copy_bytes_per_second(self) -> float:
         """Bytes read and written, at the median copy."""
-        return 2 * self._source.numel() * self._source.element_size() / statistics.median(self._copies)
+        return (
+            2
+            * self._source.numel()
+            * self._source.element_size()
+            / statistics.median(self._copies)
+        )
 
     @property
     def product_flops_per_second(self) -> float:
@@ -62,5 +75,8 @@ class MachineRates:
         return 2 * self._square.shape[0] ** 3 / statistics.median(self._products)
 
     def to_json(self) -> dict[str, Any]:
-        rates = {name: getattr(self, name) for name in ("copy_bytes_per_second", "product_flops_per_second")}
+        rates = {
+            name: getattr(self, name)
+            for name in ("copy_bytes_per_second", "product_flops_per_second")
+        }
         return rates | {"median_of": len(self._copies)}

@@ -1,6 +1,7 @@
 """dllm-engine: diffusion language models (LLaDA, Dream, SDAR) served inside vLLM.
 
-``LLM`` and ``DiffusionParams`` are the Python API; importing the package itself is cheap, they load vLLM when used.
+``LLM`` and ``DiffusionParams`` are the Python API; importing the package itself is
+cheap, they load vLLM when used.
 """
 
 from importlib import import_module

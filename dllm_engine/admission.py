@@ -1,4 +1,6 @@
-"""Checks of a request before it enters the engine. A request that fails is answered with 400 and loses nothing."""
+"""Checks of a request before it enters the engine. A request that fails is answered
+with 400 and loses nothing.
+"""
 
 import math
 from collections.abc import Sequence
@@ -22,12 +24,17 @@ from dllm_engine.scheduler.options.request_options import (
     request_options,
 )
 from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
-from dllm_engine.scheduler.options.resolve_tokens import check_token_numbers, end_token_ids, with_tokens
+from dllm_engine.scheduler.options.resolve_tokens import (
+    check_token_numbers,
+    end_token_ids,
+    with_tokens,
+)
 from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
-# SamplingParams fields that have no meaning here (yet), with the value that means "not used".
+# SamplingParams fields that have no meaning here (yet), with the value that means "not
+# used".
 _UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "prompt_logprobs": (None, "log-probabilities of the prompt are"),
     "logprob_token_ids": (None, "log-probabilities of chosen tokens are"),
@@ -48,82 +55,142 @@ _KINDS = get_type_hints(SamplingParams)
 
 
 def check_types(params: SamplingParams) -> None:
-    """Refuse a field of another type than vLLM declares, or a number that cannot be sent; in Python vLLM does not."""
+    """Refuse a field of another type than vLLM declares, or a number that cannot be
+    sent; in Python vLLM does not.
+    """
     for name in SamplingParams.__struct_fields__:
         value, kind = getattr(params, name), _KINDS[name]
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise InvalidRequestError(f"{name} is out of range: it may have 64 bits")
-        classes = [each for each in (kind, *get_args(kind)) if getattr(each, "__module__", "").startswith("vllm")]
+        classes = [
+            each
+            for each in (kind, *get_args(kind))
+            if getattr(each, "__module__", "").startswith("vllm")
+        ]
         try:
             if not classes:
                 msgspec.convert(value, kind)
             elif not isinstance(value, kind):
-                raise msgspec.ValidationError(f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`")
+                raise msgspec.ValidationError(
+                    f"Expected `{classes[0].__name__}`, got `{type(value).__name__}`"
+                )
         except (msgspec.ValidationError, AttributeError) as error:
             raise InvalidRequestError(f"{name}={shortened(value)}: {error}") from None
         if isinstance(value, float) and not math.isfinite(value):
             raise InvalidRequestError(f"{name}={value} must be a finite number")
 
 
-def check_request(params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any) -> None:
-    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a request cannot be served."""
-    model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
+def check_request(
+    params: SamplingParams, prompt_token_ids: list[int], vllm_config: Any
+) -> None:
+    """Raise ``InvalidRequestError`` naming the setting, its value and what to do, if a
+    request cannot be served.
+    """
+    model_config, engine = (
+        vllm_config.model_config,
+        EngineOptions.from_vllm_config(vllm_config),
+    )
     hf_config, max_model_len = model_config.hf_config, model_config.max_model_len
     family = hf_config.family
     for name in _UNSUPPORTED:
         if reason := unsupported(name, getattr(params, name)):
-            raise InvalidRequestError(f"{reason}; {_INSTEAD.get(name, 'leave it unset')}")
-    check_place(name for name in params.extra_args or {} if name not in RequestOptions.model_fields)
+            raise InvalidRequestError(
+                f"{reason}; {_INSTEAD.get(name, 'leave it unset')}"
+            )
+    check_place(
+        name
+        for name in params.extra_args or {}
+        if name not in RequestOptions.model_fields
+    )
     check_token_numbers(params, hf_config.vocab_size)
     if params.logprobs is not None and not 0 <= params.logprobs <= hf_config.vocab_size:
         raise InvalidRequestError(
-            f"logprobs={params.logprobs} is not supported for diffusion models; name how many of the "
-            f"{hf_config.vocab_size} tokens to report, 0 for the response's own"
+            f"logprobs={params.logprobs} is not supported for diffusion models; name "
+            f"how many of the {hf_config.vocab_size} tokens to report, 0 for the "
+            f"response's own"
         )
     check_tokens(prompt_token_ids, hf_config)
     prompt_length = len(prompt_token_ids)
-    if params.max_tokens is not None and prompt_length + params.max_tokens > max_model_len:
+    if (
+        params.max_tokens is not None
+        and prompt_length + params.max_tokens > max_model_len
+    ):
         # Before anything is made for each token of the response.
-        raise _too_long(prompt_length, params.max_tokens, prompt_length + params.max_tokens, max_model_len)
-    spec = with_tokens(resolve_decoding(params, prompt_length, family, engine), params, hf_config)
+        raise _too_long(
+            prompt_length,
+            params.max_tokens,
+            prompt_length + params.max_tokens,
+            max_model_len,
+        )
+    spec = with_tokens(
+        resolve_decoding(params, prompt_length, family, engine), params, hf_config
+    )
     _check_given(spec.template, spec.end_tokens, hf_config)
     _check_decision(spec)
-    if spec.response_span.stop > max_model_len or spec.canvas_length > family.longest_canvas(max_model_len):
-        fits = spec.response_span.stop <= max_model_len  # but for the end of its last block
+    if (
+        spec.response_span.stop > max_model_len
+        or spec.canvas_length > family.longest_canvas(max_model_len)
+    ):
+        fits = (
+            spec.response_span.stop <= max_model_len
+        )  # but for the end of its last block
         shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
-        raise _too_long(prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten)
+        raise _too_long(
+            prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten
+        )
     _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
     if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
         raise InvalidRequestError(
-            "stream_granularity='step' needs a response that is streamed: set stream to true, or in Python use "
-            "vLLM's AsyncLLM; leave stream_granularity unset otherwise"
+            "stream_granularity='step' needs a response that is streamed: set stream "
+            "to true, or in Python use vLLM's AsyncLLM; leave stream_granularity unset "
+            "otherwise"
         )
-    geometry = engine.geometry(hf_config, vllm_config.parallel_config.tensor_parallel_size)
-    # One block is vLLM's null block. The number is None until the engine has reported it.
-    num_pages = None if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is None else num_blocks - 1
-    check_room(spec, engine, vllm_config.scheduler_config.max_num_batched_tokens, geometry, num_pages)
+    geometry = engine.geometry(
+        hf_config, vllm_config.parallel_config.tensor_parallel_size
+    )
+    # One block is vLLM's null block. The number is None until the engine has reported
+    # it.
+    num_pages = (
+        None
+        if (num_blocks := vllm_config.cache_config.num_gpu_blocks) is None
+        else num_blocks - 1
+    )
+    check_room(
+        spec,
+        engine,
+        vllm_config.scheduler_config.max_num_batched_tokens,
+        geometry,
+        num_pages,
+    )
 
 
 def check_tokens(tokens: list[int], hf_config: Any, name: str = "the prompt") -> None:
-    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no tokens or one that no text has."""
+    """Raise ``InvalidRequestError`` if a prompt, or what is called ``name``, has no
+    tokens or one that no text has.
+    """
     if not tokens:
         raise InvalidRequestError(f"{name} is empty; give at least one token")
     if min(tokens) < 0 or max(tokens) >= hf_config.vocab_size:
-        position = next(i for i, token in enumerate(tokens) if not 0 <= token < hf_config.vocab_size)
+        position = next(
+            i for i, token in enumerate(tokens) if not 0 <= token < hf_config.vocab_size
+        )
         raise InvalidRequestError(
-            f"{name} contains token id {tokens[position]} at position {position}, outside the vocabulary of "
-            f"{hf_config.vocab_size}"
+            f"{name} contains token id {tokens[position]} at position {position}, "
+            f"outside the vocabulary of {hf_config.vocab_size}"
         )
     if hf_config.mask_token_id in tokens:
         raise InvalidRequestError(
-            f"{name} contains the mask token (id {hf_config.mask_token_id}) at position "
-            f"{tokens.index(hf_config.mask_token_id)}; masks mark the response's positions and cannot be prompted. To "
-            f"write about this token, spell its text in another way, for example with a space in it"
+            f"{name} contains the mask token (id {hf_config.mask_token_id}) at "
+            f"position {tokens.index(hf_config.mask_token_id)}; masks mark the "
+            f"response's positions and cannot be prompted. To write about this token, "
+            f"spell its text in another way, for example with a space in it"
         )
 
 
 def unsupported(name: str, value: Any) -> str | None:
-    """Reason why a field of ``SamplingParams`` cannot have this value; None if it can."""
+    """Reason why a field of ``SamplingParams`` cannot have this value; None
+    if it can.
+    """
     unused, what = _UNSUPPORTED.get(name, (value, ""))
     if value is None or value == unused or value in ([], {}):
         return None
@@ -132,15 +199,22 @@ def unsupported(name: str, value: Any) -> str | None:
 
 
 def _too_long(
-    prompt_length: int, gen_length: int, canvas_length: int, max_model_len: int, shorten: str = "shorten one"
+    prompt_length: int,
+    gen_length: int,
+    canvas_length: int,
+    max_model_len: int,
+    shorten: str = "shorten one",
 ) -> InvalidRequestError:
     return InvalidRequestError(
-        f"prompt ({prompt_length} tokens) and gen_length={gen_length} (max_tokens) need a canvas of {canvas_length}, "
-        f"max_model_len is {max_model_len}; {shorten} or raise max_model_len"
+        f"prompt ({prompt_length} tokens) and gen_length={gen_length} (max_tokens) "
+        f"need a canvas of {canvas_length}, max_model_len is {max_model_len}; "
+        f"{shorten} or raise max_model_len"
     )
 
 
-def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any) -> None:
+def _check_given(
+    template: tuple[int | None, ...], ends: frozenset[int], hf_config: Any
+) -> None:
     for i, token in enumerate(template):
         if token is None:
             continue
@@ -149,68 +223,111 @@ def _check_given(template: tuple[int | None, ...], ends: frozenset[int], hf_conf
         elif token == hf_config.mask_token_id:
             reason = "the mask token; put None where the model is to write"
         elif token in ends and i + 1 < len(template):
-            reason = "an end token, which would end the response; leave out what follows it"
+            reason = (
+                "an end token, which would end the response; leave out what follows it"
+            )
         else:
             continue
         raise InvalidRequestError(f"response_template[{i}]={token} is {reason}")
 
 
 def _check_decision(spec: DecodingSpec) -> None:
-    if spec.decision is not None and not spec.end_tokens and END in unpacked_decision(spec.decision).lattice.tokens:
+    if (
+        spec.decision is not None
+        and not spec.end_tokens
+        and END in unpacked_decision(spec.decision).lattice.tokens
+    ):
         raise InvalidRequestError(
-            "fields: their texts have different numbers of tokens, and no end token may follow a shorter one; leave "
-            "ignore_eos unset"
+            "fields: their texts have different numbers of tokens, and no end token "
+            "may follow a shorter one; leave ignore_eos unset"
         )
 
 
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
     if not spec.is_constrained:
         return
-    ends, constraint = spec.end_tokens, constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
-    # What the text may be behind a block depends on all that is given there, and without an end token on the length.
+    ends, constraint = (
+        spec.end_tokens,
+        constraint_of(spec.constraint, spec.end_tokens, spec.reasoning),
+    )
+    # What the text may be behind a block depends on all that is given there, and
+    # without an end token on the length.
     is_whole = bool(spec.template) or not ends or spec.block_add_threshold is not None
     positions = spec.gen_length if is_whole else min(spec.block_length, spec.gen_length)
     if (size := constraint.search_size) * positions > max_search:
-        shorten = "gen_length (max_tokens)" if is_whole else f"block_length={spec.block_length}"
+        shorten = (
+            "gen_length (max_tokens)"
+            if is_whole
+            else f"block_length={spec.block_length}"
+        )
         raise InvalidRequestError(
-            f"structured_outputs: a step searches {positions} positions of an automaton of size {size}, together "
-            f"{size * positions}; max_automaton_search is {max_search}: lower {shorten}, simplify the expression or "
-            "schema, or raise max_automaton_search"
+            f"structured_outputs: a step searches {positions} positions of an "
+            f"automaton of size {size}, together {size * positions}; "
+            f"max_automaton_search is {max_search}: lower {shorten}, simplify the "
+            f"expression or schema, or raise max_automaton_search"
         )
     budget, first_end = spec.thinking_budget, spec.first_end - spec.prompt_length
     if constraint.completable(spec.response_template, first_end, budget)[0][0]:
         return
-    with_reasoning = "" if spec.reasoning is None else ", with the marker that ends reasoning before it"
-    if budget is not None and constraint.completable(spec.response_template, first_end)[0][0]:
-        reason = f"thinking_token_budget={budget}: no response with such short reasoning is possible; raise it"
+    with_reasoning = (
+        ""
+        if spec.reasoning is None
+        else ", with the marker that ends reasoning before it"
+    )
+    if (
+        budget is not None
+        and constraint.completable(spec.response_template, first_end)[0][0]
+    ):
+        reason = (
+            f"thinking_token_budget={budget}: no response with such short reasoning is "
+            f"possible; raise it"
+        )
     elif min_tokens and constraint.completable(spec.response_template)[0][0]:
-        reason = f"min_tokens={min_tokens}: no text that structured_outputs accepts is so long; lower min_tokens"
+        reason = (
+            f"min_tokens={min_tokens}: no text that structured_outputs accepts is so "
+            f"long; lower min_tokens"
+        )
     elif spec.template:
-        reason = "no text that structured_outputs accepts has the given tokens at their places and fills its holes"
+        reason = (
+            "no text that structured_outputs accepts has the given tokens at their "
+            "places and fills its holes"
+        )
     elif (fewest := constraint.fewest_tokens()) is None:
-        reason = "each text that structured_outputs accepts has one of stop_token_ids in it; change these"
+        reason = (
+            "each text that structured_outputs accepts has one of stop_token_ids in "
+            "it; change these"
+        )
     elif not ends:
-        reason = f"no text that structured_outputs accepts has exactly {spec.gen_length} tokens, and none may end it"
+        reason = (
+            f"no text that structured_outputs accepts has exactly {spec.gen_length} "
+            f"tokens, and none may end it"
+        )
     else:
         reason = (
-            f"gen_length={spec.gen_length} (max_tokens) is too short for structured_outputs: the shortest text that it "
-            f"accepts has {fewest} tokens"
+            f"gen_length={spec.gen_length} (max_tokens) is too short for "
+            f"structured_outputs: the shortest text that it accepts has {fewest} tokens"
         )
     raise InvalidRequestError(reason + with_reasoning)
 
 
 def settled_params(
-    params: SamplingParams, prompt_token_ids: Sequence[int], tokenizer: Any, vllm_config: Any
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    tokenizer: Any,
+    vllm_config: Any,
 ) -> SamplingParams:
-    """The parameters with a length (a template's, the model's or what fits), an automaton for what the text must
-    match, and the filters of a greedy request where vLLM does not reset them on the way to the engine."""
+    """The parameters with a length (a template's, the model's or what fits), an
+    automaton for what the text must match, and the filters of a greedy request where
+    vLLM does not reset them on the way to the engine."""
     model_config = vllm_config.model_config
     # At least 1, so that the check of the request explains.
     room = max(model_config.max_model_len - len(prompt_token_ids), 1)
     length = _named_length(params)
     if length is None and params.structured_outputs is None:
         length = min(_default_length(params, model_config), room)
-    params = constrained(params, prompt_token_ids, length or room, tokenizer, vllm_config)
+    params = constrained(
+        params, prompt_token_ids, length or room, tokenizer, vllm_config
+    )
     if params.temperature == 0 and (params.top_p != 1.0 or params.top_k > 0):
         filters = {"top_p": params.top_p, "top_k": min(params.top_k, MOST_TOKENS)}
         params = params.clone()
@@ -224,7 +341,9 @@ def settled_params(
 
 
 def _named_length(params: SamplingParams) -> int | None:
-    """Tokens of the response: as many as are asked for, at most a template's; None where the request names none."""
+    """Tokens of the response: as many as are asked for, at most a template's; None
+    where the request names none.
+    """
     named = None if isinstance(params.max_tokens, DefaultLength) else params.max_tokens
     if (params.extra_args or {}).get("response_template") is None:
         return named
@@ -233,13 +352,15 @@ def _named_length(params: SamplingParams) -> int | None:
 
 
 def _default_length(params: SamplingParams, model_config: Any) -> int:
-    """Tokens of a response whose request names no length: the model's default. Or twice the shortest text that
-    ``structured_outputs`` accepts where that is more, so that there is room to say something, unless the server has a
-    limit."""
+    """Tokens of a response whose request names no length: the model's default. Or twice
+    the shortest text that ``structured_outputs`` accepts where that is more, so that
+    there is room to say something, unless the server has a limit."""
     default: int = model_config.override_generation_config["max_new_tokens"]
     automaton = bytes_in(params, CONSTRAINT)
     if automaton is None or model_config.dllm_response_limit is not None:
         return default
     ends = end_token_ids(params, model_config.hf_config)
-    shortest = constraint_of(automaton, ends, bytes_in(params, REASONING)).fewest_tokens()
+    shortest = constraint_of(
+        automaton, ends, bytes_in(params, REASONING)
+    ).fewest_tokens()
     return max(default, 2 * (shortest or 0))

@@ -1,8 +1,10 @@
-"""A batch run: a file of requests answered into a file of records, which an interrupted run resumes.
+"""A batch run: a file of requests answered into a file of records, which an interrupted
+run resumes.
 
-An input line is a request, an output line is its record; its ``index`` is the number of the input line, from 0. A
-record is appended and synced to disk as soon as its request has finished. It has digests of its input and settings, so
-that a run never resumes an output of another input or other settings.
+An input line is a request, an output line is its record; its ``index`` is the number of
+the input line, from 0. A record is appended and synced to disk as soon as its request
+has finished. It has digests of its input and settings, so that a run never resumes an
+output of another input or other settings.
 """
 
 import hashlib
@@ -15,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator, with_config
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+    with_config,
+)
 from typing_extensions import TypedDict
 
 from dllm_engine.output_lock import lock_output
@@ -35,12 +44,18 @@ class Message(TypedDict):
 
 
 def prompt_tokens(prompt: str | list[Message], tokenizer: Any) -> list[int]:
-    """A prompt by the tokenizer's chat template; without a template, a text as it is."""
+    """A prompt by the tokenizer's chat template; without a template, a text
+    as it is.
+    """
     if isinstance(prompt, str):
         if not getattr(tokenizer, "chat_template", None):
             return list(tokenizer.encode(prompt))
         prompt = [Message(role="user", content=prompt)]
-    return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False
+        )
+    )
 
 
 class BatchRequest(BaseModel):
@@ -72,7 +87,9 @@ class InputLine:
 
 
 Answer = tuple[InputLine, dict[str, Any]]
-"""A line, and the fields of its record that do not follow from it: the request's id and how it ended."""
+"""A line, and the fields of its record that do not follow from it: the request's id and
+how it ended.
+"""
 
 
 def _digest(data: bytes) -> str:
@@ -87,14 +104,19 @@ def settings_digest(settings: Any) -> str:
 def read_input(path: Path) -> list[InputLine]:
     """The lines of a file, not parsed yet: a bad one must not stop the others."""
     lines = path.read_bytes().split(b"\n")
-    return [InputLine(index, line.strip()) for index, line in enumerate(lines) if line.strip()]
+    return [
+        InputLine(index, line.strip())
+        for index, line in enumerate(lines)
+        if line.strip()
+    ]
 
 
 def answer_lines(
     llm: "LLM", lines: Sequence[InputLine], params: "DiffusionParams", *, use_chat: bool
 ) -> Iterator[list[Answer]]:
-    """Answer lines, and yield those that each step has finished; a line that cannot be served gets an error. The engine
-    holds twice as many requests as it can run at once: its steps are full, and memory stays bounded."""
+    """Answer lines, and yield those that each step has finished; a line that cannot be
+    served gets an error. The engine holds twice as many requests as it can run at once:
+    its steps are full, and memory stays bounded."""
     from vllm.exceptions import VLLMClientError
 
     window = 2 * llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
@@ -108,7 +130,11 @@ def answer_lines(
                 request = BatchRequest.model_validate_json(line.text)
                 fields = {} if request.id is None else {"id": request.id}
                 own = params.clone()
-                if own.seed is not None:  # equal prompts get different responses, and a resumed run the same ones
+                if (
+                    own.seed is not None
+                    # Equal prompts get different responses, and a resumed run the same
+                    # ones.
+                ):
                     own.seed += line.index
                 running[_enqueue(llm, request, own, use_chat=use_chat)] = line, fields
             except (ValueError, VLLMClientError) as error:
@@ -120,21 +146,30 @@ def answer_lines(
             yield answers
 
 
-def _enqueue(llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool) -> str:
+def _enqueue(
+    llm: "LLM", request: BatchRequest, params: "DiffusionParams", *, use_chat: bool
+) -> str:
     """Add a request to the engine; returns the id that its outputs will have."""
     if use_chat:
-        messages = request.messages or [Message(role="user", content=request.prompt or "")]
+        messages = request.messages or [
+            Message(role="user", content=request.prompt or "")
+        ]
         (internal_id,) = llm.enqueue_chat(messages, params, use_tqdm=False)
     elif request.messages is None:
         (internal_id,) = llm.enqueue([request.prompt], params, use_tqdm=False)
     else:
-        raise ValueError("'messages' need the tokenizer's chat template: the model has none, or --raw is set")
+        raise ValueError(
+            "'messages' need the tokenizer's chat template: the model has none, or "
+            "--raw is set"
+        )
     # vLLM returns "<number>-<random>" and reports the number.
     return str(internal_id).split("-")[0]
 
 
 def outcome(completion: Any) -> dict[str, Any]:
-    """The fields of a record that say how its request ended: text and figures, or an ``error``."""
+    """The fields of a record that say how its request ended: text and figures, or an
+    ``error``.
+    """
     if completion.finish_reason not in ("stop", "length"):
         why = getattr(completion.diffusion, "error", None) or completion.finish_reason
         return {"error": f"the engine ended the request: {why}"}
@@ -158,9 +193,10 @@ class _Record(BaseModel):
 
 
 class ResultFile(AbstractContextManager["ResultFile"]):
-    """The output of a run, which resumes an earlier one; pipes and devices can be written but not resumed. Raises
-    ``OSError`` for a file that cannot be written, and ``ValueError`` for one that another run is writing or that holds
-    anything but records of the same input and settings."""
+    """The output of a run, which resumes an earlier one; pipes and devices can be
+    written but not resumed. Raises ``OSError`` for a file that cannot be written, and
+    ``ValueError`` for one that another run is writing or that holds anything but
+    records of the same input and settings."""
 
     def __init__(self, path: Path, lines: Sequence[InputLine], settings: str) -> None:
         self.path = path
@@ -177,7 +213,9 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self.pending = [line for line in lines if line.index not in finished]
 
     def _resume(self, lines: Sequence[InputLine]) -> set[int]:
-        """Lock the file and cut off a torn last line; returns the indices of its records."""
+        """Lock the file and cut off a torn last line; returns the indices of its
+        records.
+        """
         lock_output(self._file, self.path)
         inputs = {line.index: line.digest for line in lines}
         finished: set[int] = set()
@@ -204,7 +242,10 @@ class ResultFile(AbstractContextManager["ResultFile"]):
                     self.num_errors += record.error is not None
                     num_bytes += len(raw)
                     continue
-                raise ValueError(f"{self.path}: line {number} {problem}; choose another output, or remove this one")
+                raise ValueError(
+                    f"{self.path}: line {number} {problem}; choose another output, or "
+                    f"remove this one"
+                )
         self._file.truncate(num_bytes)
         return finished
 
@@ -212,11 +253,16 @@ class ResultFile(AbstractContextManager["ResultFile"]):
         self._file.close()
 
     def append(self, answers: Sequence[Answer]) -> None:
-        """Write the records of finished requests. Once this returns, they survive a crash of the machine."""
+        """Write the records of finished requests. Once this returns, they survive a
+        crash of the machine.
+        """
         data = b""
         for line, fields in answers:
             made_from = {"input_hash": line.digest, "settings_hash": self._settings}
-            data += json.dumps({"index": line.index, **fields, **made_from}).encode() + b"\n"
+            data += (
+                json.dumps({"index": line.index, **fields, **made_from}).encode()
+                + b"\n"
+            )
         try:
             while data:
                 data = data[self._file.write(data) :]
@@ -224,6 +270,7 @@ class ResultFile(AbstractContextManager["ResultFile"]):
                 os.fsync(self._file.fileno())
         except OSError as error:
             raise ValueError(
-                f"cannot write {self.path}: {error.strerror}; the same command goes on with what is in it"
+                f"cannot write {self.path}: {error.strerror}; the same command goes on "
+                f"with what is in it"
             ) from error
         self.num_errors += sum("error" in fields for _, fields in answers)

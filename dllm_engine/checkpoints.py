@@ -1,4 +1,5 @@
-"""The config that a model's checkpoint states, and what is checked of a model before vLLM starts an engine.
+"""The config that a model's checkpoint states, and what is checked of a model before
+vLLM starts an engine.
 
 A mistake then ends in one sentence and not in vLLM's traceback.
 """
@@ -19,39 +20,82 @@ if TYPE_CHECKING:
     from dllm_engine.model_executor.models.configs import Config
 
 _SHAPES: dict[str, tuple[ModelFamily, dict[str, Any], tuple[str, ...]]] = {
-    "llada-8b": (families.LLADA, {"mlp_hidden_size": 12_288, "embedding_size": 126_464}, families.LLADA.checkpoints),
-    "llada-moe-7b": (families.LLADA_MOE, {"qk_layernorm": True}, families.LLADA_MOE.checkpoints),
+    "llada-8b": (
+        families.LLADA,
+        {"mlp_hidden_size": 12_288, "embedding_size": 126_464},
+        families.LLADA.checkpoints,
+    ),
+    "llada-moe-7b": (
+        families.LLADA_MOE,
+        {"qk_layernorm": True},
+        families.LLADA_MOE.checkpoints,
+    ),
     "illada-8b": (families.ILLADA, {}, families.ILLADA.checkpoints),
-    "dream-7b": (families.DREAM, {"num_key_value_heads": 4}, families.DREAM.checkpoints[:2]),
+    "dream-7b": (
+        families.DREAM,
+        {"num_key_value_heads": 4},
+        families.DREAM.checkpoints[:2],
+    ),
     "sdar-8b": (families.SDAR, {"num_key_value_heads": 8}, ("JetLM/SDAR-8B-Chat",)),
-    "sdar-8b-b32": (families.SDAR, {"num_key_value_heads": 8, "block_size": 32}, ("JetLM/SDAR-8B-Chat-b32",)),
+    "sdar-8b-b32": (
+        families.SDAR,
+        {"num_key_value_heads": 8, "block_size": 32},
+        ("JetLM/SDAR-8B-Chat-b32",),
+    ),
     "sdar-30b": (families.SDAR_MOE, {"head_dim": 128}, ("JetLM/SDAR-30B-A3B-Chat",)),
-    "dreamreasoner-8b": (families.DREAM_REASONER, {}, families.DREAM_REASONER.checkpoints),
-    "stable-diffcoder-8b": (families.STABLE_DIFFCODER, {}, families.STABLE_DIFFCODER.checkpoints),
+    "dreamreasoner-8b": (
+        families.DREAM_REASONER,
+        {},
+        families.DREAM_REASONER.checkpoints,
+    ),
+    "stable-diffcoder-8b": (
+        families.STABLE_DIFFCODER,
+        {},
+        families.STABLE_DIFFCODER.checkpoints,
+    ),
     "llada2-mini": (
         families.LLADA2,
         {"num_key_value_heads": 4},
         ("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.1-mini"),
     ),
 }
-"""By name: the family, what differs from its defaults, and the released checkpoints of this shape. A model of the name
-has these sizes and random weights, and measures as a real one does."""
+"""By name: the family, what differs from its defaults, and the released checkpoints of
+this shape. A model of the name has these sizes and random weights, and measures as a
+real one does."""
 
 
 def _released(family: ModelFamily, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Config of a released checkpoint: the defaults of its family's keys, with ``sizes``."""
+    """Config of a released checkpoint: the defaults of its family's keys, with
+    ``sizes``.
+    """
     keys = SCHEMAS[family.architecture](torch_dtype="bfloat16", **sizes)
     stated = {"model_type": family.model_type, "architectures": [family.architecture]}
     return keys.model_dump(exclude_none=True) | stated
 
 
 RELEASED_CONFIGS = {
-    name: _released(family, sizes) for family, sizes, checkpoints in _SHAPES.values() for name in checkpoints
+    name: _released(family, sizes)
+    for family, sizes, checkpoints in _SHAPES.values()
+    for name in checkpoints
 }
 """Sizes of released checkpoints, for planning before anything is downloaded."""
 _SCALED = (
-    *("d_model", "n_heads", "n_kv_heads", "n_layers", "mlp_hidden_size", "vocab_size", "embedding_size"),
-    *("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "intermediate_size"),
+    *(
+        "d_model",
+        "n_heads",
+        "n_kv_heads",
+        "n_layers",
+        "mlp_hidden_size",
+        "vocab_size",
+        "embedding_size",
+    ),
+    *(
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "intermediate_size",
+    ),
     *("expert_intermediate_size", "moe_intermediate_size"),
 )
 
@@ -62,44 +106,59 @@ def is_named_shape(model: str) -> bool:
 
 
 def named_shape(name: str) -> dict[str, Any]:
-    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads cannot be divided so. In
-    ``llada-8b/4`` heads keep their size, and experts become smaller, not fewer."""
+    """The config of a named shape; raises ``ValueError`` if it is unknown, or its heads
+    cannot be divided so. In ``llada-8b/4`` heads keep their size, and experts become
+    smaller, not fewer."""
     base, slash, divisor = name.partition("/")
     if base not in _SHAPES:
-        raise ValueError(f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or one with /N")
+        raise ValueError(
+            f"model shape {name!r} is unknown; choose one of {', '.join(_SHAPES)}, or "
+            f"one with /N"
+        )
     family, sizes, _ = _SHAPES[base]
     config = _released(family, sizes)
     heads = config["n_heads" if "n_heads" in config else "num_attention_heads"]
     allowed = [n for n in range(1, heads + 1) if heads % n == 0]
     if slash and (not divisor.isdecimal() or int(divisor) not in allowed):
         raise ValueError(
-            f"model shape {name!r}: the {heads} heads of {base} are divided by one of {', '.join(map(str, allowed))}"
+            f"model shape {name!r}: the {heads} heads of {base} are divided by one of "
+            f"{', '.join(map(str, allowed))}"
         )
     for key in config.keys() & _SCALED:
         config[key] = max(1, config[key] // int(divisor or 1))
     # The last tokens of the vocabulary, so that prompts can be drawn from all others.
-    config["mask_token_id"], config["eos_token_id"] = config["vocab_size"] - 1, config["vocab_size"] - 2
+    config["mask_token_id"], config["eos_token_id"] = (
+        config["vocab_size"] - 1,
+        config["vocab_size"] - 2,
+    )
     return config
 
 
 def load_config(model: str) -> "Config":
-    """A model's config: of its folder, a named shape, known by its name, or of Hugging Face, which is asked for
-    config.json alone. Raises ``ValueError`` naming the model, or the key that is not supported."""
+    """A model's config: of its folder, a named shape, known by its name, or of Hugging
+    Face, which is asked for config.json alone. Raises ``ValueError`` naming the model,
+    or the key that is not supported."""
     from dllm_engine.model_executor.models.configs import parse_config
 
     if is_named_shape(model):
         return parse_config(named_shape(model), model)
     check_folder(model)
     source = model_path(model)
-    return parse_config(RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source)
+    return parse_config(
+        RELEASED_CONFIGS.get(model) or _stated_config(source, {}), source
+    )
 
 
 def check_start(model: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none of ours; ``arguments``: those
-    of ``vllm.LLM`` that the caller gave."""
+    """Raise ``ValueError`` naming a folder, or a file and its key, if ``model`` is none
+    of ours; ``arguments``: those of ``vllm.LLM`` that the caller gave."""
     check_folder(model)
     overrides = arguments.get("hf_overrides") or {}
-    if "://" in model or not isinstance(overrides, dict) or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0"):
+    if (
+        "://" in model
+        or not isinstance(overrides, dict)
+        or os.environ.get("VLLM_USE_MODELSCOPE", "0") not in ("", "0")
+    ):
         return  # checked by engine_config, once vLLM has made the config
     # Imports transformers, which takes seconds.
     from dllm_engine.model_executor.models.configs import parse_config
@@ -109,21 +168,29 @@ def check_start(model: str, arguments: Mapping[str, Any]) -> None:
 
 
 def check_folder(model: str) -> None:
-    """Raise ``ValueError`` if ``model`` names a folder that does not exist, or whose files are not what they seem."""
+    """Raise ``ValueError`` if ``model`` names a folder that does not exist, or whose
+    files are not what they seem.
+    """
     check_files(model)
     if model.startswith((".", "/", "~")) and not Path(model).is_dir():
         raise ValueError(f"model folder {model} does not exist")
 
 
 def _stated_config(model: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of config.json, from a folder or from Hugging Face, downloaded as vLLM would."""
+    """The content of config.json, from a folder or from Hugging Face, downloaded as
+    vLLM would.
+    """
     from transformers import PretrainedConfig
 
     if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
-        raise ValueError(f"{model} holds no config.json; name the folder of a checkpoint")
+        raise ValueError(
+            f"{model} holds no config.json; name the folder of a checkpoint"
+        )
     try:
         return PretrainedConfig.get_config_dict(
             model, revision=arguments.get("revision"), token=arguments.get("hf_token")
         )[0]
     except (OSError, ValueError) as error:
-        raise ValueError(f"config.json of model {model!r} cannot be read: {one_line(error)}") from None
+        raise ValueError(
+            f"config.json of model {model!r} cannot be read: {one_line(error)}"
+        ) from None

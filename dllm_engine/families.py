@@ -1,4 +1,6 @@
-"""The table of model families: their authors' decoding conventions, and what their checkpoints look like."""
+"""The table of model families: their authors' decoding conventions, and what their
+checkpoints look like.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -8,12 +10,16 @@ from dllm_engine.model_name import own_name
 
 ScheduleKind = Literal["uniform", "timestep"]
 Attention = Literal["full", "block_causal"]
-"""Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block and the blocks before it,
-counted from the start of the canvas, prompt included."""
+"""Attention of a position. ``full``: the whole canvas. ``block_causal``: its own block
+and the blocks before it, counted from the start of the canvas, prompt included."""
 Shard = str | int | tuple[str, int] | None
-"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert; None: the whole of a parameter."""
+"""Part of a fused parameter, as vLLM's layers name it; with the number of an expert;
+None: the whole of a parameter.
+"""
 NamedModules = Mapping[str, tuple[str, Shard]]
-"""Names of a checkpoint's modules in a layer: our module, and the shard of it that they fill."""
+"""Names of a checkpoint's modules in a layer: our module, and the shard of it that they
+fill.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,15 +108,21 @@ class ExpertShape:
     dense_layers: tuple[int, ...] = ()
     """Layers that have a plain MLP instead."""
     renormalize: bool = False
-    """True if the weights of a row from the softmax of the router's logits are divided by their sum."""
+    """True if the weights of a row from the softmax of the router's logits are divided
+    by their sum.
+    """
     num_groups: int = 0
-    """Groups that experts are chosen by, from the sigmoid of the router's logits (LLaDA2); 0: all are one group."""
+    """Groups that experts are chosen by, from the sigmoid of the router's logits
+    (LLaDA2); 0: all are one group.
+    """
     num_kept: int = 0
     """Groups that a row's experts come from."""
     scale: float = 1.0
     """Factor of a row's weights, which sum to 1 before, where experts are in groups."""
     capacity: int = 0
-    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups; 0: groups count."""
+    """Experts that the rows of a block share (LLaDA2.2). They take the place of groups;
+    0: groups count.
+    """
 
 
 @dataclass(frozen=True)
@@ -121,37 +133,50 @@ class ModelFamily:
     model_type: str
     """``model_type`` in the checkpoint's config.json, which families may share."""
     architecture: str
-    """The entry of ``architectures`` in config.json, which tells families apart, and under which vLLM finds the model
-    class."""
+    """The entry of ``architectures`` in config.json, which tells families apart, and
+    under which vLLM finds the model class."""
     checkpoints: tuple[str, ...]
 
     # Decoding
     schedule: ScheduleKind = "uniform"
-    """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid (Dream)."""
+    """``uniform``: equal counts per step (LLaDA); ``timestep``: counts from a time grid
+    (Dream).
+    """
     shifts_logits: bool = False
-    """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of ``p``."""
+    """True if position ``p`` is predicted by the hidden state of ``p - 1`` instead of
+    ``p``.
+    """
     default_unmasking: str = "low_confidence"
     default_block_length: int | None = 32
-    """None: the whole response is one block. Where attention goes by blocks, a config has its own."""
+    """None: the whole response is one block. Where attention goes by blocks, a config
+    has its own.
+    """
     attention: Attention = "full"
     whole_blocks: bool = True
-    """Where attention goes by blocks: True if the last one is decoded whole, steps of a block are counted as of a whole
-    one, and a confidence of ``threshold`` itself is not enough (SDAR's loop, not Stable-DiffCoder's)."""
+    """Where attention goes by blocks: True if the last one is decoded whole, steps of a
+    block are counted as of a whole one, and a confidence of ``threshold`` itself is not
+    enough (SDAR's loop, not Stable-DiffCoder's)."""
     experts_by_block: bool = False
-    """True if the rows of a block of ``default_block_length`` share experts, so that blocks have no other length; by
-    the config."""
+    """True if the rows of a block of ``default_block_length`` share experts, so that
+    blocks have no other length; by the config."""
     strict_entropy_threshold: bool = False
-    """True if a position at exactly ``entropy_threshold`` does not pass, and no position may pass, as in d3LLM's code
-    for Dream."""
+    """True if a position at exactly ``entropy_threshold`` does not pass, and no
+    position may pass, as in d3LLM's code for Dream."""
     slow_fast: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its authors."""
+    """Defaults of ``SlowFast``'s options that differ from LLaDA's, in the code of its
+    authors.
+    """
 
     # Tensors
     names: TensorNames = TRANSFORMERS_NAMES
     qkv_bias: bool = False
-    """True if queries, keys and values have biases, unless a key of the config says so."""
+    """True if queries, keys and values have biases, unless a key of the
+    config says so.
+    """
     qk_norm: bool = False
-    """True if each head of queries and keys goes through a norm before RoPE, unless a key of the config says so."""
+    """True if each head of queries and keys goes through a norm before RoPE, unless a
+    key of the config says so.
+    """
 
     # config.json
     key_names: Mapping[str, str] = field(default_factory=dict)
@@ -161,33 +186,56 @@ class ModelFamily:
     special_ids: Mapping[str, int] = field(default_factory=dict)
     """Special tokens of the released vocabulary, for a config that leaves them out."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys that would change the computation, and the values that are implemented, the default first."""
+    """Keys that would change the computation, and the values that are implemented, the
+    default first.
+    """
     without_effect: tuple[str, ...] = ()
     """Keys that say nothing about what the model computes."""
     turns_parts: bool = False
     """True if RoPE may turn a part of each head only."""
     released_defaults: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Defaults of requests to released checkpoints that only their names tell from others."""
+    """Defaults of requests to released checkpoints that only their names tell from
+    others.
+    """
     other_kind: tuple[str, str] | None = None
-    """The name of checkpoints whose configs are like the family's, and why they are not supported."""
+    """The name of checkpoints whose configs are like the family's, and why they are not
+    supported.
+    """
 
     def block_length_of(self, gen_length: int) -> int:
-        """Block length of a request that names none. Attention by blocks has the same for responses of any length."""
-        return self.attention_block or min(self.default_block_length or gen_length, gen_length)
+        """Block length of a request that names none. Attention by blocks has the same
+        for responses of any length.
+        """
+        return self.attention_block or min(
+            self.default_block_length or gen_length, gen_length
+        )
 
     @property
     def attention_block(self) -> int | None:
-        """The length of the blocks that attention goes by, unless a request names another; None: there are none."""
+        """The length of the blocks that attention goes by, unless a request names
+        another; None: there are none.
+        """
         return self.default_block_length if self.attention == "block_causal" else None
 
     def longest_canvas(self, max_model_len: int) -> int:
-        """Canvas positions of a request of at most so many tokens: the block in which they end is whole."""
+        """Canvas positions of a request of at most so many tokens: the block in which
+        they end is whole.
+        """
         return max_model_len + -max_model_len % (self.attention_block or 1)
 
 
 def _sizes(*sizes: float, **others: Any) -> dict[str, Any]:
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return dict(zip((*names, "max_position_embeddings", "rope_theta"), sizes, strict=True)) | others
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+    )
+    return (
+        dict(zip((*names, "max_position_embeddings", "rope_theta"), sizes, strict=True))
+        | others
+    )
 
 
 def _off(*keys: str) -> dict[str, tuple[Any, ...]]:
@@ -200,7 +248,11 @@ LLADA = ModelFamily(
     name="LLaDA",
     model_type="llada",
     architecture="LLaDAModelLM",
-    checkpoints=("GSAI-ML/LLaDA-8B-Base", "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-1.5"),
+    checkpoints=(
+        "GSAI-ML/LLaDA-8B-Base",
+        "GSAI-ML/LLaDA-8B-Instruct",
+        "GSAI-ML/LLaDA-1.5",
+    ),
     names=LLADA_NAMES,
     key_names={
         "hidden_size": "d_model",
@@ -221,11 +273,23 @@ LLADA = ModelFamily(
         "rope_full_precision": (True,),
         "layer_norm_with_affine": (True,),
         "clip_qkv": (None,),
-        **_off("bias_for_layer_norm", "alibi", "include_bias", "multi_query_attention", "attention_layer_norm"),
+        **_off(
+            "bias_for_layer_norm",
+            "alibi",
+            "include_bias",
+            "multi_query_attention",
+            "attention_layer_norm",
+        ),
         **_off("input_emb_norm", "scale_logits"),
     },
     without_effect=(
-        *("alibi_bias_max", "attention_layer_norm_with_affine", "flash_attention", "precision", "tie_word_embeddings"),
+        *(
+            "alibi_bias_max",
+            "attention_layer_norm_with_affine",
+            "flash_attention",
+            "precision",
+            "tie_word_embeddings",
+        ),
         *("init_device", "init_fn", "init_std", "init_cutoff_factor"),
     ),
 )
@@ -233,7 +297,10 @@ LLADA_MOE = ModelFamily(
     name="LLaDA-MoE",
     model_type="llada",
     architecture="LLaDAMoEModelLM",
-    checkpoints=("inclusionAI/LLaDA-MoE-7B-A1B-Base", "inclusionAI/LLaDA-MoE-7B-A1B-Instruct"),
+    checkpoints=(
+        "inclusionAI/LLaDA-MoE-7B-A1B-Base",
+        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+    ),
     key_names={"intermediate_size": "dense_intermediate_size"},
     defaults={
         "vocab_size": 157_184,
@@ -267,7 +334,12 @@ DREAM = ModelFamily(
     default_unmasking="entropy",
     default_block_length=None,
     strict_entropy_threshold=True,
-    slow_fast={"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2},
+    slow_fast={
+        "span_threshold": 0.1,
+        "slow_threshold": 0.8,
+        "slow_minimum": 2,
+        "fast_minimum": 2,
+    },
     qkv_bias=True,
     defaults=_sizes(152_064, 3584, 18_944, 28, 28, 131_072, 1_000_000.0),
     special_ids={"end_of_turn_token_id": 151_645},
@@ -275,7 +347,8 @@ DREAM = ModelFamily(
     without_effect=_WINDOW,
     other_kind=(
         "DreamOn",
-        "expands and deletes masks while it decodes, which is not supported; take a Dream checkpoint",
+        "expands and deletes masks while it decodes, which is not supported; take a "
+        "Dream checkpoint",
     ),
 )
 SDAR = ModelFamily(
@@ -284,15 +357,30 @@ SDAR = ModelFamily(
     architecture="SDARForCausalLM",
     checkpoints=(
         *("JetLM/SDAR-1.7B-Chat", "JetLM/SDAR-4B-Chat", "JetLM/SDAR-8B-Chat"),
-        *("Gen-Verse/TraDo-4B-Instruct", "Gen-Verse/TraDo-8B-Instruct", "Gen-Verse/TraDo-8B-Thinking"),
+        *(
+            "Gen-Verse/TraDo-4B-Instruct",
+            "Gen-Verse/TraDo-8B-Instruct",
+            "Gen-Verse/TraDo-8B-Thinking",
+        ),
     ),
     default_block_length=4,
     attention="block_causal",
     qk_norm=True,
     defaults=_sizes(151_936, 4096, 12_288, 36, 32, 32_768, 1_000_000.0),
-    special_ids={"mask_token_id": 151_669, "eos_token_id": 151_643, "end_of_turn_token_id": 151_645},
+    special_ids={
+        "mask_token_id": 151_669,
+        "eos_token_id": 151_643,
+        "end_of_turn_token_id": 151_645,
+    },
     fixed=_off("attention_bias"),
-    without_effect=(*_WINDOW, "debug", "ep_size", "micro_forward", "skip_checkpoint", "use_deepep"),
+    without_effect=(
+        *_WINDOW,
+        "debug",
+        "ep_size",
+        "micro_forward",
+        "skip_checkpoint",
+        "use_deepep",
+    ),
 )
 SDAR_MOE = replace(
     SDAR,
@@ -300,7 +388,9 @@ SDAR_MOE = replace(
     model_type="sdar_moe",
     architecture="SDARMoeForCausalLM",
     checkpoints=("JetLM/SDAR-30B-A3B-Chat", "JetLM/SDAR-30B-A3B-Sci"),
-    defaults=_sizes(151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4),
+    defaults=_sizes(
+        151_936, 2048, 6144, 48, 32, 32_768, 1_000_000.0, num_key_value_heads=4
+    ),
 )
 _LLADA21 = ("inclusionAI/LLaDA2.1-mini", "inclusionAI/LLaDA2.1-flash")
 LLADA2 = ModelFamily(
@@ -310,12 +400,22 @@ LLADA2 = ModelFamily(
     checkpoints=("inclusionAI/LLaDA2.0-mini", "inclusionAI/LLaDA2.0-flash", *_LLADA21),
     attention="block_causal",
     names=LLADA2_NAMES,
-    released_defaults={name: {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16} for name in _LLADA21},
+    released_defaults={
+        name: {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16}
+        for name in _LLADA21
+    },
     key_names={"qk_layernorm": "use_qk_norm"},
-    defaults=_sizes(157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5),
+    defaults=_sizes(
+        157_184, 2048, 5120, 20, 16, 32_768, 600_000.0, partial_rotary_factor=0.5
+    ),
     special_ids=LLADA_MOE.special_ids,
     fixed={
-        **_off("use_qkv_bias", "use_bias", "using_split_qkv_in_self_attention", "use_linear_attention"),
+        **_off(
+            "use_qkv_bias",
+            "use_bias",
+            "using_split_qkv_in_self_attention",
+            "use_linear_attention",
+        ),
         **_off("norm_head", "norm_softmax"),
         "use_rmsnorm": (None, True),
         "norm_topk_prob": (None, True),
@@ -330,7 +430,17 @@ ILLADA = ModelFamily(
     model_type="illada",
     architecture="ILLaDAForCausalLM",
     checkpoints=("GSAI-ML/iLLaDA-8B-Base", "GSAI-ML/iLLaDA-8B-Instruct"),
-    defaults=_sizes(155_136, 4096, 14_336, 32, 32, 8192, 500_000.0, num_key_value_heads=8, tie_word_embeddings=True),
+    defaults=_sizes(
+        155_136,
+        4096,
+        14_336,
+        32,
+        32,
+        8192,
+        500_000.0,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+    ),
     special_ids={"mask_token_id": 5, "eos_token_id": 2},
     fixed=_off("attention_bias", "mlp_bias") | {"layer_norm_eps": (None,)},
     without_effect=("resid_pdrop",),
@@ -340,7 +450,10 @@ STABLE_DIFFCODER = replace(
     name="Stable-DiffCoder",
     model_type="llama",
     architecture="StableDiffcoderForCausalLM",
-    checkpoints=("ByteDance-Seed/Stable-DiffCoder-8B-Base", "ByteDance-Seed/Stable-DiffCoder-8B-Instruct"),
+    checkpoints=(
+        "ByteDance-Seed/Stable-DiffCoder-8B-Base",
+        "ByteDance-Seed/Stable-DiffCoder-8B-Instruct",
+    ),
     default_block_length=4,
     attention="block_causal",
     whole_blocks=False,
@@ -360,20 +473,38 @@ DREAM_REASONER = replace(
 )
 FAMILIES: dict[str, ModelFamily] = {
     family.architecture: family
-    for family in (LLADA, LLADA_MOE, ILLADA, DREAM, SDAR, SDAR_MOE, DREAM_REASONER, STABLE_DIFFCODER, LLADA2)
+    for family in (
+        LLADA,
+        LLADA_MOE,
+        ILLADA,
+        DREAM,
+        SDAR,
+        SDAR_MOE,
+        DREAM_REASONER,
+        STABLE_DIFFCODER,
+        LLADA2,
+    )
 }
 
 
 def released_defaults(hf_config: Any) -> Mapping[str, Any]:
     """Request defaults of a released checkpoint, by its own name."""
     name = own_name(str(getattr(hf_config, "name_or_path", "")))
-    by_name = {own_name(released): defaults for released, defaults in hf_config.family.released_defaults.items()}
+    by_name = {
+        own_name(released): defaults
+        for released, defaults in hf_config.family.released_defaults.items()
+    }
     return by_name.get(name, {})
 
 
 def barred_tokens(hf_config: object) -> list[int]:
-    """Tokens that are never chosen: LLaDA2.2's, which delete and insert others by a rule that is not published."""
-    return [*_config_tokens(hf_config, "delete_token_id"), *_config_tokens(hf_config, "split_token_id")]
+    """Tokens that are never chosen: LLaDA2.2's, which delete and insert others by a
+    rule that is not published.
+    """
+    return [
+        *_config_tokens(hf_config, "delete_token_id"),
+        *_config_tokens(hf_config, "split_token_id"),
+    ]
 
 
 def model_end_tokens(hf_config: object) -> list[int]:
@@ -383,7 +514,10 @@ def model_end_tokens(hf_config: object) -> list[int]:
 
 def every_end_token(hf_config: object) -> list[int]:
     """Those, and what ends a turn of a chat."""
-    return [*model_end_tokens(hf_config), *_config_tokens(hf_config, "end_of_turn_token_id")]
+    return [
+        *model_end_tokens(hf_config),
+        *_config_tokens(hf_config, "end_of_turn_token_id"),
+    ]
 
 
 def _config_tokens(hf_config: object, key: str) -> list[int]:

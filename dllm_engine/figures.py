@@ -1,5 +1,6 @@
-"""Figures of a request: the scheduler sends them (``scheduler/messages.py``), and ``vllm_hooks`` hands them on, as
-``RequestOutput.outputs[i].diffusion`` and to HTTP clients."""
+"""Figures of a request: the scheduler sends them (``scheduler/messages.py``), and
+``vllm_hooks`` hands them on, as ``RequestOutput.outputs[i].diffusion`` and to HTTP
+clients."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,11 +11,15 @@ OPTIONAL = ("tokens_edited", "trace", "decision", "error", *PER_TOKEN)
 
 
 def _traced(name: str) -> property:
-    """A part of the trace as an attribute; raises ``ValueError`` where nothing was traced."""
+    """A part of the trace as an attribute; raises ``ValueError`` where nothing was
+    traced.
+    """
 
     def read(figures: "DiffusionFigures") -> list:
         if not figures.trace:
-            raise ValueError(f"{name} is recorded only by an engine started with trace=True")
+            raise ValueError(
+                f"{name} is recorded only by an engine started with trace=True"
+            )
         return figures.trace.get(name, [])
 
     return property(read)
@@ -34,33 +39,44 @@ class DiffusionFigures:
     pages_held: int = 0
     """The most pages held at once, over all layers and kinds of page."""
     tokens_retained: int = 0
-    """The most tokens that the pages of a layer held at once (the mean, where layers or heads differ)."""
+    """The most tokens that the pages of a layer held at once (the mean, where layers or
+    heads differ).
+    """
     committed_at: list[int] = field(default_factory=list)
-    """With ``return_order=True``, per returned token: the forward pass that committed it, counted from 1; 0: it was
-    given. Tokens of one pass were committed at once."""
+    """With ``return_order=True``, per returned token: the forward pass that committed
+    it, counted from 1; 0: it was given. Tokens of one pass were committed at once."""
     committed_logprobs: list[float] = field(default_factory=list)
-    """With ``return_order=True``, per returned token: its log-probability in that pass, under the model's softmax over
-    the whole vocabulary at temperature 1; 0 where it was given."""
+    """With ``return_order=True``, per returned token: its log-probability in that pass,
+    under the model's softmax over the whole vocabulary at temperature 1; 0 where it was
+    given."""
     trace: dict[str, list] = field(default_factory=dict)
-    """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse), ``unmasked_per_step`` (canvas
-    positions), with ``edit_threshold`` ``edited_per_step`` (canvas position, token before, token after), ``windows``
-    (start and stop of the running blocks' canvas positions) and ``computed_positions`` (None: the whole canvas); per
-    UPDATE step ``retained_positions``, a list per layer, and per step that skips ``selected_positions``, a list per
-    layer that drops rows."""
+    """With ``trace=True``, per forward pass: ``refresh_states`` (full, update, reuse),
+    ``unmasked_per_step`` (canvas positions), with ``edit_threshold``
+    ``edited_per_step`` (canvas position, token before, token after), ``windows`` (start
+    and stop of the running blocks' canvas positions) and ``computed_positions`` (None:
+    the whole canvas); per UPDATE step ``retained_positions``, a list per layer, and per
+    step that skips ``selected_positions``, a list per layer that drops rows."""
     decision: dict[str, Any] = field(default_factory=dict)
-    """Result of a decision: per field its ``value``, ``probability`` and ``distribution``."""
+    """Result of a decision: per field its ``value``, ``probability`` and
+    ``distribution``.
+    """
     error: str | None = None
     """Why the request ended with ``finish_reason="error"``; None where it did not."""
 
     @property
     def tokens_per_forward(self) -> float:
-        return self.tokens_unmasked / self.forward_passes if self.forward_passes else 0.0
+        return (
+            self.tokens_unmasked / self.forward_passes if self.forward_passes else 0.0
+        )
 
     @property
     def order(self) -> list[list[int]]:
         """Per forward pass, the indices into the returned tokens that it committed."""
         numbers = range(1, max(self.committed_at, default=0) + 1)
-        return [[i for i, number in enumerate(self.committed_at) if number == each] for each in numbers]
+        return [
+            [i for i, number in enumerate(self.committed_at) if number == each]
+            for each in numbers
+        ]
 
     refresh_states = _traced("refresh_states")
     unmasked_per_step = _traced("unmasked_per_step")
@@ -71,9 +87,13 @@ class DiffusionFigures:
     selected_positions = _traced("selected_positions")
 
     def to_json(self) -> dict[str, Any]:
-        """The HTTP form; what was not asked for, and an error that did not happen, is left out."""
+        """The HTTP form; what was not asked for, and an error that did not happen, is
+        left out.
+        """
         data = asdict(self) | {"tokens_per_forward": self.tokens_per_forward}
-        return {name: value for name, value in data.items() if name not in OPTIONAL or value}
+        return {
+            name: value for name, value in data.items() if name not in OPTIONAL or value
+        }
 
 
 class ErrorReason(str):

@@ -11,7 +11,12 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params, schema_of
+from dllm_engine.decisions.requests import (
+    TOP_K,
+    DecisionOutput,
+    decision_params,
+    schema_of,
+)
 from dllm_engine.demo import model_path
 from dllm_engine.evaluation.likelihood import Canvas, batches_of
 from dllm_engine.infill.template import Piece, filled_in, response_template, sized
@@ -28,9 +33,10 @@ patch.apply(table.SAMPLING)
 class LLM(vllm.LLM):
     """``vllm.LLM`` for diffusion language models; every argument of it still works.
 
-    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level`` says otherwise. ``model`` may be
-    ``"demo"`` or ``"demo-blocks"`` too. Its other keywords are engine options; docs/reference.md has their values.
-    Raises ``ValueError`` for options that do not suit each other, the model or the machine.
+    It logs warnings and errors alone, unless ``VLLM_LOGGING_LEVEL`` or ``log_level``
+    says otherwise. ``model`` may be ``"demo"`` or ``"demo-blocks"`` too. Its other
+    keywords are engine options; docs/reference.md has their values. Raises
+    ``ValueError`` for options that do not suit each other, the model or the machine.
     """
 
     def __init__(
@@ -55,9 +61,19 @@ class LLM(vllm.LLM):
         trace: bool = False,
         **kwargs: Any,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name in EngineOptions.model_fields}
-        options |= {"cache_options": cache_options or {}, "request_defaults": request_defaults or {}}
-        of_vllm = {*inspect.signature(vllm.LLM.__init__).parameters, *(field.name for field in fields(EngineArgs))}
+        options = {
+            name: value
+            for name, value in locals().items()
+            if name in EngineOptions.model_fields
+        }
+        options |= {
+            "cache_options": cache_options or {},
+            "request_defaults": request_defaults or {},
+        }
+        of_vllm = {
+            *inspect.signature(vllm.LLM.__init__).parameters,
+            *(field.name for field in fields(EngineArgs)),
+        }
         known = {*_ARGUMENTS, *of_vllm} - {"self", "kwargs"}
         for name in kwargs.keys() - known:
             raise ValueError(f"unknown argument {name!r}{did_you_mean(name, known)}")
@@ -68,14 +84,23 @@ class LLM(vllm.LLM):
         additional = kwargs.pop("additional_config", None) or {}
         if OPTIONS_KEY in additional:
             raise ValueError(
-                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM takes engine options as "
-                f"arguments of its own; give them so"
+                f"additional_config[{OPTIONS_KEY!r}]={additional[OPTIONS_KEY]!r}: LLM "
+                f"takes engine options as arguments of its own; give them so"
             )
-        arguments: dict[str, Any] = {"model": model_path(model), **quiet_arguments(kwargs), **kwargs}
-        with progress_line("Starting the engine", shown=arguments.get("use_tqdm_on_load", True)):
+        arguments: dict[str, Any] = {
+            "model": model_path(model),
+            **quiet_arguments(kwargs),
+            **kwargs,
+        }
+        with progress_line(
+            "Starting the engine", shown=arguments.get("use_tqdm_on_load", True)
+        ):
             try:
-                super().__init__(**arguments, additional_config=additional | {OPTIONS_KEY: options})
-            except ValidationError as error:  # of vLLM's config classes, which wrap what is raised inside them
+                super().__init__(
+                    **arguments, additional_config=additional | {OPTIONS_KEY: options}
+                )
+            # Of vLLM's config classes, which wrap what is raised inside them.
+            except ValidationError as error:
                 raise ValueError(explain(error, "argument")) from None
 
     def infill(
@@ -86,51 +111,77 @@ class LLM(vllm.LLM):
         *,
         sizes: Sequence[int] = (),
     ) -> list[vllm.RequestOutput]:
-        """Write what belongs between two texts, or between equally many of each; returns as ``fill_in``.
+        """Write what belongs between two texts, or between equally many of each;
+        returns as ``fill_in``.
 
         Args:
             params: ``gen_length`` is the number of tokens between them.
-            sizes: several numbers of tokens instead; the one is kept whose tokens the model is surest of.
+            sizes: several numbers of tokens instead; the one is kept whose tokens the
+            model is surest of.
         """
         params = _diffusion_params(params)
         if bool(sizes) == (params.gen_length is not None):
-            raise ValueError(f"gen_length={params.gen_length}, sizes={sizes}: give one of them")
+            raise ValueError(
+                f"gen_length={params.gen_length}, sizes={sizes}: give one of them"
+            )
         hole = tuple(sizes) if params.gen_length is None else params.gen_length
-        prefixes, suffixes = ([texts] if isinstance(texts, str) else texts for texts in (prefix, suffix))
+        prefixes, suffixes = (
+            [texts] if isinstance(texts, str) else texts for texts in (prefix, suffix)
+        )
         if len(prefixes) != len(suffixes):
-            raise ValueError(f"{len(prefixes)} prefixes and {len(suffixes)} suffixes: give equally many")
+            raise ValueError(
+                f"{len(prefixes)} prefixes and {len(suffixes)} suffixes: give equally "
+                f"many"
+            )
         params = params.clone()
         params.gen_length = None
         return self.fill_in(prefixes, [[hole, text] for text in suffixes], params)
 
     def fill_in(
-        self, prompts: Sequence[Any], templates: Sequence[Sequence[Piece]], params: DiffusionParams | None = None
+        self,
+        prompts: Sequence[Any],
+        templates: Sequence[Sequence[Piece]],
+        params: DiffusionParams | None = None,
     ) -> list[vllm.RequestOutput]:
         """Fill in the holes of templates, which follow prompts.
 
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
-            templates: one per prompt, of texts, and of holes by their number of tokens, or several to choose from.
-            params: of all prompts, without ``gen_length``.
+            templates: one per prompt, of texts, and of holes by their number of tokens,
+            or several to choose from. params: of all prompts, without ``gen_length``.
 
         Returns:
-            One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled in, ``outputs[i].holes`` its text
-            by hole, and ``outputs[i].joined`` the whole template.
+            One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled
+            in, ``outputs[i].holes`` its text by hole, and ``outputs[i].joined`` the
+            whole template.
 
         Raises:
-            ValueError: a template without a hole, a special token in a text, and what ``generate`` refuses.
+            ValueError: a template without a hole, a special token in a text, and what
+            ``generate`` refuses.
         """
         if len(prompts) != len(templates):
-            raise ValueError(f"{len(prompts)} prompts and {len(templates)} templates: give one template per prompt")
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(templates)} templates: give one "
+                f"template per prompt"
+            )
         params = _diffusion_params(params)
         choices = [sized(template) for template in templates]
         if params.n > 1 and any(len(one_size_each) > 1 for one_size_each in choices):
-            raise ValueError(f"n={params.n}: of several sizes one is kept; leave n at 1, or give one size per hole")
-        asked = [(number, pieces) for number, one_size_each in enumerate(choices) for pieces in one_size_each]
+            raise ValueError(
+                f"n={params.n}: of several sizes one is kept; leave n at 1, or give "
+                f"one size per hole"
+            )
+        asked = [
+            (number, pieces)
+            for number, one_size_each in enumerate(choices)
+            for pieces in one_size_each
+        ]
         requests = []
         for number, pieces in asked:
             request = params.clone()
-            request.response_template = response_template(pieces, self._tokenizer, self.model_config.max_model_len)
+            request.response_template = response_template(
+                pieces, self._tokenizer, self.model_config.max_model_len
+            )
             request.return_given = False
             if len(choices[number]) > 1 and request.logprobs is None:
                 request.logprobs = 0
@@ -139,11 +190,18 @@ class LLM(vllm.LLM):
         for (_, pieces), request, output in zip(asked, requests, outputs, strict=True):
             for completion in output.outputs:
                 template = request.response_template or []
-                completion.holes = filled_in(completion.token_ids, template, self._tokenizer, with_given=False)
+                completion.holes = filled_in(
+                    completion.token_ids, template, self._tokenizer, with_given=False
+                )
                 texts = iter(completion.holes)
-                completion.joined = "".join(piece if isinstance(piece, str) else next(texts) for piece in pieces)
+                completion.joined = "".join(
+                    piece if isinstance(piece, str) else next(texts) for piece in pieces
+                )
         remaining = iter(outputs)
-        return [max(islice(remaining, len(one_size_each)), key=_mean_logprob) for one_size_each in choices]
+        return [
+            max(islice(remaining, len(one_size_each)), key=_mean_logprob)
+            for one_size_each in choices
+        ]
 
     def decide(
         self,
@@ -154,23 +212,33 @@ class LLM(vllm.LLM):
         passes: int = 1,
         top_k: int = TOP_K,
     ) -> list[DecisionOutput]:
-        """Decide typed fields of each prompt together, with the probabilities that the model gives their values.
+        """Decide typed fields of each prompt together, with the probabilities that the
+        model gives their values.
 
         Args:
-            prompts: a text, or several prompts, each as for ``generate``, or messages as for ``chat``.
-            fields: by name ``bool``, a ``range``, a list of choices, a compiled regular expression that the whole value
-                matches, or a JSON schema of one; or a JSON schema of an object with all of them.
-            template: the response, with ``{name}`` for each field; unset: a JSON object with all of them.
-            passes: the most forward passes. Each but the last commits the fields that it is surest of, and the others
-                are predicted again.
+            prompts: a text, or several prompts, each as for ``generate``, or messages
+            as for ``chat``.
+            fields: by name ``bool``, a ``range``, a list of choices, a compiled regular
+                expression that the whole value matches, or a JSON schema of one; or a
+                JSON schema of an object with all of them.
+            template: the response, with ``{name}`` for each field; unset: a JSON object
+            with all of them.
+            passes: the most forward passes. Each but the last commits the fields that
+                it is surest of, and the others are predicted again.
             top_k: values that are reported of a field with a pattern.
 
         Raises:
-            ValueError: a field that a decision cannot have, by name, and what ``generate`` refuses.
+            ValueError: a field that a decision cannot have, by name, and what
+            ``generate`` refuses.
         """
         vllm_config = self.llm_engine.vllm_config
         params = decision_params(
-            schema_of(fields), self._tokenizer, vllm_config, template=template, passes=passes, top_k=top_k
+            schema_of(fields),
+            self._tokenizer,
+            vllm_config,
+            template=template,
+            passes=passes,
+            top_k=top_k,
         )
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         return [DecisionOutput.of(output) for output in self._answered(prompts, params)]
@@ -180,7 +248,9 @@ class LLM(vllm.LLM):
         chats = [isinstance(prompt, list) for prompt in prompts]
         if any(chats) and not all(chats):
             raise ValueError("prompts are texts or messages, not some of each")
-        return (self.chat if any(chats) else self.generate)(prompts, params, use_tqdm=False)
+        return (self.chat if any(chats) else self.generate)(
+            prompts, params, use_tqdm=False
+        )
 
     @property
     def _tokenizer(self) -> Any:
@@ -191,32 +261,55 @@ class LLM(vllm.LLM):
         return bool(getattr(self.get_tokenizer(), "chat_template", None))
 
     def masked_logprobs(self, canvases: Iterable[Canvas]) -> Iterator[list[float]]:
-        """Log-probabilities of masked tokens of each canvas, given all its other tokens and without a cache.
+        """Log-probabilities of masked tokens of each canvas, given all its other tokens
+        and without a cache.
 
         Args:
-            canvases: tokens of each canvas, and the positions to mask. They are read as needed, as many as fit into one
-                forward pass (``max_num_batched_tokens``).
+            canvases: tokens of each canvas, and the positions to mask. They are read as
+                needed, as many as fit into one forward pass
+                (``max_num_batched_tokens``).
 
         Raises:
-            ValueError: a canvas that is empty or too long, a position or token that it cannot have, or an engine that
-                is paused.
+            ValueError: a canvas that is empty or too long, a position or token that it
+                cannot have, or an engine that is paused.
         """
-        limit, size = self.model_config.max_model_len, self.model_config.hf_config.vocab_size
-        for batch in batches_of(canvases, self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens):
+        limit, size = (
+            self.model_config.max_model_len,
+            self.model_config.hf_config.vocab_size,
+        )
+        for batch in batches_of(
+            canvases,
+            self.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens,
+        ):
             for tokens, masked in batch:
                 if not 1 <= len(tokens) <= limit:
-                    raise ValueError(f"a canvas of {len(tokens)} tokens: it must be 1 … max_model_len, here {limit}")
+                    raise ValueError(
+                        f"a canvas of {len(tokens)} tokens: it must be 1 … "
+                        f"max_model_len, here {limit}"
+                    )
                 if not all(0 <= position < len(tokens) for position in masked):
-                    raise ValueError(f"masked positions {masked} are not all in a canvas of {len(tokens)} tokens")
+                    raise ValueError(
+                        f"masked positions {masked} are not all in a canvas of "
+                        f"{len(tokens)} tokens"
+                    )
                 if not 0 <= min(tokens) <= max(tokens) < size:
-                    raise ValueError(f"a canvas has a token that is not in the vocabulary of {size}")
-            logprobs, _ = self.collective_rpc("masked_logprobs", args=tuple(map(list, zip(*batch, strict=True))))
+                    raise ValueError(
+                        f"a canvas has a token that is not in the vocabulary of {size}"
+                    )
+            logprobs, _ = self.collective_rpc(
+                "masked_logprobs", args=tuple(map(list, zip(*batch, strict=True)))
+            )
             if logprobs is None:
-                raise ValueError("masked_logprobs: the engine is paused or its weights are incomplete; let it go on")
+                raise ValueError(
+                    "masked_logprobs: the engine is paused or its weights are "
+                    "incomplete; let it go on"
+                )
             yield from logprobs
 
     def get_default_sampling_params(self) -> vllm.SamplingParams:
-        """The model's. A default length stays open, so that admission takes it or what fits."""
+        """The model's. A default length stays open, so that admission takes it or what
+        fits.
+        """
         params = super().get_default_sampling_params().clone()
         if self.model_config.dllm_response_limit is None:
             params.max_tokens = None
@@ -226,7 +319,10 @@ class LLM(vllm.LLM):
 def _diffusion_params(params: Any) -> DiffusionParams:
     if isinstance(params, DiffusionParams | None):
         return params or DiffusionParams()
-    raise ValueError(f"params: filling in takes DiffusionParams for all prompts, not {type(params).__name__}")
+    raise ValueError(
+        f"params: filling in takes DiffusionParams for all prompts, not "
+        f"{type(params).__name__}"
+    )
 
 
 def _mean_logprob(output: vllm.RequestOutput) -> float:

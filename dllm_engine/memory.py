@@ -1,12 +1,19 @@
-"""Memory of weights, activations and pages, and the requests that fit a GPU, from a model's config alone. Bytes of
-weights (but for unknown quantization) and pages are exact; activations are an estimate, which vLLM replaces by a
-measurement at start."""
+"""Memory of weights, activations and pages, and the requests that fit a GPU, from a
+model's config alone. Bytes of weights (but for unknown quantization) and pages are
+exact; activations are an estimate, which vLLM replaces by a measurement at start."""
 
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import (
+    BaseModel,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    field_validator,
+)
 
 from dllm_engine.checkpoints import load_config
 from dllm_engine.demo import model_path
@@ -37,7 +44,9 @@ class Deployment(BaseModel):
     block_length: int | None = Field(default=None, ge=1)
     """Tokens denoised together. None: the checkpoint's default, else the family's."""
     quantization: Literal["fp8", "int8", "int4", "gptq", "awq"] | None = None
-    """Weights of a copy that is not here yet, 4 bits in groups of 128. None: as the checkpoint states."""
+    """Weights of a copy that is not here yet, 4 bits in groups of 128. None: as the
+    checkpoint states.
+    """
     dtype: str = "auto"
     tensor_parallel_size: PositiveInt = 1
     max_model_len: int | None = Field(default=None, ge=1)
@@ -45,11 +54,15 @@ class Deployment(BaseModel):
     max_num_seqs: PositiveInt = 256
     """The most requests at once."""
     max_num_batched_tokens: PositiveInt = 8192
-    """Rows of one forward pass, at least ``max_model_len``, or a block of a block diffusion model."""
+    """Rows of one forward pass, at least ``max_model_len``, or a block of a block
+    diffusion model.
+    """
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of the GPU that vLLM may use."""
     overhead: ByteSize = Field(default="1GiB", validate_default=True)
-    """Memory for everything else: processes, CUDA context, libraries, communication. An assumption."""
+    """Memory for everything else: processes, CUDA context, libraries, communication. An
+    assumption.
+    """
 
     @field_validator("gpu_memory", "overhead")
     @classmethod
@@ -71,7 +84,9 @@ class RequestDemand:
     """The most that it holds: over all layers, on each GPU."""
     bytes: int = 0
     rows_per_step: float = 0.0
-    """Positions computed per denoising step: the mean over the response, at a token per step."""
+    """Positions computed per denoising step: the mean over the response, at a token per
+    step.
+    """
     requests: int = 0
     """The most that run at once."""
     limit: str = ""
@@ -79,7 +94,9 @@ class RequestDemand:
 
 
 class Sizing(Deployment):
-    """A deployment with its open settings filled in, and what it takes. Everything is per GPU."""
+    """A deployment with its open settings filled in, and what it takes. Everything is
+    per GPU.
+    """
 
     weight_bytes: int
     guide_weight_bytes: int
@@ -97,53 +114,97 @@ class Sizing(Deployment):
 
 
 def plan(d: Deployment) -> Sizing:
-    """Compute what fits; raises ``ValueError`` if no request does, or if a setting does not suit the model."""
+    """Compute what fits; raises ``ValueError`` if no request does, or if a setting does
+    not suit the model.
+    """
     import torch
 
     config = load_config(d.model)
     family, tp = config.family, d.tensor_parallel_size
-    longest = canvas_limit(config, d.prompt, d.response, d.block_length, d.max_model_len)
+    longest = canvas_limit(
+        config, d.prompt, d.response, d.block_length, d.max_model_len
+    )
     if (heads := config.num_attention_heads) % tp:
-        raise ValueError(f"--tensor-parallel-size {tp} does not divide the model's {heads} attention heads")
-    options, guides = _with_guide(d.options.with_paper_settings(d.model, family), d.model, config)
-    rows = max(d.max_num_batched_tokens, family.longest_canvas(longest if options.method.shortened is None else 1))
+        raise ValueError(
+            f"--tensor-parallel-size {tp} does not divide the model's {heads} "
+            f"attention heads"
+        )
+    options, guides = _with_guide(
+        d.options.with_paper_settings(d.model, family), d.model, config
+    )
+    rows = max(
+        d.max_num_batched_tokens,
+        family.longest_canvas(longest if options.method.shortened is None else 1),
+    )
     stated = str(getattr(config, "dtype", None)).removeprefix("torch.")
     # As vLLM chooses: the checkpoint's type, and bfloat16 where that is float32.
     default = stated if stated in ("bfloat16", "float16") else "bfloat16"
     dtype: torch.dtype = getattr(torch, default if d.dtype == "auto" else d.dtype)
     settled = {"options": options, "dtype": str(dtype).removeprefix("torch.")}
-    d = d.model_copy(update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows})
-    weights = weight_bytes(config, tp, dtype.itemsize, d.quantization and QUANTIZATIONS[d.quantization])
+    d = d.model_copy(
+        update=settled | {"max_model_len": longest, "max_num_batched_tokens": rows}
+    )
+    weights = weight_bytes(
+        config, tp, dtype.itemsize, d.quantization and QUANTIZATIONS[d.quantization]
+    )
     guide_weights = sum(weight_bytes(guide, tp, dtype.itemsize) for guide in guides)
-    activations = max(activation_bytes(model, tp, dtype.itemsize, rows) for model in (config, *guides))
-    room = int(d.gpu_memory * d.gpu_memory_utilization) - weights - guide_weights - activations - d.overhead
+    activations = max(
+        activation_bytes(model, tp, dtype.itemsize, rows) for model in (config, *guides)
+    )
+    room = (
+        int(d.gpu_memory * d.gpu_memory_utilization)
+        - weights
+        - guide_weights
+        - activations
+        - d.overhead
+    )
     for_pass = options.method.pass_bytes(rows, longest)
     if room <= for_pass:
         raise ValueError(
-            f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: weights take "
-            f"{readable_size(weights + guide_weights)}, activations {readable_size(activations + for_pass)} and "
-            f"overhead {readable_size(d.overhead)}, and vLLM uses {d.gpu_memory_utilization:.0%} of the memory; raise "
+            f"--gpu-memory {readable_size(d.gpu_memory)} leaves nothing for pages: "
+            f"weights take {readable_size(weights + guide_weights)}, activations "
+            f"{readable_size(activations + for_pass)} and overhead "
+            f"{readable_size(d.overhead)}, and vLLM uses "
+            f"{d.gpu_memory_utilization:.0%} of the memory; raise "
             f"--tensor-parallel-size or --gpu-memory, or lower --max-num-batched-tokens"
         )
     geometry = options.geometry(config, tp)
     # Keys and values of ``page_size`` tokens of one layer, of this rank's KV heads.
-    page_bytes = 2 * geometry.page_size * geometry.num_kv_heads * geometry.head_dim * dtype.itemsize
+    page_bytes = (
+        2
+        * geometry.page_size
+        * geometry.num_kv_heads
+        * geometry.head_dim
+        * dtype.itemsize
+    )
     demand_of = partial(request_demand, d, config, geometry, page_bytes, room)
     demand = demand_of(options)
     if not demand.requests:
         raise ValueError(f"cache_method={demand.cache_method!r}: {demand.limit}")
     others = []
-    for method in (name for name in methods_for(family.attention) if name != options.cache_method):
+    for method in (
+        name for name in methods_for(family.attention) if name != options.cache_method
+    ):
         try:
-            other = EngineOptions.parse(options.model_dump() | {"cache_method": method, "cache_options": {}})
+            other = EngineOptions.parse(
+                options.model_dump() | {"cache_method": method, "cache_options": {}}
+            )
             others.append(demand_of(other.with_paper_settings(d.model, family)))
-        except ValueError as error:  # a page_size that does not suit this method, or a guide
+        except (
+            ValueError
+        ) as error:  # a page_size that does not suit this method, or a guide
             others.append(RequestDemand(method, {}, limit=str(error)))
     notes = []
     if getattr(config, "quantization_config", None) and Quantization.of(config) is None:
-        notes.append(f"the checkpoint is quantized; its weights are counted as {d.dtype} and take less")
+        notes.append(
+            f"the checkpoint is quantized; its weights are counted as {d.dtype} and "
+            f"take less"
+        )
     if d.quantization not in (None, "fp8"):
-        notes.append(f"serve a copy of {d.model} with such weights; docs/quantization.md says where from")
+        notes.append(
+            f"serve a copy of {d.model} with such weights; docs/quantization.md says "
+            f"where from"
+        )
     return Sizing(
         **vars(d),
         weight_bytes=weights,
@@ -159,80 +220,133 @@ def plan(d: Deployment) -> Sizing:
 
 
 def request_demand(
-    d: Deployment, config: Any, geometry: PoolGeometry, page_bytes: int, room: int, options: EngineOptions
+    d: Deployment,
+    config: Any,
+    geometry: PoolGeometry,
+    page_bytes: int,
+    room: int,
+    options: EngineOptions,
 ) -> RequestDemand:
-    """A request of a settled deployment under ``options``; ``room``: bytes for pages and for what a pass holds."""
+    """A request of a settled deployment under ``options``; ``room``: bytes for pages
+    and for what a pass holds.
+    """
     from dllm_engine.params import DiffusionParams  # imports vLLM
     from dllm_engine.scheduler.options.resolve import resolve_decoding
 
     assert d.max_model_len is not None
     method = options.method
-    defaults = {name: value for name, value in checkpoint_section(config).items() if name == "block_length"}
+    defaults = {
+        name: value
+        for name, value in checkpoint_section(config).items()
+        if name == "block_length"
+    }
     params = DiffusionParams(gen_length=d.response, block_length=d.block_length)
     with_defaults = options.model_copy(update={"request_defaults": defaults})
     spec = resolve_decoding(params, d.prompt, config.family, with_defaults)
-    num_pages = pages_of_pool(room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes)
+    num_pages = pages_of_pool(
+        room - method.pass_bytes(d.max_num_batched_tokens, d.max_model_len), page_bytes
+    )
     pages = method.page_demand(spec, geometry)
     longest = method.longest_demand(options.cache, geometry, d.max_model_len)
     requests, limit = d.max_num_seqs, "max_num_seqs"
     if longest > num_pages:
         requests = 0
         limit = (
-            f"the pool's {num_pages} pages cannot hold one request of max_model_len={d.max_model_len}, which may need "
-            f"{longest}; lower --prompt, --response or --max-model-len, retain less, or raise --gpu-memory or "
-            f"--tensor-parallel-size"
+            f"the pool's {num_pages} pages cannot hold one request of "
+            f"max_model_len={d.max_model_len}, which may need {longest}; lower "
+            f"--prompt, --response or --max-model-len, retain less, or raise "
+            f"--gpu-memory or --tensor-parallel-size"
         )
     elif pages and num_pages // pages < d.max_num_seqs:
         requests, limit = num_pages // pages, "pages"
     spec = replace(spec, guidance=None)
     retained = rows = num_steps = 0
     for step_plan, progress in method.steps(spec):
-        num_steps, rows = num_steps + 1, rows + step_plan.max_rows * method.runs(spec, step_plan)
+        num_steps, rows = (
+            num_steps + 1,
+            rows + step_plan.max_rows * method.runs(spec, step_plan),
+        )
         if step_plan.retained > retained:
-            held = sum(method.held(spec, progress.running, geometry)[PageKind.KV]) * geometry.page_size
-            retained = max(retained, min(step_plan.retained, held // geometry.num_layers))
+            held = (
+                sum(method.held(spec, progress.running, geometry)[PageKind.KV])
+                * geometry.page_size
+            )
+            retained = max(
+                retained, min(step_plan.retained, held // geometry.num_layers)
+            )
     mean_rows, cache_options = rows / num_steps, options.cache.model_dump()
     return RequestDemand(
-        options.cache_method, cache_options, retained, pages, pages * page_bytes, mean_rows, requests, limit
+        options.cache_method,
+        cache_options,
+        retained,
+        pages,
+        pages * page_bytes,
+        mean_rows,
+        requests,
+        limit,
     )
 
 
-def canvas_limit(config: Any, prompt: int, response: int, block_length: int | None, max_model_len: int | None) -> int:
-    """``max_model_len``, by default the canvas of a request of these lengths; raises ``ValueError`` if out of range."""
+def canvas_limit(
+    config: Any,
+    prompt: int,
+    response: int,
+    block_length: int | None,
+    max_model_len: int | None,
+) -> int:
+    """``max_model_len``, by default the canvas of a request of these lengths; raises
+    ``ValueError`` if out of range.
+    """
     canvas, most = prompt + response, config.longest_sequence
     if attention_block := config.family.attention_block:
         canvas += -canvas % (block_length or attention_block)
     elif block_length is not None and not 1 <= block_length <= response:
-        raise ValueError(f"--block-length {block_length} is out of range: 1 … {response} (--response)")
+        raise ValueError(
+            f"--block-length {block_length} is out of range: 1 … {response} "
+            f"(--response)"
+        )
     if canvas > most:
         raise ValueError(
-            f"--prompt {prompt} and --response {response} need a canvas of {canvas}, the model has {most} positions; "
-            f"lower one"
+            f"--prompt {prompt} and --response {response} need a canvas of {canvas}, "
+            f"the model has {most} positions; lower one"
         )
     if max_model_len is not None and not canvas <= max_model_len <= most:
         raise ValueError(
-            f"--max-model-len {max_model_len} is out of range: prompt and response need {canvas}, the model has {most} "
-            f"positions"
+            f"--max-model-len {max_model_len} is out of range: prompt and response "
+            f"need {canvas}, the model has {most} positions"
         )
     return max_model_len or canvas
 
 
-def _with_guide(options: EngineOptions, model: str, config: Any) -> tuple[EngineOptions, list[Any]]:
-    """The options with the guide's sizes, and the guide's config; an empty list without a guide."""
+def _with_guide(
+    options: EngineOptions, model: str, config: Any
+) -> tuple[EngineOptions, list[Any]]:
+    """The options with the guide's sizes, and the guide's config; an empty list without
+    a guide.
+    """
     if options.guide_model is None:
         return options, []
     from transformers import AutoTokenizer
 
-    from dllm_engine.model_executor.guide.sizes import guide_config, guide_shape  # imports vLLM
+    from dllm_engine.model_executor.guide.sizes import (
+        guide_config,
+        guide_shape,
+    )  # imports vLLM
     from dllm_engine.model_executor.models.configs import register_tokenizers
 
     register_tokenizers()
     guide = guide_config(options.guide_model)
     try:
-        vocabulary = AutoTokenizer.from_pretrained(model_path(model), config=config).get_vocab()
-        shape = guide_shape(options.guide_model, vocabulary, options.guide_tokens_per_token)
+        vocabulary = AutoTokenizer.from_pretrained(
+            model_path(model), config=config
+        ).get_vocab()
+        shape = guide_shape(
+            options.guide_model, vocabulary, options.guide_tokens_per_token
+        )
     except (OSError, ValueError) as error:
-        raise ValueError(f"--guide-model needs the tokenizers of both models: {error}") from None
+        raise ValueError(
+            f"--guide-model needs the tokenizers of both models: {error}"
+        ) from None
     return options.model_copy(update={"guide_shape": shape}), [guide]
 
 
@@ -247,29 +361,53 @@ class Quantization:
 
     bits: int
     group_size: int | None = None
-    """Weights that share a scale; None: all of an output feature; 0: there are no scales."""
+    """Weights that share a scale; None: all of an output feature; 0: there are no
+    scales.
+    """
     has_zero_points: bool = False
 
     @classmethod
     def of(cls, config: Any) -> "Quantization | None":
-        """The quantization that a checkpoint's config states; None for a plain checkpoint, and for an unknown one."""
+        """The quantization that a checkpoint's config states; None for a plain
+        checkpoint, and for an unknown one.
+        """
         stated = getattr(config, "quantization_config", None) or {}
         groups = list(stated.get("config_groups", {}).values())
         if stated.get("quant_method") in ("gptq", "awq"):
             size = stated.get("group_size", stated.get("q_group_size", -1))
-            return cls(stated.get("bits", stated.get("w_bit", 4)), size if size > 0 else None, True)
+            return cls(
+                stated.get("bits", stated.get("w_bit", 4)),
+                size if size > 0 else None,
+                True,
+            )
         if stated.get("quant_method") == "compressed-tensors" and len(groups) == 1:
             weights = groups[0]["weights"]
             if weights["num_bits"] in (4, 8):
-                return cls(weights["num_bits"], weights.get("group_size"), not weights.get("symmetric", True))
+                return cls(
+                    weights["num_bits"],
+                    weights.get("group_size"),
+                    not weights.get("symmetric", True),
+                )
         return None
 
     def matrix_bytes(self, inputs: int, outputs: int) -> int:
-        """Weights, scales (float32 for 8 bits, else half precision) and zero points of a linear layer."""
-        groups = 1 if self.group_size is None else -(-inputs // self.group_size) if self.group_size else 0
+        """Weights, scales (float32 for 8 bits, else half precision) and zero points of
+        a linear layer.
+        """
+        groups = (
+            1
+            if self.group_size is None
+            else -(-inputs // self.group_size)
+            if self.group_size
+            else 0
+        )
         scales = outputs * groups
         zeros = scales * self.bits // 8 if self.has_zero_points else 0
-        return inputs * outputs * self.bits // 8 + scales * (FLOAT32_BYTES if self.bits == 8 else 2) + zeros
+        return (
+            inputs * outputs * self.bits // 8
+            + scales * (FLOAT32_BYTES if self.bits == 8 else 2)
+            + zeros
+        )
 
 
 QUANTIZATIONS = dict.fromkeys(("fp8", "int8"), Quantization(8))
@@ -278,23 +416,44 @@ QUANTIZATIONS |= dict.fromkeys(("int4", "gptq", "awq"), Quantization(4, 128, Tru
 
 
 def weight_bytes(
-    config: Any, tensor_parallel_size: int, dtype_bytes: int, quantization: Quantization | None = None
+    config: Any,
+    tensor_parallel_size: int,
+    dtype_bytes: int,
+    quantization: Quantization | None = None,
 ) -> int:
-    """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as the config states it."""
-    tp, hidden, num_layers = tensor_parallel_size, config.hidden_size, config.num_hidden_layers
+    """Bytes of the weights on one tensor-parallel rank; without ``quantization``, as
+    the config states it.
+    """
+    tp, hidden, num_layers = (
+        tensor_parallel_size,
+        config.hidden_size,
+        config.num_hidden_layers,
+    )
     q, kv = _head_widths(config, tp)
-    quantization = quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
-    total = num_layers * (quantization.matrix_bytes(hidden, q + 2 * kv) + quantization.matrix_bytes(q, hidden))
+    quantization = (
+        quantization or Quantization.of(config) or Quantization(8 * dtype_bytes, 0)
+    )
+    total = num_layers * (
+        quantization.matrix_bytes(hidden, q + 2 * kv)
+        + quantization.matrix_bytes(q, hidden)
+    )
     norms_and_biases = 2 * hidden + config.include_qkv_bias * (q + 2 * kv)
-    norms_and_biases += 2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
+    norms_and_biases += (
+        2 * head_dim_of(config) if getattr(config, "qk_layernorm", False) else 0
+    )
     rows = -(-config.vocab_size // VOCABULARY_PADDING) * VOCABULARY_PADDING // tp
     num_tables = 1 if config.tie_word_embeddings else 2
-    total += dtype_bytes * (num_layers * norms_and_biases + num_tables * rows * hidden + hidden)
+    total += dtype_bytes * (
+        num_layers * norms_and_biases + num_tables * rows * hidden + hidden
+    )
     mlps = [(num_layers, config.intermediate_size)]
     if (experts := getattr(config, "experts", None)) is not None:
         num_dense = len(experts.dense_layers)
         num_experts = (num_layers - num_dense) * experts.num_experts
-        mlps = [(num_dense, config.intermediate_size), (num_layers - num_dense, experts.shared_intermediate_size)]
+        mlps = [
+            (num_dense, config.intermediate_size),
+            (num_layers - num_dense, experts.shared_intermediate_size),
+        ]
         mlps.append((num_experts, experts.intermediate_size))
         total += num_experts * (hidden * dtype_bytes + experts.has_bias * FLOAT32_BYTES)
     for number, width in mlps:
@@ -304,26 +463,49 @@ def weight_bytes(
     return total
 
 
-def activation_bytes(config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int) -> int:
-    """Estimate of what a forward pass over ``rows`` holds at most: the larger of a layer's two halves, counted tensor
-    by tensor (the fused projections, RoPE in float32), or a chunk of logits that are filtered, which every rank gathers
-    whole."""
+def activation_bytes(
+    config: Any, tensor_parallel_size: int, dtype_bytes: int, rows: int
+) -> int:
+    """Estimate of what a forward pass over ``rows`` holds at most: the larger of a
+    layer's two halves, counted tensor by tensor (the fused projections, RoPE in
+    float32), or a chunk of logits that are filtered, which every rank gathers whole."""
     tp, hidden = tensor_parallel_size, config.hidden_size
     q, kv = _head_widths(config, tp)
     stream = 2 * hidden * dtype_bytes  # hidden states and their norm
     attention = (2 * q + 2 * kv + q) * dtype_bytes + 2 * FLOAT32_BYTES * q
     experts = getattr(config, "experts", None)
-    numbers = 3 * config.intermediate_size // tp + hidden if experts is None or experts.dense_layers else 0
-    if experts is not None:  # as vLLM's Triton kernels hold it: each of a row's experts has an output of its own
-        width, shared = experts.intermediate_size // tp, experts.shared_intermediate_size // tp
-        numbers = max(numbers, experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden)
+    numbers = (
+        3 * config.intermediate_size // tp + hidden
+        if experts is None or experts.dense_layers
+        else 0
+    )
+    if (
+        experts is not None
+        # As vLLM's Triton kernels hold it: each of a row's experts has an output of its
+        # own.
+    ):
+        width, shared = (
+            experts.intermediate_size // tp,
+            experts.shared_intermediate_size // tp,
+        )
+        numbers = max(
+            numbers,
+            experts.top_k * (max(2 * width, hidden) + width) + 3 * shared + 2 * hidden,
+        )
     phases = 2 * FLOAT32_BYTES * head_dim_of(config)
     head_rows = min(rows_at_once(config.vocab_size, on_gpu=True), rows)
     head = head_rows * config.vocab_size * (dtype_bytes + FLOAT32_BYTES)
-    return max(rows * (stream + max(attention, numbers * dtype_bytes) + phases), rows * stream + head)
+    return max(
+        rows * (stream + max(attention, numbers * dtype_bytes) + phases),
+        rows * stream + head,
+    )
 
 
 def _head_widths(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
-    """Numbers of a row's queries on one rank, and of its keys; with more ranks than KV heads each is on several."""
+    """Numbers of a row's queries on one rank, and of its keys; with more ranks than KV
+    heads each is on several.
+    """
     heads = config.num_attention_heads // tensor_parallel_size
-    return heads * head_dim_of(config), max(1, config.num_key_value_heads // tensor_parallel_size) * head_dim_of(config)
+    return heads * head_dim_of(config), max(
+        1, config.num_key_value_heads // tensor_parallel_size
+    ) * head_dim_of(config)

@@ -1,4 +1,6 @@
-"""Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and ``--additional-config`` accept."""
+"""Engine options: what ``LLM(cache_method=…, cache_options=…, trace=…)`` and
+``--additional-config`` accept.
+"""
 
 import math
 import textwrap
@@ -18,25 +20,36 @@ from dllm_engine.scheduler.request import CacheOptions
 from dllm_engine.text import choices, did_you_mean
 
 OPTIONS_KEY = "dllm"
-"""Key of our options in ``additional_config``, and of defaults of requests in a checkpoint's config.json."""
+"""Key of our options in ``additional_config``, and of defaults of requests in a
+checkpoint's config.json.
+"""
 
 _MOST_SHOWN = 10
 """Errors in a message: a list may have one for each entry."""
 
 
 def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str:
-    """Errors of all fields as one text. ``what``: a word for a field, such as ``engine option``; may be empty.
-    ``known``: names to tell for an unknown one."""
+    """Errors of all fields as one text. ``what``: a word for a field, such as ``engine
+    option``; may be empty. ``known``: names to tell for an unknown one."""
     known, lines = list(known), []
     for detail in error.errors()[:_MOST_SHOWN]:
-        name, value = cut(".".join(str(part) for part in detail["loc"])), shortened(detail["input"])
+        name, value = (
+            cut(".".join(str(part) for part in detail["loc"])),
+            shortened(detail["input"]),
+        )
         message = detail["msg"].removeprefix("Value error, ")
         if detail["type"] == "extra_forbidden":
-            lines.append(f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: {', '.join(known)})")
+            lines.append(
+                f"unknown {what} {name!r}={value}{did_you_mean(name, known)} ({what}s: "
+                f"{', '.join(known)})"
+            )
         elif not name and detail["type"] == "value_error":  # of several fields together
             lines.append(message)
         elif not what and detail["type"] in ("literal_error", "none_required"):
-            lines.append(f"{name}={value} is not supported, only {message.removeprefix('Input should be ')}")
+            lines.append(
+                f"{name}={value} is not supported, only "
+                f"{message.removeprefix('Input should be ')}"
+            )
         else:
             lines.append(f"{what} {name or what}={value}: {message}".lstrip())
     if (count := error.error_count()) > _MOST_SHOWN:
@@ -44,20 +57,31 @@ def explain(error: ValidationError, what: str, known: Iterable[str] = ()) -> str
     return "; ".join(lines)
 
 
-def with_meanings(text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]) -> str:
+def with_meanings(
+    text: str | None, heading: str, options: type[BaseModel], names: Iterable[str]
+) -> str:
     """A class's docstring, and behind it what some of its ``options`` mean."""
     lines = [
-        textwrap.fill(f"{name}: {options.model_fields[name].description}", 108, subsequent_indent="    ")
+        textwrap.fill(
+            f"{name}: {options.model_fields[name].description}",
+            108,
+            subsequent_indent="    ",
+        )
         for name in names
     ]
     return f"{text}\n    {heading}:\n" + textwrap.indent("\n".join(lines), " " * 8)
 
 
 def checkpoint_section(hf_config: object) -> dict[str, Any]:
-    """Section of a checkpoint's config.json for this package; raises ``ValueError`` if it is no object."""
+    """Section of a checkpoint's config.json for this package; raises ``ValueError`` if
+    it is no object.
+    """
     section = getattr(hf_config, OPTIONS_KEY, None)
     if section is not None and not isinstance(section, dict):
-        raise ValueError(f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request options")
+        raise ValueError(
+            f"config.json: {OPTIONS_KEY!r}={section!r} must be an object of request "
+            f"options"
+        )
     return section or {}
 
 
@@ -72,7 +96,9 @@ def shortened(value: object) -> str:
 
 
 def is_finite_number(value: object) -> bool:
-    """Return True for a number that a float can hold; JSON also has NaN, infinity and integers of any length."""
+    """Return True for a number that a float can hold; JSON also has NaN, infinity and
+    integers of any length.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -91,46 +117,59 @@ PAPER = "paper"
 class EngineOptions(BaseModel):
     """Options of one engine, the same in every process of it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     cache_method: str = "auto"
-    """Method that decides what steps compute and keep in pages. ``"auto"``: ``"block"`` for block diffusion models,
-    ``"none"`` for others."""
+    """Method that decides what steps compute and keep in pages. ``"auto"``: ``"block"``
+    for block diffusion models, ``"none"`` for others."""
     cache_options: dict[str, Any] | Literal["paper"] = {}
-    """Options of the cache method. ``"paper"``: the settings of its paper, which are the defaults."""
+    """Options of the cache method. ``"paper"``: the settings of its paper, which are
+    the defaults.
+    """
     page_size: int = Field(default=32, ge=1)
     """Tokens per page of one layer."""
     dense_attention: Literal["auto", "flash", "sdpa"] = "auto"
-    """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention) needs CUDA and float16 or
-    bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"`` if it is available, else ``"sdpa"``."""
+    """Library for attention that reads no pages. ``"flash"`` (vLLM's FlashAttention)
+    needs CUDA and float16 or bfloat16; ``"sdpa"`` is PyTorch's. ``"auto"``: ``"flash"``
+    if it is available, else ``"sdpa"``."""
     refresh_ratio: float | None = Field(default=1.0, gt=0)
-    """Limits how often a long request refreshes while short ones run: rows of its FULL and UPDATE steps per row that
-    requests of at most a quarter of its length compute in the meantime. None: no limit."""
+    """Limits how often a long request refreshes while short ones run: rows of its FULL
+    and UPDATE steps per row that requests of at most a quarter of its length compute in
+    the meantime. None: no limit."""
     steps_per_dispatch: int = Field(default=8, ge=1)
-    """Denoising steps that workers run before they return to the scheduler, while no request waits and no block is
-    complete."""
+    """Denoising steps that workers run before they return to the scheduler, while no
+    request waits and no block is complete."""
     guide_model: str | None = None
-    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that checks drafts (Guided Diffusion);
-    ``"demo"`` for the demo model's. Requests are then guided unless they set ``guided=False``."""
+    """Folder or Hugging Face name of an autoregressive model (Qwen2 or Llama) that
+    checks drafts (Guided Diffusion); ``"demo"`` for the demo model's. Requests are then
+    guided unless they set ``guided=False``."""
     guide_tokens_per_token: float = Field(default=2.0, gt=0)
-    """If the guide has another tokenizer: guide tokens to reserve pages for, per token of the model."""
+    """If the guide has another tokenizer: guide tokens to reserve pages for, per token
+    of the model.
+    """
     guide_shape: GuideShape | None = None
     """Filled in by the engine."""
     lora_path: str | None = None
-    """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while they are loaded, and serves all
-    requests. Every node needs the folder."""
+    """Folder of a LoRA adapter as PEFT saves it. It is merged into the weights while
+    they are loaded, and serves all requests. Every node needs the folder."""
     cuda_graphs: bool | None = None
-    """Record the passes of steps and the filling in of their tokens as CUDA graphs and replay them. Needs a GPU. None:
-    on if there is one and vLLM's ``enforce_eager`` is not set."""
+    """Record the passes of steps and the filling in of their tokens as CUDA graphs and
+    replay them. Needs a GPU. None: on if there is one and vLLM's ``enforce_eager`` is
+    not set."""
     batch_invariant: bool = False
-    """Compute every request on its own, so that its response is bit-identical in any batch. Slower with several
-    requests."""
+    """Compute every request on its own, so that its response is bit-identical in any
+    batch. Slower with several requests."""
     max_automaton_states: int = Field(default=4096, ge=1)
-    """The most states that the automaton of a request's ``structured_outputs`` may have."""
+    """The most states that the automaton of a request's ``structured_outputs`` may
+    have.
+    """
     max_automaton_seconds: float = Field(default=30.0, gt=0, le=86400)
     """The longest time that building such an automaton may take."""
     max_automaton_search: int = Field(default=1 << 24, ge=1)
-    """The most that a step may search of such an automaton: its size × the positions that are searched at once
+    """The most that a step may search of such an automaton: its size × the positions
+    that are searched at once
     (see Structured output). Bounds what a decision may compute, too (see Decisions)."""
     trace: bool = False
     """Record for each forward pass which positions were unmasked and computed."""
@@ -140,9 +179,14 @@ class EngineOptions(BaseModel):
     """Request options for requests that do not set them."""
 
     def with_paper_settings(self, model: str, family: ModelFamily) -> "EngineOptions":
-        """The options with the family's method for ``"auto"``, and with the settings of the method's paper for a model
-        where cache options are open. Raises ``ValueError`` as ``parse``, and for what does not suit the family."""
-        name = DEFAULT_METHODS[family.attention] if self.cache_method == AUTO else self.cache_method
+        """The options with the family's method for ``"auto"``, and with the settings of
+        the method's paper for a model where cache options are open. Raises
+        ``ValueError`` as ``parse``, and for what does not suit the family."""
+        name = (
+            DEFAULT_METHODS[family.attention]
+            if self.cache_method == AUTO
+            else self.cache_method
+        )
         if name not in (suited := methods_for(family.attention)):
             reason = (
                 "a position attends to the whole canvas"
@@ -150,24 +194,42 @@ class EngineOptions(BaseModel):
                 else "attention goes by blocks, whose keys and values are final once their tokens are; the method "
                 "approximates those of models that attend to the whole canvas"
             )
-            raise ValueError(f"cache_method={name!r} does not suit {family.name}: {reason}; choose {', '.join(suited)}")
+            raise ValueError(
+                f"cache_method={name!r} does not suit {family.name}: {reason}; choose "
+                f"{', '.join(suited)}"
+            )
         if family.attention != "full":
-            for option, ignored in {"guide_model": None, "dense_attention": AUTO}.items():
+            for option, ignored in {
+                "guide_model": None,
+                "dense_attention": AUTO,
+            }.items():
                 if (value := getattr(self, option)) != ignored:
                     raise ValueError(
-                        f"{option}={value!r}: attention of {family.name} goes by blocks, which it does not serve; "
-                        f"leave {option} unset"
+                        f"{option}={value!r}: attention of {family.name} goes by "
+                        f"blocks, which it does not serve; leave {option} unset"
                     )
         chosen = {} if isinstance(self.cache_options, str) else self.cache_options
         _, settings = CACHE_METHODS[name].settings_for(model, family)
-        return self.parse(self.model_dump() | {"cache_method": name, "cache_options": {**settings, **chosen}})
+        return self.parse(
+            self.model_dump()
+            | {"cache_method": name, "cache_options": {**settings, **chosen}}
+        )
 
     def on_device(self, device_type: str, enforce_eager: bool) -> "EngineOptions":
-        """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs are asked for without a GPU."""
+        """The options with ``cuda_graphs`` settled; raises ``ValueError`` where graphs
+        are asked for without a GPU.
+        """
         if self.cuda_graphs and device_type != "cuda":
-            raise ValueError(f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; leave it out")
+            raise ValueError(
+                f"cuda_graphs=True needs a GPU, and the device is {device_type!r}; "
+                f"leave it out"
+            )
         default = device_type == "cuda" and not enforce_eager
-        return self.model_copy(update={"cuda_graphs": default if self.cuda_graphs is None else self.cuda_graphs})
+        return self.model_copy(
+            update={
+                "cuda_graphs": default if self.cuda_graphs is None else self.cuda_graphs
+            }
+        )
 
     @field_validator("guide_model")
     @classmethod
@@ -178,24 +240,34 @@ class EngineOptions(BaseModel):
     @classmethod
     def _known_method(cls, value: str) -> str:
         if value not in (AUTO, *CACHE_METHODS):
-            raise ValueError(f"unknown cache method{choices(value, (AUTO, *CACHE_METHODS))}")
+            raise ValueError(
+                f"unknown cache method{choices(value, (AUTO, *CACHE_METHODS))}"
+            )
         return value
 
     @classmethod
     def parse(cls, raw: dict[str, Any]) -> "EngineOptions":
-        """Validate options; raises ``ValueError`` naming the option, its value and what is allowed."""
+        """Validate options; raises ``ValueError`` naming the option, its value and what
+        is allowed.
+        """
         try:
             options = cls.model_validate(raw)
         except ValidationError as error:
             known = [name for name in cls.model_fields if name != "guide_shape"]
-            raise ValueError(f"{explain(error, 'engine option', known)} (engine options: {', '.join(known)})") from None
+            raise ValueError(
+                f"{explain(error, 'engine option', known)} (engine options: "
+                f"{', '.join(known)})"
+            ) from None
         _ = options.cache
         return options
 
     @property
     def method(self) -> CacheMethod:
-        method = CACHE_METHODS[DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method]
-        # Computed among other rows, keys and values differ in their last bits: nothing is shared or computed again.
+        method = CACHE_METHODS[
+            DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method
+        ]
+        # Computed among other rows, keys and values differ in their last bits: nothing
+        # is shared or computed again.
         return replace(method, keeps_for_good=False) if self.batch_invariant else method
 
     @property
@@ -207,10 +279,15 @@ class EngineOptions(BaseModel):
         """The options of the cache method, validated."""
         schema = self.method.options
         try:
-            return schema.model_validate({} if self.cache_options == PAPER else self.cache_options)
+            return schema.model_validate(
+                {} if self.cache_options == PAPER else self.cache_options
+            )
         except ValidationError as error:
             known = schema.model_fields or ["none"]
-            raise ValueError(f"cache_method={self.cache_method!r}: {explain(error, 'cache option', known)}") from None
+            raise ValueError(
+                f"cache_method={self.cache_method!r}: "
+                f"{explain(error, 'cache option', known)}"
+            ) from None
 
     def geometry(self, hf_config: Any, tensor_parallel_size: int) -> PoolGeometry:
         def on_rank(num_kv_heads: int) -> int:
@@ -225,7 +302,8 @@ class EngineOptions(BaseModel):
             head_dim=head_dim_of(hf_config),
             hidden_size=hf_config.hidden_size,
             total_kv_heads=hf_config.num_key_value_heads,
-            guide=guide and guide.model_copy(update={"num_kv_heads": on_rank(guide.num_kv_heads)}),
+            guide=guide
+            and guide.model_copy(update={"num_kv_heads": on_rank(guide.num_kv_heads)}),
         )
 
     @classmethod
@@ -234,5 +312,8 @@ class EngineOptions(BaseModel):
         additional = vllm_config.additional_config
         raw = additional.get(OPTIONS_KEY, {}) if isinstance(additional, dict) else {}
         if not isinstance(raw, dict):
-            raise ValueError(f"additional_config[{OPTIONS_KEY!r}]={raw!r} must be a dictionary of engine options")
+            raise ValueError(
+                f"additional_config[{OPTIONS_KEY!r}]={raw!r} must be a dictionary of "
+                f"engine options"
+            )
         return cls.parse(raw)

@@ -1,4 +1,6 @@
-"""``DiffusionParams``: vLLM's sampling parameters with the fields of diffusion decoding."""
+"""``DiffusionParams``: vLLM's sampling parameters with the fields of diffusion
+decoding.
+"""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -9,11 +11,19 @@ from vllm.sampling_params import SamplingParams
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions, with_meanings
 from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, parse_request_options
+from dllm_engine.scheduler.options.request_options import (
+    InvalidRequestError,
+    parse_request_options,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import resolve_unmasking
 
-_OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {"top_p": 1.0, "top_k": 0}
-"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where they are not given."""
+_OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
+    "top_p": 1.0,
+    "top_k": 0,
+}
+"""Fields of ``DiffusionParams`` that travel in ``extra_args``, and what they hold where
+they are not given.
+"""
 
 if TYPE_CHECKING:
 
@@ -22,7 +32,10 @@ if TYPE_CHECKING:
 else:
     _Fields = msgspec.defstruct(
         "_Fields",
-        [(name, field.annotation, None) for name, field in RequestOptions.model_fields.items()],
+        [
+            (name, field.annotation, None)
+            for name, field in RequestOptions.model_fields.items()
+        ],
         bases=(SamplingParams,),
     )
 
@@ -30,8 +43,9 @@ else:
 class DiffusionParams(_Fields):
     """vLLM's sampling parameters with the fields of diffusion decoding.
 
-    A value of None means the model family's default. Lengths and steps count tokens and denoising steps of the whole
-    response. Greedy (``temperature=0``) unless asked otherwise.
+    A value of None means the model family's default. Lengths and steps count tokens and
+    denoising steps of the whole response. Greedy (``temperature=0``) unless asked
+    otherwise.
     """
 
     temperature: float = 0.0
@@ -42,30 +56,42 @@ class DiffusionParams(_Fields):
     max_tokens: int | None = None
     """The same as ``gen_length``, under vLLM's name."""
     gen_length: int | None = None
-    """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or what fits the context if that
-    is less."""
+    """Response tokens. Unset: the checkpoint's ``max_new_tokens``, else the default, or
+    what fits the context if that is less."""
 
     def __post_init__(self) -> None:
-        if self.gen_length is not None and self.max_tokens not in (None, self.gen_length):
+        if self.gen_length is not None and self.max_tokens not in (
+            None,
+            self.gen_length,
+        ):
             raise InvalidRequestError(
-                f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name the same length; give one"
+                f"gen_length={self.gen_length} and max_tokens={self.max_tokens} name "
+                f"the same length; give one"
             )
         gen_length = self.max_tokens if self.gen_length is None else self.gen_length
         own = {name: getattr(self, name) for name in _OWN_OPTIONS}
         extra_args = self.extra_args or {}
         super().__post_init__()  # which resets top_p and top_k of a greedy request
-        # What the caller has put into `extra_args` himself is shown by the fields as well.
+        # What the caller has put into `extra_args` himself is shown by the fields as
+        # well.
         for name, value in own.items():
             is_given = value != _OWN_OPTIONS[name]
-            SamplingParams.__setattr__(self, name, value if is_given else extra_args.get(name, value))
+            SamplingParams.__setattr__(
+                self, name, value if is_given else extra_args.get(name, value)
+            )
         self.gen_length = gen_length
         self._settle()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field as if the parameters had been made with it; raises ``InvalidRequestError`` for a bad value."""
+        """Set a field as if the parameters had been made with it; raises
+        ``InvalidRequestError`` for a bad value.
+        """
         is_length = name in ("gen_length", "max_tokens")
         if is_length and value is not None and (type(value) is not int or value < 1):
-            raise InvalidRequestError(f"{name}={value!r} is out of range: it must be a whole number, at least 1")
+            raise InvalidRequestError(
+                f"{name}={value!r} is out of range: it must be a whole number, at "
+                f"least 1"
+            )
         before = getattr(self, name)
         for field in ("gen_length", "max_tokens") if is_length else (name,):
             super().__setattr__(field, value)
@@ -77,58 +103,111 @@ class DiffusionParams(_Fields):
                 raise
 
     def _settle(self) -> None:
-        """Check the options that vLLM has no field for, and put them where they travel."""
-        chosen = {name: value for name, default in _OWN_OPTIONS.items() if (value := getattr(self, name)) != default}
+        """Check the options that vLLM has no field for, and put them
+        where they travel.
+        """
+        chosen = {
+            name: value
+            for name, default in _OWN_OPTIONS.items()
+            if (value := getattr(self, name)) != default
+        }
         if chosen.get("top_k", 1) <= 0:  # -1 means all as well
             del chosen["top_k"]
         resolve_unmasking(parse_request_options(chosen), LLADA)
-        others = {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}
+        others = {
+            name: value
+            for name, value in (self.extra_args or {}).items()
+            if name not in _OWN_OPTIONS
+        }
         super().__setattr__("extra_args", others | chosen or None)
 
     def __repr__(self) -> str:
-        """Expression that makes the same parameters, with the fields that differ from their defaults."""
+        """Expression that makes the same parameters, with the fields that differ from
+        their defaults.
+        """
         blank = DiffusionParams()
-        names = dict.fromkeys(("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__))
-        given = {name: value for name in names if (value := getattr(self, name)) != getattr(blank, name)}
-        for name in ("max_tokens", "extra_args", "output_text_buffer_length", *(n for n in given if n[0] == "_")):
+        names = dict.fromkeys(
+            ("gen_length", *_OWN_OPTIONS, *SamplingParams.__struct_fields__)
+        )
+        given = {
+            name: value
+            for name in names
+            if (value := getattr(self, name)) != getattr(blank, name)
+        }
+        for name in (
+            "max_tokens",
+            "extra_args",
+            "output_text_buffer_length",
+            *(n for n in given if n[0] == "_"),
+        ):
             given.pop(name, None)
-        if others := {name: value for name, value in (self.extra_args or {}).items() if name not in _OWN_OPTIONS}:
+        if others := {
+            name: value
+            for name, value in (self.extra_args or {}).items()
+            if name not in _OWN_OPTIONS
+        }:
             given["extra_args"] = others
         return f"DiffusionParams({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def to_sampling_params(self) -> SamplingParams:
-        """The same request as vLLM's own class. Its wire format omits fields that hold their default, so the receiver
-        would fill in those of another class."""
-        return SamplingParams(**{name: getattr(self, name) for name in SamplingParams.__struct_fields__})
+        """The same request as vLLM's own class. Its wire format omits fields that hold
+        their default, so the receiver would fill in those of another class."""
+        return SamplingParams(
+            **{name: getattr(self, name) for name in SamplingParams.__struct_fields__}
+        )
 
 
 DiffusionParams.__doc__ = with_meanings(
-    DiffusionParams.__doc__, "Beside vLLM's fields", RequestOptions, RequestOptions.model_fields
+    DiffusionParams.__doc__,
+    "Beside vLLM's fields",
+    RequestOptions,
+    RequestOptions.model_fields,
 )
 
 
 VLLM_OPTIONS = frozenset({"min_tokens", "logit_bias"})
-"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs`` does not take."""
+"""Fields of vLLM's own that some routes do not have, and ``vllm_xargs``
+does not take.
+"""
 ELSEWHERE = {
-    **dict.fromkeys(EngineOptions.model_fields, "is an option of the engine, set when it starts; leave it out"),
     **dict.fromkeys(
-        sorted(VLLM_OPTIONS), "is a field of SamplingParams, /v1/completions and /v1/chat/completions; put it there"
+        EngineOptions.model_fields,
+        "is an option of the engine, set when it starts; leave it out",
     ),
-    "gen_length": "is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for /v1/responses)",
+    **dict.fromkeys(
+        sorted(VLLM_OPTIONS),
+        "is a field of SamplingParams, /v1/completions and /v1/chat/completions; put "
+        "it there",
+    ),
+    "gen_length": (
+        "is for DiffusionParams; over HTTP set max_tokens (max_output_tokens for "
+        "/v1/responses)"
+    ),
     "template": "belongs into vllm_xargs of a request over HTTP; in Python call LLM.fill_in, and for token ids set "
     "response_template",
-    "cfg_scale": "asks for classifier-free guidance, which is not supported; leave it out",
+    "cfg_scale": (
+        "asks for classifier-free guidance, which is not supported; leave it out"
+    ),
 }
-"""Other names that mean something to this package, or to others like it, in the body of a request, and what to do."""
+"""Other names that mean something to this package, or to others like it, in the body of
+a request, and what to do.
+"""
 
 
 def check_place(fields: Iterable[str], *places: str) -> None:
-    """Raise ``InvalidRequestError`` if a request has options of ours among these fields, where nobody reads them.
-    ``places``: the field that takes request options, after those that contain it."""
+    """Raise ``InvalidRequestError`` if a request has options of ours among these
+    fields, where nobody reads them. ``places``: the field that takes request options,
+    after those that contain it."""
     for name in fields:
         if name in RequestOptions.model_fields:
             places = places or ("vllm_xargs",)
-            example = "".join(f'{{"{place}": ' for place in (*places, name)) + "…" + "}" * (len(places) + 1)
-            raise InvalidRequestError(f"{name} belongs into {'.'.join(places)}: {example}")
+            example = (
+                "".join(f'{{"{place}": ' for place in (*places, name))
+                + "…"
+                + "}" * (len(places) + 1)
+            )
+            raise InvalidRequestError(
+                f"{name} belongs into {'.'.join(places)}: {example}"
+            )
         if name in ELSEWHERE:
             raise InvalidRequestError(f"{name} {ELSEWHERE[name]}")

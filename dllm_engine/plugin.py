@@ -1,4 +1,6 @@
-"""Entry point ``vllm.general_plugins``: runs in every vLLM process (API server, engine core, workers)."""
+"""Entry point ``vllm.general_plugins``: runs in every vLLM process (API server, engine
+core, workers).
+"""
 
 import logging
 
@@ -9,7 +11,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Register our models, or warn that this vLLM is incompatible. It serves other models as before."""
+    """Register our models, or warn that this vLLM is incompatible. It serves other
+    models as before.
+    """
     try:
         register_or_raise()
     except IncompatibleVLLMError as error:
@@ -17,8 +21,8 @@ def register() -> None:
 
 
 def register_or_raise() -> None:
-    """Register our models, their configs and tokenizers, and replace what ``vllm_hooks/table.py`` lists. Idempotent.
-    Raises ``IncompatibleVLLMError``."""
+    """Register our models, their configs and tokenizers, and replace what
+    ``vllm_hooks/table.py`` lists. Idempotent. Raises ``IncompatibleVLLMError``."""
     check_release()
     try:
         patch.apply(table.EVERY_PROCESS)
@@ -34,7 +38,10 @@ def _register_models() -> None:
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    from dllm_engine.model_executor.models.configs import register_tokenizers, registered_classes
+    from dllm_engine.model_executor.models.configs import (
+        register_tokenizers,
+        registered_classes,
+    )
     from dllm_engine.model_executor.models.decoder import MODEL_CLASSES
     from dllm_engine.quiet import keep_our_warnings
     from dllm_engine.vllm_hooks.engine_config import DiffusionEngineConfig
@@ -42,7 +49,8 @@ def _register_models() -> None:
     for model_type, config in registered_classes().items():
         AutoConfig.register(model_type, config, exist_ok=True)
     for architecture, model in MODEL_CLASSES.items():
-        # The class, not its import path: vLLM inspects a path in a subprocess, for 16 s.
+        # The class, not its import path: vLLM inspects a path in a subprocess, for 16
+        # s.
         ModelRegistry.register_model(architecture, model)
         MODELS_CONFIG_MAP[architecture] = DiffusionEngineConfig
     register_tokenizers()

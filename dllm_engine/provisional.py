@@ -1,5 +1,6 @@
-"""Streaming by denoising step (``stream_granularity="step"``): the running blocks before their text is final, whole as
-``RequestOutput.outputs[i].provisional``, over HTTP what changed."""
+"""Streaming by denoising step (``stream_granularity="step"``): the running blocks
+before their text is final, whole as ``RequestOutput.outputs[i].provisional``, over HTTP
+what changed."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,7 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ProvisionalBlock:
-    """The running block after a denoising step, or all of them as one. Lists have an entry per position."""
+    """The running block after a denoising step, or all of them as one. Lists have an
+    entry per position.
+    """
 
     block: int
     """Number of the first running block, from 0."""
@@ -27,17 +30,24 @@ class ProvisionalBlock:
     forward_pass: int
     """Forward passes of the response so far."""
     sent: int
-    """Tokens of the response whose text is final and sent: all before ``start``, and complete blocks after it."""
+    """Tokens of the response whose text is final and sent: all before ``start``, and
+    complete blocks after it.
+    """
     token_ids: list[int]
     """The mask token's id where masked."""
     masked: list[bool]
     confidences: list[float | None]
-    """Probability of the position's token as its unmasking policy saw it: in the step that committed it, or for a
-    masked position in the latest step that predicted it. None: not predicted yet."""
+    """Probability of the position's token as its unmasking policy saw it: in the step
+    that committed it, or for a masked position in the latest step that predicted it.
+    None: not predicted yet."""
     pieces: list[str | None] | None = None
-    """Text of each token, including end tokens; None for a masked position. The field is None without a tokenizer."""
+    """Text of each token, including end tokens; None for a masked position. The field
+    is None without a tokenizer.
+    """
     special: list[bool] | None = None
-    """True for special tokens, which the text leaves out; the field is None without a tokenizer."""
+    """True for special tokens, which the text leaves out; the field is None without a
+    tokenizer.
+    """
 
     @property
     def window(self) -> tuple[int, int]:
@@ -46,7 +56,9 @@ class ProvisionalBlock:
 
     @property
     def text(self) -> str | None:
-        """Their text without special tokens, ``░`` for each masked position; None without a tokenizer."""
+        """Their text without special tokens, ``░`` for each masked position; None
+        without a tokenizer.
+        """
         return self._text_from(0)
 
     @property
@@ -59,16 +71,24 @@ class ProvisionalBlock:
             return None
         return "".join(
             "░" if piece is None else "" if special else piece
-            for piece, special in zip(self.pieces[first:], self.special[first:], strict=True)
+            for piece, special in zip(
+                self.pieces[first:], self.special[first:], strict=True
+            )
         )
 
 
 class BlockReader:
-    """Reads the running blocks of one response; ``tokenizer`` is None where the engine has none."""
+    """Reads the running blocks of one response; ``tokenizer`` is None where the engine
+    has none.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._special = None if tokenizer is None else frozenset(tokenizer.all_special_ids)
-        self._decode = cache(lambda tokens: tokenizer.decode(list(tokens)))  # each step reads the same tokens again
+        self._special = (
+            None if tokenizer is None else frozenset(tokenizer.all_special_ids)
+        )
+        self._decode = cache(
+            lambda tokens: tokenizer.decode(list(tokens))
+        )  # each step reads the same tokens again
 
     def read(self, message: dict[str, Any]) -> ProvisionalBlock:
         """The running blocks after the step that the message is of."""
@@ -80,8 +100,9 @@ class BlockReader:
         return ProvisionalBlock(**message, pieces=self._pieces(tokens), special=special)
 
     def _pieces(self, tokens: list[int | None]) -> list[str | None]:
-        """The text of each token; None for None, which stands for a mask. Where several tokens without a mask between
-        them make one character, the last of them gets it and the others the empty string."""
+        """The text of each token; None for None, which stands for a mask. Where several
+        tokens without a mask between them make one character, the last of them gets it
+        and the others the empty string."""
         pieces: list[str | None] = []
         pending: tuple[int, ...] = ()
         for token in tokens:
@@ -91,7 +112,8 @@ class BlockReader:
                 continue
             pending = (*pending, token)
             text = self._decode(pending)
-            # A character of UTF-8 has at most four bytes; more tokens than that will not complete it.
+            # A character of UTF-8 has at most four bytes; more tokens than that will
+            # not complete it.
             is_part = text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 4
             pieces.append("" if is_part else text)
             pending = pending if is_part else ()
@@ -99,7 +121,9 @@ class BlockReader:
 
 
 class BlockChanges:
-    """Changes of the running blocks since the last event that an HTTP client got; a slow one may miss steps."""
+    """Changes of the running blocks since the last event that an HTTP client got; a
+    slow one may miss steps.
+    """
 
     def __init__(self) -> None:
         self._window: tuple[int, int] | None = None
@@ -107,27 +131,51 @@ class BlockChanges:
         self._percents: dict[int, int] = {}
 
     def to(self, block: ProvisionalBlock) -> dict[str, Any]:
-        """The HTTP form of the way from what was sent last to ``block``. Positions count from the response's start."""
-        form = {name: getattr(block, name) for name in ("block", "step", "forward_pass", "sent")}
+        """The HTTP form of the way from what was sent last to ``block``. Positions
+        count from the response's start.
+        """
+        form = {
+            name: getattr(block, name)
+            for name in ("block", "step", "forward_pass", "sent")
+        }
         length = len(block.token_ids)
         if block.window != self._window:
             self._window = block.window
             self._known, self._percents = [None] * length, {}
-            sizes = ("num_blocks", "gen_length", "block_length", "first_block_length", "start")
+            sizes = (
+                "num_blocks",
+                "gen_length",
+                "block_length",
+                "first_block_length",
+                "start",
+            )
             form |= {name: getattr(block, name) for name in sizes} | {"length": length}
         pieces = block.pieces or [None] * length
-        now = [None if block.masked[i] else (block.token_ids[i], pieces[i]) for i in range(length)]
+        now = [
+            None if block.masked[i] else (block.token_ids[i], pieces[i])
+            for i in range(length)
+        ]
         changed = [i for i in range(length) if now[i] != self._known[i]]
         self._known = now
         form["positions"] = [block.start + i for i in changed]
         form["token_ids"] = [block.token_ids[i] for i in changed]
-        form["confidences"] = [c and round(c, 4) for c in (block.confidences[i] for i in changed)]
+        form["confidences"] = [
+            c and round(c, 4) for c in (block.confidences[i] for i in changed)
+        ]
         if block.pieces is not None and block.special is not None:
             form["pieces"] = [block.pieces[i] for i in changed]
             form["special"] = [block.start + i for i in changed if block.special[i]]
-        guesses = {i: 100 * c for i, c in enumerate(block.confidences) if block.masked[i] and c is not None}
+        guesses = {
+            i: 100 * c
+            for i, c in enumerate(block.confidences)
+            if block.masked[i] and c is not None
+        }
         # By a whole percent.
-        moved = [i for i, percent in guesses.items() if abs(percent - self._percents.get(i, float("inf"))) >= 1]
+        moved = [
+            i
+            for i, percent in guesses.items()
+            if abs(percent - self._percents.get(i, float("inf"))) >= 1
+        ]
         self._percents |= {i: round(guesses[i]) for i in moved}
         form["guess_positions"] = [block.start + i for i in moved]
         form["guess_percents"] = [self._percents[i] for i in moved]

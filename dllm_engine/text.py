@@ -7,15 +7,23 @@ from typing import Any
 
 from pydantic import ByteSize, ValidationError
 
-# Whoever raised them did not write for users, so their text alone may say little ("'role'").
+# Whoever raised them did not write for users, so their text alone may say little
+# ("'role'").
 _UNEXPECTED = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
 
 def one_line(error: Exception) -> str:
-    """The message of ``error`` without line breaks, and without the values that pydantic appends to it."""
+    """The message of ``error`` without line breaks, and without the values that
+    pydantic appends to it.
+    """
     if isinstance(error, ValidationError):
         text = "; ".join(
-            ": ".join([*(str(part) for part in detail["loc"][:1]), detail["msg"].removeprefix("Value error, ")])
+            ": ".join(
+                [
+                    *(str(part) for part in detail["loc"][:1]),
+                    detail["msg"].removeprefix("Value error, "),
+                ]
+            )
             for detail in error.errors()
         )
     elif isinstance(error, OSError) and error.filename is not None:
@@ -29,18 +37,24 @@ def one_line(error: Exception) -> str:
 
 
 def is_text(text: str) -> bool:
-    """Return True if text can be encoded: Python reads bytes that are not UTF-8 as halves of characters."""
+    """Return True if text can be encoded: Python reads bytes that are not UTF-8 as
+    halves of characters.
+    """
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the known one that is closest, or nothing."""
+    """The end of a message on an unknown name: the known one that is closest, or
+    nothing.
+    """
     closest = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {closest[0]!r}?" if closest else ""
 
 
 def choices(name: str, known: Iterable[str]) -> str:
-    """The end of a message on an unknown name: the closest known one, and all of them."""
+    """The end of a message on an unknown name: the closest known one, and
+    all of them.
+    """
     known = list(known)
     closest = did_you_mean(name, known)
     return f"{f'{closest} Choose' if closest else '; choose'} one of {', '.join(known)}"
@@ -55,13 +69,19 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Left-aligned columns, two spaces apart; the first row is the header."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(
+            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in rows
     )
 
 
 def assignments(options: dict[str, Any]) -> str:
     """Options as ``name=value+name=value``."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in options.items()
+    }
     return "+".join(f"{name}={text}" for name, text in texts.items())
 
 

@@ -1,4 +1,5 @@
-"""Rollouts for training a diffusion model: samples, their rewards, and how each token came to be.
+"""Rollouts for training a diffusion model: samples, their rewards, and how each token
+came to be.
 
 python examples/rollouts.py
 """
@@ -7,21 +8,34 @@ import argparse
 import json
 import os
 
-# Read when vLLM is imported: one process instead of three starts sooner, and only errors are logged.
+# Read when vLLM is imported: one process instead of three starts sooner, and only
+# errors are logged.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from dllm_engine import LLM, DiffusionParams
 
-TASKS = {"Reverse: Rome Tom Oslo": "Oslo Tom Rome", "Tom=48. Ida=07. Max=31. Give: Ida, Tom": "Ida=07, Tom=48"}
-# With the tokens behind an end token, which later passes have seen: a trainer's canvas is then the engine's.
+TASKS = {
+    "Reverse: Rome Tom Oslo": "Oslo Tom Rome",
+    "Tom=48. Ida=07. Max=31. Give: Ida, Tom": "Ida=07, Tom=48",
+}
+# With the tokens behind an end token, which later passes have seen: a trainer's canvas
+# is then the engine's.
 WHOLE = {"ignore_eos": True, "return_order": True}
-PARAMS = DiffusionParams(gen_length=16, block_length=8, temperature=2.0, n=4, seed=0, **WHOLE)
+PARAMS = DiffusionParams(
+    gen_length=16, block_length=8, temperature=2.0, n=4, seed=0, **WHOLE
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="folder or Hugging Face name (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help="folder or Hugging Face name (default: %(default)s)",
+    )
     llm = LLM(parser.parse_args().model)
 
     chats = [[{"role": "user", "content": question}] for question in TASKS]
@@ -29,30 +43,44 @@ def main() -> None:
         {
             "prompt_token_ids": output.prompt_token_ids,
             "response_token_ids": list(completion.token_ids),
-            "committed_at": completion.diffusion.committed_at,  # forward pass of each token
-            "logprobs": completion.diffusion.committed_logprobs,  # of each token, in that pass
+            # Forward pass of each token.
+            "committed_at": completion.diffusion.committed_at,
+            # Of each token, in that pass.
+            "logprobs": completion.diffusion.committed_logprobs,
             "reward": float(completion.text.strip() == answer),
         }
-        for output, answer in zip(llm.chat(chats, PARAMS, use_tqdm=False), TASKS.values(), strict=True)
+        for output, answer in zip(
+            llm.chat(chats, PARAMS, use_tqdm=False), TASKS.values(), strict=True
+        )
         for completion in output.outputs
     ]
     for rollout in rollouts:
         print(json.dumps(rollout))
 
-    # A trainer computes the same log-probabilities: pass by pass, what is not committed yet is masked.
+    # A trainer computes the same log-probabilities: pass by pass, what is not committed
+    # yet is masked.
     best = max(rollouts, key=lambda rollout: rollout["reward"])
-    tokens, start = best["prompt_token_ids"] + best["response_token_ids"], len(best["prompt_token_ids"])
+    tokens, start = (
+        best["prompt_token_ids"] + best["response_token_ids"],
+        len(best["prompt_token_ids"]),
+    )
     passes = sorted(set(best["committed_at"]))
-    masked = [[i for i, number in enumerate(best["committed_at"]) if number >= of_pass] for of_pass in passes]
+    masked = [
+        [i for i, number in enumerate(best["committed_at"]) if number >= of_pass]
+        for of_pass in passes
+    ]
     canvases = [(tokens, [start + i for i in indices]) for indices in masked]
     difference = 0.0
-    for of_pass, indices, found in zip(passes, masked, llm.masked_logprobs(canvases), strict=True):
+    for of_pass, indices, found in zip(
+        passes, masked, llm.masked_logprobs(canvases), strict=True
+    ):
         for i, logprob in zip(indices, found, strict=True):
             if best["committed_at"][i] == of_pass:
                 difference = max(difference, abs(logprob - best["logprobs"][i]))
     print(f"largest difference of a log-probability computed again: {difference:.1e}")
 
-    # After a training step, the engine takes the new weights, here from the same folder.
+    # After a training step, the engine takes the new weights, here from the same
+    # folder.
     llm.collective_rpc("reload_weights")
 
 

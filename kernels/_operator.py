@@ -1,4 +1,6 @@
-"""Functions of tensors with two bodies: one for CPUs, and one that launches Triton kernels on CUDA devices."""
+"""Functions of tensors with two bodies: one for CPUs, and one that launches Triton
+kernels on CUDA devices.
+"""
 
 import pkgutil
 from collections.abc import Callable
@@ -10,7 +12,9 @@ _R = TypeVar("_R")
 
 
 class Operator(Generic[_P, _R]):
-    """Calls the body for the device of its first argument. It decorates the one for CPUs."""
+    """Calls the body for the device of its first argument. It decorates the one for
+    CPUs.
+    """
 
     def __init__(self, cpu: Callable[_P, _R]) -> None:
         self.__doc__ = cpu.__doc__
@@ -19,13 +23,16 @@ class Operator(Generic[_P, _R]):
 
     @cached_property
     def triton(self) -> Callable[..., _R]:
-        """The body for CUDA devices, of the same name and arguments, in the module of the same name in ``triton/``;
-        imported on first use, because a CPU installation may lack Triton."""
+        """The body for CUDA devices, of the same name and arguments, in the module of
+        the same name in ``triton/``; imported on first use, because a CPU installation
+        may lack Triton."""
         module = self.cpu.__module__.replace(".kernels.", ".kernels.triton.")
         try:
             launch: Callable[..., _R] = pkgutil.resolve_name(f"{module}:{self.name}")
         except ModuleNotFoundError as error:
-            raise ImportError("the CUDA kernels need Triton: pip install triton") from error
+            raise ImportError(
+                "the CUDA kernels need Triton: pip install triton"
+            ) from error
         return launch
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -1,22 +1,27 @@
 r"""Scores of tokens by the attention that they get, and the choice of the highest.
 
-Sparse-dLLM (Algorithms 3 and 4) scores candidates. With the block's queries after RoPE, q_{i,h} for rows i of n, and
-candidates' keys k_{j,g}, where query head h reads KV head g(h):
+Sparse-dLLM (Algorithms 3 and 4) scores candidates. With the block's queries after RoPE,
+q_{i,h} for rows i of n, and candidates' keys k_{j,g}, where query head h reads KV head
+g(h):
 
     score_j = Σ_h q̄_h · k_{j,g(h)},   q̄_h = (1/n) Σ_i q_{i,h}
             = Σ_g (Σ_{h: g(h)=g} q̄_h) · k_{j,g}
 
-so the queries shrink to one vector of num_kv_heads · head_dim numbers, and scoring is one matrix-vector product. Scores
-are max-pooled over the sequence of candidates, and the ``count`` highest are retained, in ascending order.
+so the queries shrink to one vector of num_kv_heads · head_dim numbers, and scoring is
+one matrix-vector product. Scores are max-pooled over the sequence of candidates, and
+the ``count`` highest are retained, in ascending order.
 
-In MaskKV (arXiv 2510.09309, equation 6) mask tokens vote for keys by their attention. With the voters' queries q_{i,h},
-and lse_{i,h} = log Σ_j exp(s_{ij,h}) over **all** keys of the voter's sequence, of which those voted on are a part:
+In MaskKV (arXiv 2510.09309, equation 6) mask tokens vote for keys by their attention.
+With the voters' queries q_{i,h}, and lse_{i,h} = log Σ_j exp(s_{ij,h}) over **all**
+keys of the voter's sequence, of which those voted on are a part:
 
-    score_{g,j} = (1/|{h: g(h)=g}|) Σ_{h: g(h)=g} Σ_i exp(s_{ij,h} − lse_{i,h}),   s_{ij,h} = q_{i,h} · k_{j,g} / √d
+    score_{g,j} = (1/|{h: g(h)=g}|) Σ_{h: g(h)=g} Σ_i exp(s_{ij,h} − lse_{i,h}),
+    s_{ij,h} = q_{i,h} · k_{j,g} / √d
 
-The paper's pseudo-code takes the softmax over the prompt's keys alone; its equation 6 and its text take it over the
-whole sequence, as this does. Attention has already computed the denominators, so one pass over tiles of the scores is
-enough on a GPU; a CPU holds those of one KV head.
+The paper's pseudo-code takes the softmax over the prompt's keys alone; its equation 6
+and its text take it over the whole sequence, as this does. Attention has already
+computed the denominators, so one pass over tiles of the scores is enough on a GPU; a
+CPU holds those of one KV head.
 """
 
 from collections.abc import Iterator
@@ -30,22 +35,27 @@ from dllm_engine.kernels._operator import Operator
 
 
 def mean_query_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Attention of a block to each candidate, before any scale or softmax, float32 ``[num_candidates]``, from the
-    block's queries ``q`` ``[num_queries, num_heads, head_dim]`` and ``k`` ``[num_candidates, num_kv_heads, head_dim]``.
+    """Attention of a block to each candidate, before any scale or softmax, float32
+    ``[num_candidates]``, from the block's queries ``q`` ``[num_queries, num_heads,
+    head_dim]`` and ``k`` ``[num_candidates, num_kv_heads, head_dim]``.
 
-    It is a sum over the heads of this rank. For the mean of Algorithm 3, tensor-parallel ranks add theirs and divide by
-    the number of query heads of the whole model.
+    It is a sum over the heads of this rank. For the mean of Algorithm 3,
+    tensor-parallel ranks add theirs and divide by the number of query heads of the
+    whole model.
     """
     mean = q.float().mean(dim=0)
-    return k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
+    return (
+        k.flatten(1).float() @ mean.unflatten(0, (k.shape[1], -1)).sum(dim=1).flatten()
+    )
 
 
 def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
-    """Indices of the ``count`` largest scores of each row ``[..., num_scores]``, int64 ``[..., count]``, largest first
-    unless a CPU may give them in any order.
+    """Indices of the ``count`` largest scores of each row ``[..., num_scores]``, int64
+    ``[..., count]``, largest first unless a CPU may give them in any order.
 
-    Equal scores: on a GPU the first come first, because what ``torch.topk`` takes there depends on the sizes. On a CPU
-    ``torch.topk`` decides: the outputs of the authors' code, which the tests compare with, come from CPUs.
+    Equal scores: on a GPU the first come first, because what ``torch.topk`` takes there
+    depends on the sizes. On a CPU ``torch.topk`` decides: the outputs of the authors'
+    code, which the tests compare with, come from CPUs.
     """
     if scores.is_cuda:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
@@ -53,32 +63,47 @@ def top_indices(scores: Tensor, count: int, *, in_order: bool = True) -> Tensor:
 
 
 def max_pooled(scores: Tensor, width: int) -> Tensor:
-    """Scores ``[rows, tokens]`` where each token counts as the best within ``width // 2`` places; ``width`` is odd."""
-    return scores if width == 1 else F.max_pool1d(scores, width, stride=1, padding=width // 2)
+    """Scores ``[rows, tokens]`` where each token counts as the best within ``width //
+    2`` places; ``width`` is odd.
+    """
+    return (
+        scores
+        if width == 1
+        else F.max_pool1d(scores, width, stride=1, padding=width // 2)
+    )
 
 
 def select_retained(scores: Tensor, count: int, pool_kernel_size: int) -> Tensor:
-    """The ``count`` candidates to retain, ascending, int64 ``[count]`` or ``[num_requests, count]``, from scores
-    ``[num_candidates]`` or ``[num_requests, num_candidates]``, ``max_pooled`` before.
+    """The ``count`` candidates to retain, ascending, int64 ``[count]`` or
+    ``[num_requests, count]``, from scores ``[num_candidates]`` or ``[num_requests,
+    num_candidates]``, ``max_pooled`` before.
 
-    Pooling makes neighbours equal, so the last place is often a tie, which ``top_indices`` decides.
+    Pooling makes neighbours equal, so the last place is often a tie, which
+    ``top_indices`` decides.
     """
     if count:
-        scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(scores.shape)
+        scores = max_pooled(scores.view(-1, scores.shape[-1]), pool_kernel_size).view(
+            scores.shape
+        )
     return top_indices(scores, count).sort().values
 
 
 @Operator
 def voting_scores(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-    """The attention each key gets from the voters, summed over them and averaged over the query heads of a KV head;
-    float32 ``[num_kv_heads, num_keys]``, zeros where nobody votes.
+    """The attention each key gets from the voters, summed over them and averaged over
+    the query heads of a KV head; float32 ``[num_kv_heads, num_keys]``, zeros where
+    nobody votes.
 
     Args:
         q: the queries that vote, after RoPE, ``[num_voters, num_heads, head_dim]``.
-        k: the keys voted on, ``[num_keys, num_kv_heads, head_dim]``; float32, float16 or bfloat16 like ``q``.
-        lse: finite, as ``paged_attention`` returns it; float32 ``[num_voters, num_heads]``.
+        k: the keys voted on, ``[num_keys, num_kv_heads, head_dim]``; float32, float16
+        or bfloat16 like ``q``.
+        lse: finite, as ``paged_attention`` returns it; float32 ``[num_voters,
+        num_heads]``.
     """
-    return torch.stack([p.sum(dim=(0, 1)) / p.shape[1] for p in _probabilities(q, k, lse)])
+    return torch.stack(
+        [p.sum(dim=(0, 1)) / p.shape[1] for p in _probabilities(q, k, lse)]
+    )
 
 
 @Operator
@@ -92,13 +117,15 @@ def summed_probabilities(
     num_rows: int,
     num_tokens: int,
 ) -> Tensor:
-    """The attention of each row to each token that its request has in pages, summed over the query heads:
-    Σ_h exp(s_{ij,h} − lse_{i,h}), float32 ``[num_requests, num_rows, num_tokens]``; zeros behind a request's rows and
-    tokens.
+    """The attention of each row to each token that its request has in pages, summed
+    over the query heads:
+    Σ_h exp(s_{ij,h} − lse_{i,h}), float32 ``[num_requests, num_rows, num_tokens]``;
+    zeros behind a request's rows and tokens.
 
     Args:
         q, lse: as of ``voting_scores``; ``lse`` contiguous.
-        cu_seqlens: first row of each request and, last, where rows end; int32 ``[num_requests + 1]``.
+        cu_seqlens: first row of each request and, last, where rows end; int32
+        ``[num_requests + 1]``.
         k_pages, page_tables, head_len: as of ``PagedTokens``, token-major.
         num_rows, num_tokens: upper bounds of a request's.
     """
@@ -107,14 +134,18 @@ def summed_probabilities(
     pages = k_pages.unflatten(1, (-1, num_kv_heads))
     for request, (start, stop) in enumerate(pairwise(cu_seqlens.tolist())):
         tokens = torch.arange(int(head_len[request, 0]))
-        keys = pages[page_tables[request, tokens // pages.shape[1]], tokens % pages.shape[1]]
+        keys = pages[
+            page_tables[request, tokens // pages.shape[1]], tokens % pages.shape[1]
+        ]
         for probabilities in _probabilities(q[start:stop], keys, lse[start:stop]):
             total[request, : stop - start, : len(tokens)] += probabilities.sum(dim=1)
     return total
 
 
 def _probabilities(q: Tensor, k: Tensor, lse: Tensor) -> Iterator[Tensor]:
-    """exp(s_{ij,h} − lse_{i,h}) of the heads that read each KV head, ``[num_rows, heads, num_keys]``."""
+    """exp(s_{ij,h} − lse_{i,h}) of the heads that read each KV head, ``[num_rows,
+    heads, num_keys]``.
+    """
     queries, scale = q.float().unflatten(1, (k.shape[1], -1)), q.shape[2] ** -0.5
     denominators = lse.unflatten(1, (k.shape[1], -1))
     for head in range(k.shape[1]):

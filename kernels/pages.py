@@ -1,8 +1,10 @@
-r"""What is written to and read from pages: keys and values in slots, and rows of features.
+r"""What is written to and read from pages: keys and values in slots, and rows of
+features.
 
-A slot holds the key or value of one KV head of one token. A row of features is as wide as the model's hidden states: a
-page of E = 2 · slots_per_page · head_dim elements holds ⌊E / width⌋ whole rows, one after the other, and leaves the
-rest unused. Row slot σ lies in page σ // rows_per_page at place σ % rows_per_page; −1: in none. Rows that no slot
+A slot holds the key or value of one KV head of one token. A row of features is as wide
+as the model's hidden states: a page of E = 2 · slots_per_page · head_dim elements holds
+⌊E / width⌋ whole rows, one after the other, and leaves the rest unused. Row slot σ lies
+in page σ // rows_per_page at place σ % rows_per_page; −1: in none. Rows that no slot
 names are never used in arithmetic: they may hold NaN.
 """
 
@@ -12,14 +14,23 @@ from dllm_engine.kernels._operator import Operator
 
 
 @Operator
-def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor, rows: Tensor | None = None) -> None:
-    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or with ``rows`` to ``slots[rows[i], h]``.
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    slots: Tensor,
+    rows: Tensor | None = None,
+) -> None:
+    """Write ``k[i, h]`` and ``v[i, h]`` to physical slot ``slots[i, h]``, or with
+    ``rows`` to ``slots[rows[i], h]``.
 
     Args:
         k, v: ``[num_rows, num_kv_heads, head_dim]``.
         k_pages, v_pages: ``[num_pages, slots_per_page, head_dim]``.
-        slots: ``page · slots_per_page + offset``, int64 ``[..., num_kv_heads]``. What is below 0 is not written, or to
-            page 0, which is no request's. No other slot may be named twice.
+        slots: ``page · slots_per_page + offset``, int64 ``[..., num_kv_heads]``. What
+            is below 0 is not written, or to page 0, which is no request's. No other
+            slot may be named twice.
         rows: int64 ``[num_rows]``, contiguous.
     """
     places = page_places(slots if rows is None else slots[rows], k_pages)
@@ -27,17 +38,21 @@ def write_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
 
 
 def page_places(slots: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """Page of each slot, of keys and values or of rows, and place in it; the first of all for one below 0."""
+    """Page of each slot, of keys and values or of rows, and place in it; the first of
+    all for one below 0.
+    """
     slots, slots_per_page = slots.clamp(min=0), pages.shape[1]
     return slots // slots_per_page, slots % slots_per_page
 
 
 def feature_rows(memory: Tensor, width: int) -> Tensor:
-    """View contiguous pages ``[num_pages, 2, slots_per_page, head_dim]`` as rows of ``width`` features,
-    ``[num_pages, rows_per_page, width]``."""
+    """View contiguous pages ``[num_pages, 2, slots_per_page, head_dim]`` as rows of
+    ``width`` features, ``[num_pages, rows_per_page, width]``."""
     num_pages, _, slots_per_page, head_dim = memory.shape
     page_elements = 2 * slots_per_page * head_dim
-    return memory.as_strided((num_pages, page_elements // width, width), (page_elements, width, 1))
+    return memory.as_strided(
+        (num_pages, page_elements // width, width), (page_elements, width, 1)
+    )
 
 
 @Operator
@@ -50,17 +65,20 @@ def add_or_renew_features(
     before_mlp: Tensor,
     mlp_output: Tensor,
 ) -> None:
-    """Bring hidden states to the end of a layer that has computed some rows: a row with place p ≥ 0 becomes
-    ``before_mlp[p] + mlp_output[p]``, and its features ``mlp_output[p] + attended[p]``; features are added to all
-    others. Nothing is converted to float32.
+    """Bring hidden states to the end of a layer that has computed some rows: a row with
+    place p ≥ 0 becomes ``before_mlp[p] + mlp_output[p]``, and its features
+    ``mlp_output[p] + attended[p]``; features are added to all others. Nothing is
+    converted to float32.
 
     Args:
         hidden: ``[num_rows, width]``, contiguous.
         rows: as ``feature_rows`` gives them.
         slots: row slots of the features, int64 ``[num_rows]``.
-        places: where the last three have each row, int64 ``[num_rows]``; −1: it was not computed.
-        attended, before_mlp, mlp_output: output of the attention branch, the sum that goes into the other branch, and
-            output of that; ``[num_computed_rows, width]``.
+        places: where the last three have each row, int64 ``[num_rows]``; −1: it was not
+        computed.
+        attended, before_mlp, mlp_output: output of the attention branch, the sum that
+            goes into the other branch, and output of that; ``[num_computed_rows,
+            width]``.
     """
     computed, has_slot = places >= 0, slots >= 0
     added = (has_slot & ~computed).nonzero().flatten()

@@ -1,13 +1,16 @@
-r"""Sampling of tokens, with random numbers that are a function of (seed, forward pass, position, token id).
+r"""Sampling of tokens, with random numbers that are a function of (seed, forward pass,
+position, token id).
 
-No generator has a state, so a request draws the same numbers at any batch, tile or rank count, and a vocabulary shard
-draws just its own. The function is SplitMix64's finalizer (Steele, Lea, Flood 2014) chained over the four counters.
+No generator has a state, so a request draws the same numbers at any batch, tile or rank
+count, and a vocabulary shard draws just its own. The function is SplitMix64's finalizer
+(Steele, Lea, Flood 2014) chained over the four counters.
 
 With u_j the number of token j, the token
 
     argmax_j (l_j / T + g_j),   g_j = −log(−log u_j)
 
-is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) / (−log u_j)^T is the same token.
+is a draw from softmax(l / T): the Gumbel-max trick. LLaDA's argmax of exp(l_j) / (−log
+u_j)^T is the same token.
 
 Before that, top-p and top-k may leave the likeliest tokens alone.
 """
@@ -54,8 +57,12 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seeds: Tensor, forwards: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Uniform numbers in the open interval (0, 1), float64, of the broadcast shape of the four int64 counters."""
+def uniform(
+    seeds: Tensor, forwards: Tensor, positions: Tensor, token_ids: Tensor
+) -> Tensor:
+    """Uniform numbers in the open interval (0, 1), float64, of the broadcast shape of
+    the four int64 counters.
+    """
     key = seeds
     for counter in (forwards, positions, token_ids):
         key = _mix(key + (counter + 2) * signed_seed(_GOLDEN_GAMMA))
@@ -64,33 +71,48 @@ def uniform(seeds: Tensor, forwards: Tensor, positions: Tensor, token_ids: Tenso
 
 
 def gumbel_of(numbers: Tensor) -> Tensor:
-    """Standard Gumbel noise from uniform numbers, float64: at lower precision its tail is cut off and sampling is
-    biased to the mode."""
+    """Standard Gumbel noise from uniform numbers, float64: at lower precision its tail
+    is cut off and sampling is biased to the mode."""
     return -torch.log(-torch.log(numbers))
 
 
 def noisy_logits(
     logits: Tensor, counters: Counters, first_token: int, temperature: float
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Noisy logits of ``gumbel_max``, float64: some rows at a time, with their indices."""
-    token_ids = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    """Noisy logits of ``gumbel_max``, float64: some rows at a time,
+    with their indices.
+    """
+    token_ids = torch.arange(
+        first_token, first_token + logits.shape[1], device=logits.device
+    )
     num_rows = max(1, _NUMBERS_AT_ONCE // logits.shape[1])
     for start in range(0, logits.shape[0], num_rows):
         rows = slice(start, start + num_rows)
         seeds, forwards, positions = (counter[rows, None] for counter in counters)
-        yield rows, gumbel_of(uniform(seeds, forwards, positions, token_ids)).add_(logits[rows].float() / temperature)
+        yield (
+            rows,
+            gumbel_of(uniform(seeds, forwards, positions, token_ids)).add_(
+                logits[rows].float() / temperature
+            ),
+        )
 
 
 @Operator
 def gumbel_max(
-    logits: Tensor, counters: Counters, first_token: int, temperature: float, forbidden_token: int
+    logits: Tensor,
+    counters: Counters,
+    first_token: int,
+    temperature: float,
+    forbidden_token: int,
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, drawn from the softmax of its logits at a temperature: what it won with, float64
-    ``[num_rows]`` (the best of several shards is the draw of all), and its column, int64 ``[num_rows]``.
+    """A token for each row, drawn from the softmax of its logits at a temperature: what
+    it won with, float64 ``[num_rows]`` (the best of several shards is the draw of all),
+    and its column, int64 ``[num_rows]``.
 
     Args:
-        logits: of a shard of the vocabulary, ``[num_rows, vocab_size]``, float32, float16 or bfloat16. Divided by the
-            temperature in float32; the noise is added in float64.
+        logits: of a shard of the vocabulary, ``[num_rows, vocab_size]``, float32,
+            float16 or bfloat16. Divided by the temperature in float32; the noise is
+            added in float64.
         first_token: token id of the shard's first column.
         temperature: above 0.
         forbidden_token: column that is never drawn, such as the mask's; −1 for none.
@@ -105,24 +127,29 @@ def gumbel_max(
 
 
 @Operator
-def filtered_logits(logits: Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int) -> Tensor:
-    """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite number where top-p, then top-k,
-    leaves a token out (Dream's order). Rows with NaN, or +∞, or −∞ alone are not numbers to draw from, and what is left
-    out of them is not defined.
+def filtered_logits(
+    logits: Tensor, temperature: float, top_p: float, top_k: int, forbidden_token: int
+) -> Tensor:
+    """Logits at a temperature, float32 ``[num_rows, vocab_size]``: the lowest finite
+    number where top-p, then top-k, leaves a token out (Dream's order). Rows with NaN,
+    or +∞, or −∞ alone are not numbers to draw from, and what is left out of them is not
+    defined.
 
-    Top-p takes tokens by descending probability, of equal ones those of lower ids first, while those taken before sum
-    to at most ``top_p``: the token that crosses it is in. Top-k takes all tokens that are as likely as the k-th. Where
-    the forbidden token alone would be left, the likeliest other is too.
+    Top-p takes tokens by descending probability, of equal ones those of lower ids
+    first, while those taken before sum to at most ``top_p``: the token that crosses it
+    is in. Top-k takes all tokens that are as likely as the k-th. Where the forbidden
+    token alone would be left, the likeliest other is too.
 
-    Kernels round the sums of top-p differently: they agree on every token but those for which the sum of what comes
-    before differs from ``top_p`` by less than 1e-5.
+    Kernels round the sums of top-p differently: they agree on every token but those for
+    which the sum of what comes before differs from ``top_p`` by less than 1e-5.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
         temperature: above 0; logits are divided by it in float32.
         top_p: above 0; from 1 on it leaves nothing out.
         top_k: 0 leaves nothing out.
-        forbidden_token: column that is never drawn, such as the mask's, and counts all the same; −1 for none.
+        forbidden_token: column that is never drawn, such as the mask's, and counts all
+        the same; −1 for none.
     """
     logits = unfiltered = logits.float() / temperature
     lowest = torch.finfo(logits.dtype).min

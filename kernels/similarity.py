@@ -1,12 +1,15 @@
-r"""Rows that have changed most since their values were retained (V-verify of dLLM-Cache, arXiv 2506.06295).
+r"""Rows that have changed most since their values were retained (V-verify of
+dLLM-Cache, arXiv 2506.06295).
 
-With the fresh values a_{i,h} of row i and KV head h, and those retained for it, b_{i,h}:
+With the fresh values a_{i,h} of row i and KV head h, and those retained for it,
+b_{i,h}:
 
-    cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h a_{i,h} · a_{i,h},   ε = 1e-8
-    distance_i = ‖a_i − b_i‖² = ‖a_i‖² + ‖b_i‖² − 2 Σ_h a_{i,h} · b_{i,h}
+    cosine_i = Σ_h a_{i,h} · b_{i,h} / (max(‖a_i‖, ε) max(‖b_i‖, ε)),   ‖a_i‖² = Σ_h
+    a_{i,h} · a_{i,h},   ε = 1e-8 distance_i = ‖a_i − b_i‖² = ‖a_i‖² + ‖b_i‖² − 2 Σ_h
+    a_{i,h} · b_{i,h}
 
-All heads of a row are one vector. The three sums are separate from what is made of them, so that tensor-parallel ranks,
-which hold some heads each, can add theirs first.
+All heads of a row are one vector. The three sums are separate from what is made of
+them, so that tensor-parallel ranks, which hold some heads each, can add theirs first.
 """
 
 from collections.abc import Callable
@@ -21,20 +24,26 @@ from dllm_engine.kernels.pages import page_places
 EPS = 1e-8
 """As ``torch.nn.functional.cosine_similarity`` has it."""
 ROUNDING = 1e-6
-"""Similarities closer to 1 than this are taken for 1; float32 products of one vector by itself stay within it."""
+"""Similarities closer to 1 than this are taken for 1; float32 products of one vector by
+itself stay within it.
+"""
 
 
 @Operator
 def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
-    """Replace retained values by fresh ones. Return the sums that ``SIMILARITIES`` need of each row, over the heads of
-    this rank: Σ fresh · retained, Σ fresh², Σ retained², float32 ``[3, num_rows]``.
+    """Replace retained values by fresh ones. Return the sums that ``SIMILARITIES`` need
+    of each row, over the heads of this rank: Σ fresh · retained, Σ fresh², Σ retained²,
+    float32 ``[3, num_rows]``.
 
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
-        pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages are whole slots apart.
-        slots: the physical slot ``page · slots_per_page + offset`` of the value retained for each row and KV head;
-            int64 ``[num_rows, num_kv_heads]``. −1: there is none, and the head is left out of the row's sums; it is
-            written nowhere, or to page 0, which is no request's. No other slot may be named twice.
+        pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages
+        are whole slots apart.
+        slots: the physical slot ``page · slots_per_page + offset`` of the value
+            retained for each row and KV head; int64 ``[num_rows, num_kv_heads]``. −1:
+            there is none, and the head is left out of the row's sums; it is written
+            nowhere, or to page 0, which is no request's. No other slot may be named
+            twice.
     """
     kept = (slots >= 0)[..., None]
     places = page_places(slots, pages)
@@ -42,22 +51,26 @@ def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
     pages[places] = fresh
     # A product with 0 would not do: slots without a value may hold NaN.
     a, b = (x.where(kept, 0).flatten(1).float() for x in (fresh, retained))
-    # All three in the same order of additions, so that rows that have not changed get equal sums.
+    # All three in the same order of additions, so that rows that have not changed get
+    # equal sums.
     return torch.stack([(x * y).sum(dim=1) for x, y in ((a, b), (a, a), (b, b))])
 
 
 def cosine(sums: Tensor) -> Tensor:
-    """Cosine similarity of each row, at most 1 − ``ROUNDING``; float32 ``[..., num_rows]``, 0 where a vector is 0.
+    """Cosine similarity of each row, at most 1 − ``ROUNDING``; float32 ``[...,
+    num_rows]``, 0 where a vector is 0.
 
-    ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all heads of the model.
+    ``sums`` ``[3, ..., num_rows]``: as ``replace_and_compare`` returns them, of all
+    heads of the model.
     """
     norms = sums[1:].sqrt().clamp_(min=EPS)
     return (sums[0] / (norms[0] * norms[1])).clamp_(max=1 - ROUNDING)
 
 
 def negative_distance(sums: Tensor) -> Tensor:
-    """Minus the squared L2 distance of each row's two vectors, so that less is less similar; arguments and result as of
-    ``cosine``. 0 where the vectors differ by the rounding of the sums alone."""
+    """Minus the squared L2 distance of each row's two vectors, so that less is less
+    similar; arguments and result as of ``cosine``. 0 where the vectors differ by the
+    rounding of the sums alone."""
     squares = sums[1] + sums[2]
     distance = squares - 2 * sums[0]
     return -distance.masked_fill(distance <= ROUNDING * squares, 0)
@@ -68,24 +81,35 @@ SIMILARITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": negative_distance,
     "random": itemgetter(0),
 }
-"""By the names of dLLM-Cache's metrics (appendix A.5). ``random``: numbers that were drawn, ``[1, ..., num_rows]``."""
+"""By the names of dLLM-Cache's metrics (appendix A.5). ``random``: numbers that were
+drawn, ``[1, ..., num_rows]``.
+"""
 
 
 @Operator
 def choose_least_similar(
-    sums: Tensor, metric: str, candidates: Tensor, places: Tensor, rows: Tensor, place_of_row: Tensor
+    sums: Tensor,
+    metric: str,
+    candidates: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    place_of_row: Tensor,
 ) -> None:
-    """Choose the rows to compute again, of each member of a batch those that are least similar.
+    """Choose the rows to compute again, of each member of a batch those that are least
+    similar.
 
-    Ties go to the first row. Rows that differ from 1 by rounding alone are ties: matrix products of different shapes
-    give an unchanged row different last bits.
+    Ties go to the first row. Rows that differ from 1 by rounding alone are ties: matrix
+    products of different shapes give an unchanged row different last bits.
 
     Args:
-        sums: of the candidates, ``[sums, batch, num_candidates]``, as ``metric`` takes them, one of ``SIMILARITIES``.
-        candidates: rows to choose from, int64 ``[batch, num_candidates]``; all different.
-        places: where the chosen ones go, the least similar first, int64 ``[batch, count]``; all different.
+        sums: of the candidates, ``[sums, batch, num_candidates]``, as ``metric`` takes
+        them, one of ``SIMILARITIES``. candidates: rows to choose from, int64 ``[batch,
+        num_candidates]``; all different.
+        places: where the chosen ones go, the least similar first, int64 ``[batch,
+        count]``; all different.
         rows: takes the chosen rows at their places, int64.
-        place_of_row: takes the place of each chosen row, and −1 for other candidates, int64.
+        place_of_row: takes the place of each chosen row, and −1 for other candidates,
+        int64.
     """
     order = SIMILARITIES[metric](sums).sort(stable=True).indices
     chosen = candidates.gather(1, order[:, : places.shape[1]])

@@ -1,19 +1,27 @@
-r"""The statistics of each row of logits that unmasking needs, in one pass over the vocabulary.
+r"""The statistics of each row of logits that unmasking needs, in one pass over the
+vocabulary.
 
 For logits l_1 … l_V of a row, and p = softmax(l):
 
-    token            = argmax_j l_j, j other than a forbidden token; the lowest j on a tie
-    log_total        = log Σ_j exp(l_j);  the token's probability is exp(token_logit − log_total)
-    top2             = the two largest l_j;  the margin is the difference of their probabilities
+    token            = argmax_j l_j, j other than a forbidden token; the lowest j on a
+    tie
+    log_total        = log Σ_j exp(l_j);  the token's probability is exp(token_logit −
+    log_total)
+    top2             = the two largest l_j;  the margin is the difference of their
+    probabilities
     negative_entropy = Σ_j p_j log(p_j + ε),  ε = 1e-10
 
-The forbidden token counts in all of them but the first. One pass keeps the running maximum m and the sums
-S = Σ exp(l_j − m) and A = Σ exp(l_j − m)(l_j − m), which it rescales when m grows; then log_total = m + log S and
-Σ p_j log p_j = A/S − log S. This leaves out ε, which adds Σ p_j log(1 + ε/p_j): between 0 and V·ε, about 1e-5. The CPU
-takes a second pass and includes it.
+The forbidden token counts in all of them but the first. One pass keeps the running
+maximum m and the sums
+S = Σ exp(l_j − m) and A = Σ exp(l_j − m)(l_j − m), which it rescales when m grows; then
+log_total = m + log S and
+Σ p_j log p_j = A/S − log S. This leaves out ε, which adds Σ p_j log(1 + ε/p_j): between
+0 and V·ε, about 1e-5. The CPU takes a second pass and includes it.
 
-The shards i of a vocabulary combine from these numbers alone: log_total = log Σ_i exp(log_total_i) and, with
-w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entropy_i + log w_i).
+The shards i of a vocabulary combine from these numbers alone: log_total = log Σ_i
+exp(log_total_i) and, with
+w_i = exp(log_total_i − log_total), negative_entropy = Σ_i w_i (negative_entropy_i + log
+w_i).
 """
 
 import torch
@@ -28,16 +36,19 @@ _ENTROPY_EPS = 1e-10
 def token_statistics(
     logits: Tensor, forbidden_token: int, *, with_entropy: bool, with_margin: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The greedy token of each row and the statistics that confidence, entropy and margin come from.
+    """The greedy token of each row and the statistics that confidence, entropy and
+    margin come from.
 
     Args:
         logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
-        forbidden_token: column that is never the token, such as the mask's; −1 for none.
+        forbidden_token: column that is never the token, such as the mask's; −1 for
+        none.
         with_entropy, with_margin: whether to compute ``negative_entropy`` and ``top2``.
 
     Returns:
         token: int64 ``[num_rows]``.
-        token_logit, log_total, negative_entropy: float32 ``[num_rows]``; the last empty unless asked for.
+        token_logit, log_total, negative_entropy: float32 ``[num_rows]``; the last empty
+        unless asked for.
         top2: float32 ``[num_rows, 2]``, the larger first; empty unless asked for.
     """
     logits = logits.float()

@@ -1,4 +1,6 @@
-"""The positions that a step may fill: masked ones, and with token editing decided ones."""
+"""The positions that a step may fill: masked ones, and with token
+editing decided ones.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,50 +12,73 @@ import torch
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
-from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, certainty_density
+from dllm_engine.model_executor.unmasking.statistics import (
+    TokenStatistics,
+    certainty_density,
+)
 from dllm_engine.scheduler.step_plan import may_fill
 
 ALONE, UNFINISHED = 1, 2
-"""Flags of candidates that no step of the batch may fill: predicted for the cache method alone; predicted by a row that
-left the pass early, so that the prediction means nothing."""
+"""Flags of candidates that no step of the batch may fill: predicted for the cache
+method alone; predicted by a row that left the pass early, so that the prediction means
+nothing."""
 
 
 @dataclass
 class BatchCandidates:
-    """Positions that requests of a batch may fill, or predict for their cache method alone, ascending by request
+    """Positions that requests of a batch may fill, or predict for their cache method
+    alone, ascending by request
     and position."""
 
     batch: StepBatch
     members: Sequence[int]
     """Batch numbers of the requests with predictions."""
     columns: np.ndarray
-    """On the host, int64 ``[6, num_candidates]``: of each the batch number of its request; its index in the plan's span
-    of candidates (positions that are predicted only lie behind them); its canvas position; its index into the
-    ``CanvasStore``; the batch row that predicts it; and a sum of ``ALONE`` and ``UNFINISHED``."""
+    """On the host, int64 ``[6, num_candidates]``: of each the batch number of its
+    request; its index in the plan's span of candidates (positions that are predicted
+    only lie behind them); its canvas position; its index into the ``CanvasStore``; the
+    batch row that predicts it; and a sum of ``ALONE`` and ``UNFINISHED``."""
     table: torch.Tensor
     """The same on the device."""
 
     def __post_init__(self) -> None:
-        self.requests, self.offsets, self.positions, self.places, self.rows, self.flags = self.table.unbind()
+        (
+            self.requests,
+            self.offsets,
+            self.positions,
+            self.places,
+            self.rows,
+            self.flags,
+        ) = self.table.unbind()
 
     @classmethod
     def of(cls, batch: StepBatch) -> "BatchCandidates":
         """Candidates of the plans whose rows are in the batch."""
         canvases, plans = batch.canvases, batch.plans
-        members = [i for i, p in enumerate(plans) if p.quota.predicts is not None or may_fill(p, canvases[i].spec)]
+        members = [
+            i
+            for i, p in enumerate(plans)
+            if p.quota.predicts is not None or may_fill(p, canvases[i].spec)
+        ]
         parts = [np.empty(0, dtype=np.int64)]
         for i in members:
             edits = canvases[i].spec.edit_threshold is not None
-            parts.append(np.flatnonzero((canvases[i].known[slice(*plans[i].quota.predicted)] < 0) | edits))
-        requests = np.repeat(np.array(members, dtype=np.int64), [len(part) for part in parts[1:]])
+            parts.append(
+                np.flatnonzero(
+                    (canvases[i].known[slice(*plans[i].quota.predicted)] < 0) | edits
+                )
+            )
+        requests = np.repeat(
+            np.array(members, dtype=np.int64), [len(part) for part in parts[1:]]
+        )
         offsets = np.concatenate(parts)
         longest = max(canvas.spec.canvas_length for canvas in canvases)
         per_request = [
             (
                 plan.quota.candidates.start,
                 canvas.start,
-                # The first position of a pass over a window alone has no row before it; with shifted logits the
-                # window's first step fills it.
+                # The first position of a pass over a window alone has no row before it;
+                # with shifted logits the window's first step fills it.
                 plan.span.start if batch.computes(index, plan.span) else 0,
                 longest if plan.quota.predicts is None else plan.quota.candidates.size,
             )
@@ -61,20 +86,30 @@ class BatchCandidates:
         ]
         start, canvas_start, first_fed, num_fillable = np.array(per_request)[requests].T
         positions = start + offsets
-        predicting = np.maximum(positions - int(canvases[0].spec.shifts_logits), first_fed)
+        predicting = np.maximum(
+            positions - int(canvases[0].spec.shifts_logits), first_fed
+        )
         # Rows ascend by request and position, and so do these keys.
-        keys = np.repeat(np.arange(len(canvases)), batch.sizes) * longest + batch.host_positions
+        keys = (
+            np.repeat(np.arange(len(canvases)), batch.sizes) * longest
+            + batch.host_positions
+        )
         wanted = requests * longest + predicting
         rows = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
         flags = (offsets >= num_fillable) * ALONE
-        columns = np.stack((requests, offsets, positions, positions + canvas_start, rows, flags))
+        columns = np.stack(
+            (requests, offsets, positions, positions + canvas_start, rows, flags)
+        )
         columns = columns[:, keys[rows] == wanted]
         return cls(batch, members, columns, on_device(columns, batch.device))
 
-    def of_finished(self, finished: torch.Tensor, num_finished: Sequence[int]) -> "BatchCandidates":
-        """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool, of which a request has
-        ``num_finished``. Which these are only the device knows, which is not waited for: each request gets as many as
-        it can have. Where it has fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are
+    def of_finished(
+        self, finished: torch.Tensor, num_finished: Sequence[int]
+    ) -> "BatchCandidates":
+        """Select those that are predicted by a row of ``finished`` ``[num_rows]`` bool,
+        of which a request has ``num_finished``. Which these are only the device knows,
+        which is not waited for: each request gets as many as it can have. Where it has
+        fewer, the last ones are ``UNFINISHED``. So of ``columns`` just the requests are
         right."""
         numbers = np.arange(self.columns.shape[1]) - self.bounds[self.columns[0]]
         taken = numbers < np.array(num_finished)[self.columns[0]]
@@ -82,7 +117,9 @@ class BatchCandidates:
         # In each request the finished ones first, in their order.
         ordered = (2 * self.requests + unfinished).sort(stable=True).indices
         which = ordered[on_device(np.flatnonzero(taken), self.table.device)]
-        selected = replace(self, columns=self.columns[:, taken], table=self.table[:, which])
+        selected = replace(
+            self, columns=self.columns[:, taken], table=self.table[:, which]
+        )
         selected.flags |= unfinished[which] * UNFINISHED
         selected.certainty = None if self.certainty is None else self.certainty[which]
         return selected
@@ -92,7 +129,12 @@ class BatchCandidates:
         if len(members) == len(self.members):
             return self
         columns = self.columns[:, np.isin(self.columns[0], members)]
-        return replace(self, members=members, columns=columns, table=on_device(columns, self.table.device))
+        return replace(
+            self,
+            members=members,
+            columns=columns,
+            table=on_device(columns, self.table.device),
+        )
 
     @cached_property
     def bounds(self) -> np.ndarray:
@@ -106,29 +148,38 @@ class BatchCandidates:
 
     @cached_property
     def certainty(self) -> torch.Tensor | None:
-        """Factor of each candidate's confidence by the prior of its request, float32 ``[num_candidates]``, from the
-        tokens known when the step was laid out; None: no request has a prior."""
-        sigmas = {i: sigma for i in self.members if (sigma := self.batch.canvases[i].spec.certainty_sigma) is not None}
+        """Factor of each candidate's confidence by the prior of its request, float32
+        ``[num_candidates]``, from the tokens known when the step was laid out; None: no
+        request has a prior."""
+        sigmas = {
+            i: sigma
+            for i in self.members
+            if (sigma := self.batch.canvases[i].spec.certainty_sigma) is not None
+        }
         if not sigmas:
             return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
             canvas, mine = self.batch.canvases[i], slice(*self.bounds[i : i + 2])
             start = canvas.spec.prompt_length
-            weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[self.columns[2, mine] - start]
+            weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
+                self.columns[2, mine] - start
+            ]
         return on_device(weights, self.table.device, torch.float32)
 
     @cached_property
     def responses(self) -> torch.Tensor | None:
-        """Request and place of every position of the responses that delay end tokens, int64 ``[2, n]``; None: none
-        does."""
+        """Request and place of every position of the responses that delay end tokens,
+        int64 ``[2, n]``; None: none does."""
         canvases = self.batch.canvases
         delaying = [i for i in self.members if canvases[i].spec.delay_eos]
         if not delaying:
             return None
         starts = [canvases[i].start + canvases[i].spec.prompt_length for i in delaying]
         owners, places = ranges(starts, [canvases[i].spec.gen_length for i in delaying])
-        return on_device(np.stack((np.array(delaying)[owners], places)), self.table.device)
+        return on_device(
+            np.stack((np.array(delaying)[owners], places)), self.table.device
+        )
 
     @cached_property
     def biased(self) -> list[BiasedRows]:
@@ -139,8 +190,12 @@ class BatchCandidates:
             for bias in self.batch.canvases[i].spec.token_biases
         ]
 
-    def split(self, statistics: TokenStatistics) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
-        """For each request that has candidates: its number in the batch, their positions, and their statistics."""
+    def split(
+        self, statistics: TokenStatistics
+    ) -> Iterator[tuple[int, torch.Tensor, TokenStatistics]]:
+        """For each request that has candidates: its number in the batch, their
+        positions, and their statistics.
+        """
         sizes = np.diff(self.bounds).tolist()
         parts = zip(self.positions.split(sizes), statistics.split(sizes), strict=True)
         for index, (positions, request_statistics) in enumerate(parts):

@@ -9,8 +9,14 @@ from dllm_engine.kernels.sampling import signed_seed
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
-from dllm_engine.scheduler.constraints.constraint import ConstrainedResponse, constraint_of
-from dllm_engine.scheduler.constraints.decision import RunningDecision, unpacked_decision
+from dllm_engine.scheduler.constraints.constraint import (
+    ConstrainedResponse,
+    constraint_of,
+)
+from dllm_engine.scheduler.constraints.decision import (
+    RunningDecision,
+    unpacked_decision,
+)
 from dllm_engine.scheduler.messages import NewRequest
 from dllm_engine.scheduler.page_layout import PageKind
 from dllm_engine.scheduler.request import Span
@@ -19,26 +25,37 @@ from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
 ROOM = 1 << 20
 """Positions that there is room for from the start (9 MiB)."""
 SPARE = 0
-"""A place of no canvas, which is never masked: what fills up a recorded step is there."""
+"""A place of no canvas, which is never masked: what fills up a recorded
+step is there.
+"""
 
 
 class Canvas:
-    """A request's tokens on the device, and what its next step must know of the last ones."""
+    """A request's tokens on the device, and what its next step must know of the last
+    ones.
+    """
 
     start: int
-    """First index of its part of the ``CanvasStore``. The next two are views of that part."""
+    """First index of its part of the ``CanvasStore``. The next two are views of that
+    part.
+    """
     tokens: torch.Tensor
-    """``[canvas_length]`` int64: the prompt, then the response, masked positions holding the mask token."""
+    """``[canvas_length]`` int64: the prompt, then the response, masked positions
+    holding the mask token.
+    """
     masked: torch.Tensor
     """``[canvas_length]`` bool."""
     logprobs: TokenLogprobs | None = None
-    """Log-probabilities at each canvas position, from the last step that predicted it; None if the request asks for
-    none."""
+    """Log-probabilities at each canvas position, from the last step that predicted it;
+    None if the request asks for none."""
     confidences: torch.Tensor | None = None
-    """``[canvas_length]`` float32: probability of each position's token, from the last step that predicted it (NaN
-    before the first); None if the request does not stream by step."""
+    """``[canvas_length]`` float32: probability of each position's token, from the last
+    step that predicted it (NaN before the first); None if the request does not stream
+    by step."""
     next_rows: np.ndarray | None = None
-    """Positions that the last step's pass chose for the next one, ascending; None where it chooses none."""
+    """Positions that the last step's pass chose for the next one, ascending; None where
+    it chooses none.
+    """
     cache_state: Any = None
     """State of the cache method for this request, outside pages."""
 
@@ -50,16 +67,21 @@ class Canvas:
         response = [-1 if token is None else token for token in spec.response_template]
         behind = [-1] * (spec.canvas_length - spec.response_span.stop)
         self.known = np.array([*request.prompt_token_ids, *response, *behind])
-        """``[canvas_length]`` int64 on the host: the tokens after the last step that was reported, −1 where masked.
-        With it the host lays out a step without asking the device."""
+        """``[canvas_length]`` int64 on the host: the tokens after the last step that
+        was reported, −1 where masked. With it the host lays out a step without asking
+        the device."""
         self.sent = spec.prompt_length
         """The response up to this canvas position has been reported to be sent."""
         self.committed_at = np.zeros(spec.canvas_length, dtype=np.int64)
-        """``[canvas_length]``: forward pass, counted from 1, that filled each position; 0 where none did."""
+        """``[canvas_length]``: forward pass, counted from 1, that filled each position;
+        0 where none did.
+        """
         self.last_unmasked: list[int] = []
         """Positions that the last step filled, ascending."""
         self.page_tables: dict[PageKind, torch.Tensor] = {}
-        """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer with fewer is padded."""
+        """Page ids per kind, ``[num_layers, most pages of a layer]`` int32; a layer
+        with fewer is padded.
+        """
         self.guide_text: list[int] = []
         """The guide's tokens whose keys and values its pages hold."""
         self.constrained: ConstrainedResponse | None = None
@@ -67,42 +89,66 @@ class Canvas:
             constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
             template, first_end = spec.response_template, spec.first_end
             self.constrained = ConstrainedResponse(
-                constraint, spec.prompt_length, template, first_end, spec.thinking_budget
+                constraint,
+                spec.prompt_length,
+                template,
+                first_end,
+                spec.thinking_budget,
             )
         self.decision: RunningDecision | None = None
         if spec.decision is not None:
-            self.decision = RunningDecision(unpacked_decision(spec.decision), spec.end_tokens, spec.passes)
+            self.decision = RunningDecision(
+                unpacked_decision(spec.decision), spec.end_tokens, spec.passes
+            )
 
     def masked_per_block(self, window: Span) -> list[int]:
         """Masked tokens left in each of the blocks that make up ``window``."""
         is_masked = self.known[slice(*window)] < 0
         length = self.spec.block_length
-        return [int(np.count_nonzero(is_masked[i : i + length])) for i in range(0, window.size, length)]
+        return [
+            int(np.count_nonzero(is_masked[i : i + length]))
+            for i in range(0, window.size, length)
+        ]
 
     def seen(self, window: Span, farthest: int) -> SeenOfBlock:
-        """Observation of SlowFast sampling for the block ``window`` after a pass; ``farthest`` as in
-        ``SeenOfBlock``."""
+        """Observation of SlowFast sampling for the block ``window`` after a pass;
+        ``farthest`` as in ``SeenOfBlock``."""
         masked = np.flatnonzero(self.known[slice(*window)] < 0)
-        return SeenOfBlock(window.start + int(masked[0]) if masked.size else window.stop, farthest)
+        return SeenOfBlock(
+            window.start + int(masked[0]) if masked.size else window.stop, farthest
+        )
 
-    def write(self, positions: list[int], tokens: list[int]) -> list[tuple[int, int, int]]:
-        """Take in the tokens that a step wrote. Return what it replaced: position, token before and after."""
+    def write(
+        self, positions: list[int], tokens: list[int]
+    ) -> list[tuple[int, int, int]]:
+        """Take in the tokens that a step wrote. Return what it replaced: position,
+        token before and after.
+        """
         before = self.known[positions].tolist()
         self.known[positions] = tokens
-        self.last_unmasked = [position for position, token in zip(positions, before, strict=True) if token < 0]
+        self.last_unmasked = [
+            position
+            for position, token in zip(positions, before, strict=True)
+            if token < 0
+        ]
         changes = zip(positions, before, tokens, strict=True)
         return [change for change in changes if change[1] >= 0]
 
     def take_sendable(self, final: int) -> np.ndarray:
-        """Canvas positions to send now, within the response and before ``final``: decided positions with no mask before
-        them, up to the first end token or the last complete block."""
+        """Canvas positions to send now, within the response and before ``final``:
+        decided positions with no mask before them, up to the first end token or the
+        last complete block."""
         last = min(final, self.spec.response_span.stop)
-        if self.sent < last and self.known[self.sent] < 0:  # after most steps, and quickly told
+        if (
+            self.sent < last and self.known[self.sent] < 0
+        ):  # after most steps, and quickly told
             return np.arange(0)
         masked = np.flatnonzero(self.known[self.sent : last] < 0)
         decided = self.sent + int(masked[0]) if masked.size else last
         tokens = self.known[self.sent : decided].tolist()
-        end = next((i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None)
+        end = next(
+            (i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None
+        )
         if end is not None:
             stop = self.sent + end + 1
         elif masked.size:
@@ -113,10 +159,14 @@ class Canvas:
         positions = np.arange(start, self.sent)
         if self.spec.return_given:
             return positions
-        return positions[[not self.spec.is_given(position) for position in positions.tolist()]]
+        return positions[
+            [not self.spec.is_given(position) for position in positions.tolist()]
+        ]
 
     def give_up_behind_end(self) -> bool:
-        """Replace all tokens behind the first end token of the response by end tokens; return True if there is one."""
+        """Replace all tokens behind the first end token of the response by end tokens;
+        return True if there is one.
+        """
         response = self.known[self.spec.prompt_length :]
         ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
         if not ends.size:
@@ -131,32 +181,46 @@ class Canvas:
 
 
 class CanvasStore:
-    """All canvases end to end, so that a step reads and writes the tokens of its whole batch in one call."""
+    """All canvases end to end, so that a step reads and writes the tokens of its whole
+    batch in one call.
+    """
 
     def __init__(self, device: torch.device, mask_token_id: int) -> None:
         self.mask_token_id = mask_token_id
         self.canvases: dict[str, Canvas] = {}
         """Canvases of the running requests, by request id."""
         self.tokens = torch.empty(ROOM, dtype=torch.int64, device=device)
-        """Position p of a canvas is at ``canvas.start + p``. Another tensor once more room is needed."""
+        """Position p of a canvas is at ``canvas.start + p``. Another tensor once more
+        room is needed.
+        """
         self.masked = torch.empty(ROOM, dtype=torch.bool, device=device)
         self._begin()
 
     def open(self, request_id: str, request: NewRequest) -> None:
-        """Make the canvas of a new request: its prompt, and masks or what its template gives."""
+        """Make the canvas of a new request: its prompt, and masks or what its template
+        gives.
+        """
         spec, device, canvas = request.spec, self.tokens.device, Canvas(request)
         if self._end + spec.canvas_length > self.tokens.numel():
             self._make_room(spec.canvas_length)
         self._place(canvas)
-        canvas.tokens.copy_(on_device(np.where(canvas.known < 0, self.mask_token_id, canvas.known), device))
+        canvas.tokens.copy_(
+            on_device(
+                np.where(canvas.known < 0, self.mask_token_id, canvas.known), device
+            )
+        )
         canvas.masked.copy_(on_device(canvas.known < 0, device))
         if spec.num_logprobs_kept is not None:
             canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
         if spec.streams_steps:
-            canvas.confidences = torch.full((spec.canvas_length,), torch.nan, device=device)
+            canvas.confidences = torch.full(
+                (spec.canvas_length,), torch.nan, device=device
+            )
         self.canvases[request_id] = canvas
 
-    def fill(self, places: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
+    def fill(
+        self, places: torch.Tensor, tokens: torch.Tensor, chosen: torch.Tensor
+    ) -> None:
         """Unmask the ``chosen`` ones of ``places`` with ``tokens``; ``[n]`` each."""
         self.tokens[places] = torch.where(chosen, tokens, self.tokens[places])
         self.masked[places] = self.masked[places] & ~chosen
@@ -164,13 +228,21 @@ class CanvasStore:
     def _make_room(self, canvas_length: int) -> None:
         """Make room for one more; those still running close ranks."""
         canvases = self.canvases.values()
-        # Twice what is needed, so that a canvas moves a bounded number of times as others come and go.
-        size = 2 * (canvas_length + sum(canvas.spec.canvas_length for canvas in canvases))
+        # Twice what is needed, so that a canvas moves a bounded number of times as
+        # others come and go.
+        size = 2 * (
+            canvas_length + sum(canvas.spec.canvas_length for canvas in canvases)
+        )
         if size > self.tokens.numel():
-            self.tokens, self.masked = self.tokens.new_empty(size), self.masked.new_empty(size)
+            self.tokens, self.masked = (
+                self.tokens.new_empty(size),
+                self.masked.new_empty(size),
+            )
             kept = [(canvas.tokens, canvas.masked) for canvas in canvases]
         else:
-            kept = [(canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases]
+            kept = [
+                (canvas.tokens.clone(), canvas.masked.clone()) for canvas in canvases
+            ]
         self._begin()
         for canvas, (tokens, masked) in zip(canvases, kept, strict=True):
             self._place(canvas)

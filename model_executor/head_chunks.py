@@ -3,8 +3,10 @@
 MAX_LOGITS_PER_CHUNK = 1 << 24
 """Logits held at once (64 MiB in float32), where a GPU's tiles do not ask for more."""
 TILE_ROWS, LEAST_ROWS = 128, 512
-"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's weights, which each chunk reads.
-A chunk of constrained or biased rows is one tile: it holds up to four times as much for each logit."""
+"""A GPU multiplies tiles of so many rows; fewer than so many wait for the head's
+weights, which each chunk reads.
+A chunk of constrained or biased rows is one tile: it holds up to four times as much for
+each logit."""
 
 
 def rows_at_once(vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS) -> int:
@@ -15,7 +17,9 @@ def rows_at_once(vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS)
     return max(rows // TILE_ROWS * TILE_ROWS, least_rows)
 
 
-def head_chunks(num_rows: int, vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS) -> list[slice]:
+def head_chunks(
+    num_rows: int, vocab_size: int, *, on_gpu: bool, least_rows: int = LEAST_ROWS
+) -> list[slice]:
     """The chunks of ``num_rows`` rows, in order."""
     size = rows_at_once(vocab_size, on_gpu=on_gpu, least_rows=least_rows)
     return [slice(start, start + size) for start in range(0, num_rows, size)]

@@ -1,4 +1,6 @@
-"""The model runner: holds the model, canvases and pages of one rank, and turns step plans into forward passes."""
+"""The model runner: holds the model, canvases and pages of one rank, and turns step
+plans into forward passes.
+"""
 
 import itertools
 from collections import defaultdict
@@ -19,7 +21,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from dllm_engine.families import model_end_tokens
-from dllm_engine.kernels.attention import choose_backend, choose_paged_flash, use_dense_backend
+from dllm_engine.kernels.attention import (
+    choose_backend,
+    choose_paged_flash,
+    use_dense_backend,
+)
 from dllm_engine.kernels.paged_attention import use_paged_flash
 from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
@@ -30,7 +36,12 @@ from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
-from dllm_engine.model_executor.page_memory import POOL_LAYER, PageMemory, PagePoolSpec, page_table
+from dllm_engine.model_executor.page_memory import (
+    POOL_LAYER,
+    PageMemory,
+    PagePoolSpec,
+    page_table,
+)
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
@@ -67,7 +78,8 @@ class DiffusionModelRunner:
         use_paged_flash(choose_paged_flash(*heads, self.options.page_size))
         self.family = self.model_config.hf_config.family
         self.geometry = self.options.geometry(
-            self.model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+            self.model_config.hf_config,
+            vllm_config.parallel_config.tensor_parallel_size,
         )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.layer_pass_class: type[LayerPass] = resolve_name(
@@ -77,7 +89,9 @@ class DiffusionModelRunner:
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases
         self.last_layout: tuple[StepBatch, LayerPass] | None = None
-        """Batch and pass of the last step; None once a request has come or gone, or a page table is another."""
+        """Batch and pass of the last step; None once a request has come or gone, or a
+        page table is another.
+        """
         # vLLM's CPU worker reads it; there are none outside the page pool.
         self.kv_caches: list[torch.Tensor] = []
 
@@ -98,11 +112,18 @@ class DiffusionModelRunner:
             dtype=self.model_config.dtype,
             model=self.model,
             predictor=TokenPredictor(
-                self.model.compute_logits, self.model.config.vocab_size, self.mask_token_id, get_tp_group()
+                self.model.compute_logits,
+                self.model.config.vocab_size,
+                self.mask_token_id,
+                get_tp_group(),
             ),
-            guide=None if self.options.guide_model is None else Guide(self.vllm_config, self.device),
+            guide=None
+            if self.options.guide_model is None
+            else Guide(self.vllm_config, self.device),
             end_tokens=torch.tensor(
-                model_end_tokens(self.model_config.hf_config), dtype=torch.int64, device=self.device
+                model_end_tokens(self.model_config.hf_config),
+                dtype=torch.int64,
+                device=self.device,
             ),
             store=self.store,
             max_model_len=self.model_config.max_model_len,
@@ -115,16 +136,31 @@ class DiffusionModelRunner:
         return self.model
 
     def reload_weights(
-        self, weights_iterator: Any = None, weights_path: str | None = None, is_checkpoint_format: bool = True
+        self,
+        weights_iterator: Any = None,
+        weights_path: str | None = None,
+        is_checkpoint_format: bool = True,
     ) -> None:
-        """Read the weights again in place, as vLLM's runner does; a guide's too unless other weights are named."""
-        reload_weights(self.vllm_config, self.model, weights_iterator, weights_path, is_checkpoint_format)
+        """Read the weights again in place, as vLLM's runner does; a guide's too unless
+        other weights are named.
+        """
+        reload_weights(
+            self.vllm_config,
+            self.model,
+            weights_iterator,
+            weights_path,
+            is_checkpoint_format,
+        )
         guide = self.rank.guide
         if guide is not None and weights_iterator is None and weights_path is None:
-            reload_weights(guide.vllm_config, guide.model, None, None, is_checkpoint_format=True)
+            reload_weights(
+                guide.vllm_config, guide.model, None, None, is_checkpoint_format=True
+            )
 
     def _refuse_lora(self, *arguments: Any) -> NoReturn:
-        raise NotImplementedError("an adapter serves all requests of an engine: name its folder as lora_path")
+        raise NotImplementedError(
+            "an adapter serves all requests of an engine: name its folder as lora_path"
+        )
 
     add_lora = remove_lora = pin_lora = list_loras = _refuse_lora
 
@@ -136,7 +172,9 @@ class DiffusionModelRunner:
         return ("generate",)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
-        """One pseudo-layer that stands for the page pool; nothing for a method that keeps nothing."""
+        """One pseudo-layer that stands for the page pool; nothing for a method that
+        keeps nothing.
+        """
         if not self.options.uses_pages:
             return {}
         geometry, longest = self.geometry, self.model_config.max_model_len
@@ -145,15 +183,31 @@ class DiffusionModelRunner:
             num_kv_heads=geometry.num_kv_heads,
             head_size=geometry.head_dim,
             dtype=self.model_config.dtype,
-            pages_per_request=max(1, self.options.method.longest_demand(self.options.cache, geometry, longest)),
+            pages_per_request=max(
+                1,
+                self.options.method.longest_demand(
+                    self.options.cache, geometry, longest
+                ),
+            ),
         )
         return {POOL_LAYER: spec}
 
-    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig, **kwargs: Any) -> None:
-        if POOL_LAYER not in {name for group in kv_cache_config.kv_cache_groups for name in group.layer_names}:
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, **kwargs: Any
+    ) -> None:
+        if POOL_LAYER not in {
+            name
+            for group in kv_cache_config.kv_cache_groups
+            for name in group.layer_names
+        }:
             return
         with kwargs.get("kv_cache_allocation_context") or nullcontext():
-            pages = PageMemory(kv_cache_config.num_blocks, self.geometry, self.model_config.dtype, self.device)
+            pages = PageMemory(
+                kv_cache_config.num_blocks,
+                self.geometry,
+                self.model_config.dtype,
+                self.device,
+            )
         self.rank = replace(self.rank, pages=pages)
         if self.rank.guide is not None:
             shape = self.geometry.guide
@@ -166,11 +220,14 @@ class DiffusionModelRunner:
         return self.denoiser.graphs
 
     def _do_nothing(self, *arguments: Any) -> None:
-        """There is no encoder, no adapter apart from the weights, and no draft model: a guide is read again with the
-        model. vLLM only lowers the longest length: canvases are as long as their requests, and a table of RoPE may have
-        spare positions."""
+        """There is no encoder, no adapter apart from the weights, and no draft model: a
+        guide is read again with the model. vLLM only lowers the longest length:
+        canvases are as long as their requests, and a table of RoPE may have spare
+        positions."""
 
-    get_draft_model = reset_lora_state = reset_mm_cache = reset_encoder_cache = update_max_model_len = _do_nothing
+    get_draft_model = reset_lora_state = reset_mm_cache = reset_encoder_cache = (
+        update_max_model_len
+    ) = _do_nothing
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         probes.run_largest_batch(self.rank)
@@ -190,21 +247,34 @@ class DiffusionModelRunner:
         if not scheduler_output.plans:
             return EMPTY_MODEL_RUNNER_OUTPUT
         failures = self._take_in(scheduler_output)
-        plans = {i: plan for i, plan in scheduler_output.plans.items() if i not in failures}
+        plans = {
+            i: plan for i, plan in scheduler_output.plans.items() if i not in failures
+        }
         progress = scheduler_output.progress
         reports: list[dict[str, StepResult]] = []
         while plans:
-            ran = self._run_steps(plans, progress, scheduler_output.num_steps - len(reports))
+            ran = self._run_steps(
+                plans, progress, scheduler_output.num_steps - len(reports)
+            )
             reports += ran
-            results = [(request_id, result) for step in ran for request_id, result in step.items()]
+            results = [
+                (request_id, result)
+                for step in ran
+                for request_id, result in step.items()
+            ]
             # The scheduler must see tokens to send, and failures, before the next step.
-            tells = any(isinstance(result, RequestFailure) or result.tokens is not None for _, result in results)
+            tells = any(
+                isinstance(result, RequestFailure) or result.tokens is not None
+                for _, result in results
+            )
             if len(reports) == scheduler_output.num_steps or failures or tells:
                 break
             for request_id, report in results:
                 assert isinstance(report, StepReport)
                 report.advance(progress[request_id], self.canvases[request_id].spec)
-            if any(request_progress.step == 0 for request_progress in progress.values()):
+            if any(
+                request_progress.step == 0 for request_progress in progress.values()
+            ):
                 break  # a block has joined: other pages are needed
             plans, failures = self._next_plans(progress)
         if failures:
@@ -212,13 +282,19 @@ class DiffusionModelRunner:
             reports[-1] |= failures
         return DiffusionRunnerOutput(req_ids=[], req_id_to_index={}, reports=reports)
 
-    def _next_plans(self, progress: dict[str, Progress]) -> tuple[dict[str, StepPlan], Failures]:
-        """The next step of each request; none at all where that of one fails, which the scheduler must know first."""
+    def _next_plans(
+        self, progress: dict[str, Progress]
+    ) -> tuple[dict[str, StepPlan], Failures]:
+        """The next step of each request; none at all where that of one fails, which the
+        scheduler must know first.
+        """
         plans: dict[str, StepPlan] = {}
         failures: Failures = {}
         for request_id, request_progress in progress.items():
             try:
-                plans[request_id] = self.plan(self.canvases[request_id].spec, request_progress)
+                plans[request_id] = self.plan(
+                    self.canvases[request_id].spec, request_progress
+                )
             except Exception as error:
                 failures[request_id] = failure_of(request_id, error)
         return {} if failures else plans, failures
@@ -229,7 +305,9 @@ class DiffusionModelRunner:
         self.last_layout = None
 
     def _take_in(self, scheduler_output: DiffusionSchedulerOutput) -> Failures:
-        """Make canvases of new requests, and take page tables that have changed. Returns what failed."""
+        """Make canvases of new requests, and take page tables that have changed.
+        Returns what failed.
+        """
         new, tables = scheduler_output.new_requests, scheduler_output.page_tables
         failures: Failures = {}
         if new or tables:
@@ -240,7 +318,8 @@ class DiffusionModelRunner:
                     self.store.open(request_id, new[request_id])
                 if request_id in tables:
                     self.canvases[request_id].page_tables = {
-                        kind: page_table(ids, self.device) for kind, ids in tables[request_id].items()
+                        kind: page_table(ids, self.device)
+                        for kind, ids in tables[request_id].items()
                     }
             except Exception as error:
                 failures[request_id] = failure_of(request_id, error)
@@ -249,13 +328,18 @@ class DiffusionModelRunner:
     def _run_steps(
         self, plans: dict[str, StepPlan], progress: dict[str, Progress], num_steps: int
     ) -> list[dict[str, StepResult]]:
-        """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as they are known ahead."""
+        """Run ``plans``, and of the ``num_steps`` allowed those that follow as far as
+        they are known ahead.
+        """
         parts: dict[str | bool, dict[str, StepPlan]] = defaultdict(dict)
         for request_id, plan in plans.items():
-            # How a library sums depends on the shapes it is given, so a request may be given its own alone. And what a
-            # cache method's pass does is another thing than to compute whole canvases beside pages.
+            # How a library sums depends on the shapes it is given, so a request may be
+            # given its own alone. And what a cache method's pass does is another thing
+            # than to compute whole canvases beside pages.
             keeps = self.options.method.keeps(self.canvases[request_id].spec)
-            parts[request_id if self.options.batch_invariant else keeps][request_id] = plan
+            parts[request_id if self.options.batch_invariant else keeps][request_id] = (
+                plan
+            )
         if len(parts) == 1:
             return self._run_batch(plans, progress, num_steps)
         reports: dict[str, StepResult] = {}
@@ -269,10 +353,16 @@ class DiffusionModelRunner:
         batch, layer_pass = self._lay_out(plans)
         candidates = BatchCandidates.of(batch)
         steps: Iterable[dict[str, StepPlan]] = [plans]
-        if layer_pass.repeats and num_steps > 1 and not (self.options.trace and layer_pass.chooses):
+        if (
+            layer_pass.repeats
+            and num_steps > 1
+            and not (self.options.trace and layer_pass.chooses)
+        ):
             specs = {request_id: self.canvases[request_id].spec for request_id in plans}
             may_idle = not layer_pass.writes
-            steps = steps_known_ahead(plans, progress, specs, self.plan, num_steps, may_idle=may_idle)
+            steps = steps_known_ahead(
+                plans, progress, specs, self.plan, num_steps, may_idle=may_idle
+            )
         steps, steps_run = itertools.tee(steps)
         outcomes, failures = self.denoiser.run(candidates, layer_pass, steps)
         reporter = Reporter(batch, layer_pass, self.mask_token_id, self.options.trace)
@@ -281,7 +371,9 @@ class DiffusionModelRunner:
         return reports
 
     def _lay_out(self, plans: dict[str, StepPlan]) -> tuple[StepBatch, LayerPass]:
-        """The rows of a step and who runs the layers over them: those of the last step where this one repeats it."""
+        """The rows of a step and who runs the layers over them: those of the last step
+        where this one repeats it.
+        """
         if self.last_layout is not None:
             batch, layer_pass = self.last_layout
             repeated = dict(zip(batch.request_ids, batch.plans, strict=True))
@@ -289,12 +381,22 @@ class DiffusionModelRunner:
                 layer_pass.repeats
                 and not layer_pass.follows
                 and plans.keys() == repeated.keys()
-                and all(does_same_work(plan, repeated[request_id]) for request_id, plan in plans.items())
+                and all(
+                    does_same_work(plan, repeated[request_id])
+                    for request_id, plan in plans.items()
+                )
             ):
                 return self.last_layout
-        keeps = all(self.options.method.keeps(self.canvases[request_id].spec) for request_id in plans)
+        keeps = all(
+            self.options.method.keeps(self.canvases[request_id].spec)
+            for request_id in plans
+        )
         layer_pass_class = self.layer_pass_class if keeps else DensePass
         batch = StepBatch.of(plans, self.canvases, layer_pass_class.positions)
-        # There are no pages where the method keeps nothing; its pass does not look at them.
-        self.last_layout = batch, layer_pass_class.of(batch, cast(PageMemory, self.rank.pages))
+        # There are no pages where the method keeps nothing; its pass does not look at
+        # them.
+        self.last_layout = (
+            batch,
+            layer_pass_class.of(batch, cast(PageMemory, self.rank.pages)),
+        )
         return self.last_layout

@@ -5,7 +5,10 @@ from functools import cached_property
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from dllm_engine.kernels.pages import write_kv
@@ -13,12 +16,16 @@ from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.page_layout import PoolGeometry
 
 POOL_LAYER = "dllm.pool"
-"""Name of the one pseudo-layer vLLM is told of; its page is one layer's page of ours."""
+"""Name of the one pseudo-layer vLLM is told of; its page is one layer's
+page of ours.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagePoolSpec(FullAttentionSpec):
-    """One page: ``block_size`` tokens of keys and values of one layer, local KV heads."""
+    """One page: ``block_size`` tokens of keys and values of one layer,
+    local KV heads.
+    """
 
     pages_per_request: int = 1
     """Pages of a request as long as ``max_model_len``, over all layers."""
@@ -46,13 +53,22 @@ class PageView:
     num_kv_heads: int
     """KV heads of this rank."""
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor | None = None) -> None:
-        """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as ``write_kv`` does."""
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> None:
+        """Write keys and values ``[n, num_kv_heads, head_dim]`` to physical slots, as
+        ``write_kv`` does.
+        """
         write_kv(k, v, self.keys, self.values, slots, rows)
 
     def slots(self, places: torch.Tensor) -> torch.Tensor:
-        """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page · page_size + offset``, int64
-        ``[...]``; below 0, where ``write`` keeps nothing, where a place is −1."""
+        """Physical slots, int64 ``[..., num_kv_heads]``, of tokens at places ``page ·
+        page_size + offset``, int64 ``[...]``; below 0, where ``write`` keeps nothing,
+        where a place is −1."""
         return places[..., None] * self.num_kv_heads + self.heads
 
     @cached_property
@@ -62,33 +78,55 @@ class PageView:
 
 
 class PageMemory(PageView):
-    """All pages of a rank. A slot is the key or value of one head of one retained token. A page may hold rows of
-    features instead, of ``hidden_size`` numbers each. Page 0 is vLLM's null block, and nothing in it is read."""
+    """All pages of a rank. A slot is the key or value of one head of one retained
+    token. A page may hold rows of features instead, of ``hidden_size`` numbers each.
+    Page 0 is vLLM's null block, and nothing in it is read."""
 
-    def __init__(self, num_pages: int, geometry: PoolGeometry, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        geometry: PoolGeometry,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.geometry, heads = geometry, geometry.num_kv_heads
         # Not zeroed: on a CPU, memory that no page uses is then never touched.
         shape = num_pages, 2, geometry.page_size * heads, geometry.head_dim
         self.memory = torch.empty(shape, dtype=dtype, device=device)
-        super().__init__(self.memory[:, 0], self.memory[:, 1], geometry.page_size, heads)
+        super().__init__(
+            self.memory[:, 0], self.memory[:, 1], geometry.page_size, heads
+        )
 
     @property
     def first_kv_head(self) -> int:
-        """Number of this rank's first KV head in the model. With more ranks than KV heads, neighbours hold the same."""
-        ranks, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
+        """Number of this rank's first KV head in the model. With more ranks than KV
+        heads, neighbours hold the same.
+        """
+        ranks, rank = (
+            get_tensor_model_parallel_world_size(),
+            get_tensor_model_parallel_rank(),
+        )
         return rank * self.geometry.total_kv_heads // ranks
 
     def view_for(self, num_kv_heads: int, head_dim: int) -> PageView:
-        """The same pages for a model of other heads: as many whole tokens as a page's bytes hold."""
+        """The same pages for a model of other heads: as many whole tokens as a page's
+        bytes hold.
+        """
         pages = self.memory.flatten(1)
         page_size = pages.shape[1] // (2 * num_kv_heads * head_dim)
         slots = page_size * num_kv_heads
-        keys, values = pages[:, : 2 * slots * head_dim].unflatten(1, (2, slots, head_dim)).unbind(1)
+        keys, values = (
+            pages[:, : 2 * slots * head_dim]
+            .unflatten(1, (2, slots, head_dim))
+            .unbind(1)
+        )
         return PageView(keys, values, page_size, num_kv_heads)
 
 
 def page_table(page_ids: list[list[int]], device: torch.device) -> torch.Tensor:
-    """Page ids of each layer as one table, ``[num_layers, most pages of a layer]`` int32."""
+    """Page ids of each layer as one table, ``[num_layers, most pages of a layer]``
+    int32.
+    """
     widest = max(map(len, page_ids))
     # Page 0 is never handed out; what pads a layer is never read.
     padded = [pages + [0] * (widest - len(pages)) for pages in page_ids]

@@ -1,4 +1,6 @@
-"""Forward passes that measure a model instead of decoding: its memory, and the likelihood of tokens."""
+"""Forward passes that measure a model instead of decoding: its memory, and the
+likelihood of tokens.
+"""
 
 import itertools
 
@@ -18,11 +20,16 @@ from dllm_engine.model_executor.unmasking.logits import ConstrainedRows
 
 @torch.inference_mode()
 def run_largest_batch(rank: Rank) -> None:
-    """The largest batch that may be asked for, with the rows that fill up its graph, and the largest chunks of logits
-    that predictions take, for vLLM to measure their memory."""
+    """The largest batch that may be asked for, with the rows that fill up its graph,
+    and the largest chunks of logits that predictions take, for vLLM to measure their
+    memory."""
     num_rows = padded(rank.max_num_batched_tokens) or rank.max_num_batched_tokens
     longest, device, predictor = rank.max_model_len, rank.device, rank.predictor
-    pass_memory = torch.empty(rank.options.method.pass_bytes(num_rows, longest), dtype=torch.uint8, device=device)
+    pass_memory = torch.empty(
+        rank.options.method.pass_bytes(num_rows, longest),
+        dtype=torch.uint8,
+        device=device,
+    )
     ids = torch.full((num_rows,), predictor.mask_token_id, device=device)
     positions = torch.arange(num_rows, device=device) % longest
     sizes = [min(longest, num_rows - start) for start in range(0, num_rows, longest)]
@@ -31,35 +38,62 @@ def run_largest_batch(rank: Rank) -> None:
     chunk = head_chunks(num_rows, predictor.vocab_size, on_gpu=device.type != "cpu")[0]
     counters = Counters(*(positions[chunk],) * 3)
     one_class = torch.zeros(predictor.vocab_size, dtype=torch.int64, device=device)
-    constrained = [ConstrainedRows(chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64))]
+    constrained = [
+        ConstrainedRows(
+            chunk, one_class, 1, lambda scores: np.zeros(len(scores), np.int64)
+        )
+    ]
     for settings in (GREEDY, SamplingSettings(1.0, 0.9, 50, True)):
         for rows in ((), constrained):
-            predictor.predict(hidden[chunk], settings, counters, {"entropy", "margin"}, 1, constrained=rows)
+            predictor.predict(
+                hidden[chunk],
+                settings,
+                counters,
+                {"entropy", "margin"},
+                1,
+                constrained=rows,
+            )
     if rank.guide is not None:
         rank.guide.profile_run(num_rows)
     del pass_memory
 
 
 @torch.inference_mode()
-def masked_logprobs(rank: Rank, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
-    """Log-probabilities of the tokens at ``masked`` positions of sequences, given the rest of each; one forward pass
-    for all."""
+def masked_logprobs(
+    rank: Rank, sequences: list[list[int]], masked: list[list[int]]
+) -> list[list[float]]:
+    """Log-probabilities of the tokens at ``masked`` positions of sequences, given the
+    rest of each; one forward pass for all."""
     device, family = rank.device, rank.model.config.family
-    positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
-    row_bounds = RowBounds(list(map(len, sequences)), device, _limits(positions, family.attention_block))
+    positions = torch.cat(
+        [torch.arange(len(sequence), device=device) for sequence in sequences]
+    )
+    row_bounds = RowBounds(
+        list(map(len, sequences)), device, _limits(positions, family.attention_block)
+    )
     tokens = on_device(list(itertools.chain.from_iterable(sequences)), device)
-    places = [(first, p) for first, own in zip(row_bounds.bounds, masked, strict=False) for p in own]
+    places = [
+        (first, p)
+        for first, own in zip(row_bounds.bounds, masked, strict=False)
+        for p in own
+    ]
     if not places:
         return [[] for _ in sequences]
     rows = on_device([first + p for first, p in places], device)
     ids = tokens.index_fill(0, rows, rank.predictor.mask_token_id)
     hidden = rank.model(ids, positions, DensePass(row_bounds))
     # As in a response, the first position of a sequence has no row before it.
-    predicting = on_device([first + max(p - family.shifts_logits, 0) for first, p in places], device)
+    predicting = on_device(
+        [first + max(p - family.shifts_logits, 0) for first, p in places], device
+    )
     logprobs = rank.predictor.logprobs_of(hidden[predicting], tokens[rows])
     return [part.tolist() for part in logprobs.split(list(map(len, masked)))]
 
 
 def _limits(positions: torch.Tensor, block_length: int | None) -> torch.Tensor | None:
     """End of each position's block, as ``RowBounds`` takes it."""
-    return None if block_length is None else ((positions // block_length + 1) * block_length).int()
+    return (
+        None
+        if block_length is None
+        else ((positions // block_length + 1) * block_length).int()
+    )

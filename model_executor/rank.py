@@ -15,7 +15,9 @@ from dllm_engine.options import EngineOptions
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, once its weights are loaded. Every rank runs the same code on the same tokens."""
+    """One rank, once its weights are loaded. Every rank runs the same code on the same
+    tokens.
+    """
 
     options: EngineOptions
     device: torch.device

@@ -23,8 +23,15 @@ Rows = torch.Tensor | slice
 class RowBounds:
     """Bounds of each request's rows in a batch whose rows lie end to end."""
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, limits: torch.Tensor | None = None) -> None:
-        """``limits``: how many of its request's keys each row attends to, int32 ``[num_rows]``; None: all of them."""
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        device: torch.device,
+        limits: torch.Tensor | None = None,
+    ) -> None:
+        """``limits``: how many of its request's keys each row attends to, int32
+        ``[num_rows]``; None: all of them.
+        """
         self.sizes, self.device, self.limits = sizes, device, limits
         self.bounds = list(accumulate(sizes, initial=0))
         """First row of each request and, last, the number of rows."""
@@ -43,64 +50,106 @@ class RowBounds:
 
 
 class SplitRows(RowBounds):
-    """Rows of which the last requests attend to nothing but their own rows, and those before to pages as well."""
+    """Rows of which the last requests attend to nothing but their own rows, and those
+    before to pages as well.
+    """
 
     def __init__(
-        self, sizes: Sequence[int], alone: Sequence[bool], device: torch.device, limits: torch.Tensor | None = None
+        self,
+        sizes: Sequence[int],
+        alone: Sequence[bool],
+        device: torch.device,
+        limits: torch.Tensor | None = None,
     ) -> None:
-        """``alone``: requests that need no pages. A request followed by one that needs pages counts as needing them."""
+        """``alone``: requests that need no pages. A request followed by one that needs
+        pages counts as needing them.
+        """
         super().__init__(sizes, device, limits)
         num_alone = len(list(takewhile(bool, reversed(alone))))
         num_paged = len(sizes) - num_alone
         self.num_paged_rows = n = self.bounds[num_paged]
-        paged_limits, alone_limits = (None, None) if limits is None else (limits[:n], limits[n:])
-        self.paged = RowBounds([*sizes[:num_paged], *[0] * num_alone], device, paged_limits)
+        paged_limits, alone_limits = (
+            (None, None) if limits is None else (limits[:n], limits[n:])
+        )
+        self.paged = RowBounds(
+            [*sizes[:num_paged], *[0] * num_alone], device, paged_limits
+        )
         """Rows of all requests, without the rows of those that attend alone."""
         self.alone = RowBounds(sizes[num_paged:], device, alone_limits)
-        """Rows of the requests that attend alone, which follow the first ``num_paged_rows``."""
+        """Rows of the requests that attend alone, which follow the first
+        ``num_paged_rows``.
+        """
 
     def graph_inputs(self) -> list[torch.Tensor]:
         return [part.cu_seqlens for part in (self.paged, self.alone) if any(part.sizes)]
 
 
 class RowChoice:
-    """Rows that are computed of each request: fixed ones, and behind them some that are chosen from others."""
+    """Rows that are computed of each request: fixed ones, and behind them some that are
+    chosen from others.
+    """
 
     def __init__(
-        self, fixed: Sequence[Span], others: Sequence[Span], counts: Sequence[int | None], device: torch.device
+        self,
+        fixed: Sequence[Span],
+        others: Sequence[Span],
+        counts: Sequence[int | None],
+        device: torch.device,
     ) -> None:
-        """``counts``: how many of ``others`` are chosen; None: it is not asked which. All by request."""
+        """``counts``: how many of ``others`` are chosen; None: it is not asked which.
+        All by request.
+        """
         fixed_sizes = [span.size for span in fixed]
-        self.sizes = [size + (count or 0) for size, count in zip(fixed_sizes, counts, strict=True)]
+        self.sizes = [
+            size + (count or 0) for size, count in zip(fixed_sizes, counts, strict=True)
+        ]
         firsts = [0, *accumulate(self.sizes)]
-        places = ranges([span.start for span in fixed], fixed_sizes)[1], ranges(firsts[:-1], fixed_sizes)[1]
+        places = (
+            ranges([span.start for span in fixed], fixed_sizes)[1],
+            ranges(firsts[:-1], fixed_sizes)[1],
+        )
         self.fixed, self.fixed_places = on_device(np.stack(places), device).unbind()
         """The fixed rows, and their places among the computed rows."""
         alike: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
-        for span, first, size, count in zip(others, firsts, fixed_sizes, counts, strict=False):
+        for span, first, size, count in zip(
+            others, firsts, fixed_sizes, counts, strict=False
+        ):
             if count is not None:
                 alike[span.size, count].append((span.start, first + size))
-        spans = [(start, size) for (size, _), members in alike.items() for start, _ in members]
-        self.chosen_from = ranges([start for start, _ in spans], [size for _, size in spans])[1]
+        spans = [
+            (start, size)
+            for (size, _), members in alike.items()
+            for start, _ in members
+        ]
+        self.chosen_from = ranges(
+            [start for start, _ in spans], [size for _, size in spans]
+        )[1]
         """The rows to choose from, group after group, on the host."""
         self.groups = []
-        """Per group of equal shape, the rows to choose from ``[group, rows]``, and the places of those chosen
-        ``[group, chosen]``."""
+        """Per group of equal shape, the rows to choose from ``[group, rows]``, and the
+        places of those chosen ``[group, chosen]``."""
         for (size, count), members in alike.items():
             starts, first_places = on_device(members, device)[:, None].unbind(dim=2)
             numbers = torch.arange(max(size, count), device=device)
-            self.groups.append((starts + numbers[:size], first_places + numbers[:count]))
+            self.groups.append(
+                (starts + numbers[:size], first_places + numbers[:count])
+            )
 
-    def by_group(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Values, rows to choose from, and places of those chosen, of each group; ``values`` ``[..., n]`` are of the
-        rows ``chosen_from``, and become ``[..., group, rows]``."""
+    def by_group(
+        self, values: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Values, rows to choose from, and places of those chosen, of each group;
+        ``values`` ``[..., n]`` are of the rows ``chosen_from``, and become ``[...,
+        group, rows]``."""
         parts = values.split([others.numel() for others, _ in self.groups], dim=-1)
         for part, (others, places) in zip(parts, self.groups, strict=True):
             yield part.unflatten(-1, others.shape), others, places
 
-    def rows(self, values: torch.Tensor, choose: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """The computed rows. ``choose(values, count=count)`` gives the indices of those chosen, ``[group, count]``,
-        from the values of a group."""
+    def rows(
+        self, values: torch.Tensor, choose: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """The computed rows. ``choose(values, count=count)`` gives the indices of those
+        chosen, ``[group, count]``, from the values of a group."""
         rows = torch.empty(sum(self.sizes), dtype=torch.int64, device=self.fixed.device)
         rows[self.fixed_places] = self.fixed
         for part, others, places in self.by_group(values):
@@ -108,7 +157,11 @@ class RowChoice:
         return rows
 
     def graph_inputs(self) -> list[torch.Tensor]:
-        return [self.fixed, self.fixed_places, *(tensor for group in self.groups for tensor in group)]
+        return [
+            self.fixed,
+            self.fixed_places,
+            *(tensor for group in self.groups for tensor in group),
+        ]
 
 
 class StepBatch(RowBounds):
@@ -121,32 +174,65 @@ class StepBatch(RowBounds):
         plans: Sequence[StepPlan] = (),
         request_ids: Sequence[str] = (),
     ) -> None:
-        """``positions``: of each request's rows in its canvas, ascending. Rows of another text (a guide's) have no
-        plans."""
-        super().__init__([request_positions.size for request_positions in positions], canvases[0].tokens.device)
+        """``positions``: of each request's rows in its canvas, ascending. Rows of
+        another text (a guide's) have no plans."""
+        super().__init__(
+            [request_positions.size for request_positions in positions],
+            canvases[0].tokens.device,
+        )
         self.canvases, self.request_ids = canvases, request_ids
         self.plans = plans
-        """Plans that the rows were laid out for. Steps that do the same work on other tokens run with these rows too;
-        their plans differ in how much they fill and in their random numbers."""
+        """Plans that the rows were laid out for. Steps that do the same work on other
+        tokens run with these rows too; their plans differ in how much they fill and in
+        their random numbers."""
         self.host_positions = np.concatenate(positions)
         """``positions`` on the host."""
-        places = self.host_positions + np.repeat([canvas.start for canvas in canvases], self.sizes)
-        self.positions, self.places = on_device(np.stack((self.host_positions, places)), self.device).unbind()
-        """``[num_rows]`` each: position in the canvas, and index of the row's token in the ``CanvasStore``."""
+        places = self.host_positions + np.repeat(
+            [canvas.start for canvas in canvases], self.sizes
+        )
+        self.positions, self.places = on_device(
+            np.stack((self.host_positions, places)), self.device
+        ).unbind()
+        """``[num_rows]`` each: position in the canvas, and index of the row's token in
+        the ``CanvasStore``.
+        """
         self.limits = self._limits()
-        """The canvas position before which each row's block ends; None where all rows of a request attend to each
-        other. Keys that lie by position are limited by it."""
+        """The canvas position before which each row's block ends; None where all rows
+        of a request attend to each other. Keys that lie by position are limited by it.
+        """
 
     @classmethod
-    def of(cls, plans: dict[str, StepPlan], canvases: dict[str, Canvas], positions: RowPositions) -> "StepBatch":
-        """The rows of all plans, request by request. ``positions``: of the layer pass that runs them."""
-        rows = {request_id: positions(plan, canvases[request_id]) for request_id, plan in plans.items()}
-        # Sequences of equal length side by side share one attention call. Those that need no pages come last: requests
-        # in their first pass, and before them others whose canvas is computed as a whole.
+    def of(
+        cls,
+        plans: dict[str, StepPlan],
+        canvases: dict[str, Canvas],
+        positions: RowPositions,
+    ) -> "StepBatch":
+        """The rows of all plans, request by request. ``positions``: of the layer pass
+        that runs them.
+        """
+        rows = {
+            request_id: positions(plan, canvases[request_id])
+            for request_id, plan in plans.items()
+        }
+        # Sequences of equal length side by side share one attention call. Those that
+        # need no pages come last: requests in their first pass, and before them others
+        # whose canvas is computed as a whole.
         ordered = sorted(
-            plans, key=lambda i: (plans[i].scope is Scope.ALL, plans[i].forward == 0, rows[i].size, plans[i].read)
+            plans,
+            key=lambda i: (
+                plans[i].scope is Scope.ALL,
+                plans[i].forward == 0,
+                rows[i].size,
+                plans[i].read,
+            ),
         )
-        return cls([canvases[i] for i in ordered], [rows[i] for i in ordered], [plans[i] for i in ordered], ordered)
+        return cls(
+            [canvases[i] for i in ordered],
+            [rows[i] for i in ordered],
+            [plans[i] for i in ordered],
+            ordered,
+        )
 
     def _limits(self) -> torch.Tensor | None:
         specs = [canvas.spec for canvas in self.canvases]
@@ -154,7 +240,10 @@ class StepBatch(RowBounds):
             return None
         lengths = np.array([spec.block_length for spec in specs])
         bounds = np.array(self.bounds)
-        firsts, lasts = self.host_positions[bounds[:-1]], self.host_positions[bounds[1:] - 1]
+        firsts, lasts = (
+            self.host_positions[bounds[:-1]],
+            self.host_positions[bounds[1:] - 1],
+        )
         if np.array_equal(firsts // lengths, lasts // lengths):
             return None  # of one block each, which sees all that lies before it
         lengths = np.repeat(lengths, self.sizes)
@@ -163,7 +252,10 @@ class StepBatch(RowBounds):
 
     def computes(self, index: int, span: Span) -> bool:
         """Return True if the rows of a request are those of ``span``."""
-        return self.sizes[index] == span.size and self.host_positions[self.bounds[index]] == span.start
+        return (
+            self.sizes[index] == span.size
+            and self.host_positions[self.bounds[index]] == span.start
+        )
 
     def split_rows(self, alone: Sequence[bool]) -> SplitRows:
         return SplitRows(self.sizes, alone, self.device, self.limits)
@@ -174,8 +266,12 @@ class StepBatch(RowBounds):
         return on_device(np.repeat(np.arange(len(self.sizes)), self.sizes), self.device)
 
 
-def ranges(starts: Sequence[int], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Concatenate ranges of integers. Returns the range number of each integer, and the integers; int64 arrays."""
+def ranges(
+    starts: Sequence[int], sizes: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Concatenate ranges of integers. Returns the range number of each integer, and the
+    integers; int64 arrays.
+    """
     bounds_of_ranges = np.array([starts, sizes], dtype=np.int64)
     owners = np.repeat(np.arange(len(sizes)), bounds_of_ranges[1])
     shifts = bounds_of_ranges[0] - bounds_of_ranges[1].cumsum() + bounds_of_ranges[1]

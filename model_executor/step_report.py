@@ -14,7 +14,14 @@ from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.filling import StepOutcome
 from dllm_engine.model_executor.unmasking.statistics import required
-from dllm_engine.scheduler.messages import Commits, RequestFailure, ShownWindow, StepReport, StepResult, failure_of
+from dllm_engine.scheduler.messages import (
+    Commits,
+    RequestFailure,
+    ShownWindow,
+    StepReport,
+    StepResult,
+    failure_of,
+)
 from dllm_engine.scheduler.request import Span
 from dllm_engine.scheduler.step_plan import StepPlan, must_fill, revises
 
@@ -32,10 +39,12 @@ class Reporter:
     def reports(
         self, steps: Sequence[dict[str, StepPlan]], outcomes: Sequence[StepOutcome]
     ) -> list[dict[str, StepResult]]:
-        """A dictionary per step, by request, up to the last step that did something. A request ends with its first
-        failure."""
+        """A dictionary per step, by request, up to the last step that did something. A
+        request ends with its first failure."""
         reports: list[dict[str, StepResult]] = [{} for _ in outcomes]
-        for index, (request_id, canvas) in enumerate(zip(self.batch.request_ids, self.batch.canvases, strict=True)):
+        for index, (request_id, canvas) in enumerate(
+            zip(self.batch.request_ids, self.batch.canvases, strict=True)
+        ):
             rows = self.batch.host_positions[self.batch.rows(index)]
             for number, (step, outcome) in enumerate(zip(steps, outcomes, strict=True)):
                 plan = step[request_id]
@@ -43,7 +52,8 @@ class Reporter:
                     if number:
                         if (canvas.known[slice(*plan.window)] >= 0).all():
                             break  # it ran with others, and had nothing to do
-                        # It was fed the rows of the first step; those that its own plan leaves out had no effect.
+                        # It was fed the rows of the first step; those that its own plan
+                        # leaves out had no effect.
                         rows = self.layer_pass.positions(plan, canvas)
                     result = self._result(index, plan, outcome, rows)
                 except Exception as error:
@@ -51,24 +61,41 @@ class Reporter:
                 reports[number][request_id] = result
                 if isinstance(result, RequestFailure):
                     break
-        return reports[: 1 + max((number for number, results in enumerate(reports) if results), default=0)]
+        return reports[
+            : 1
+            + max(
+                (number for number, results in enumerate(reports) if results), default=0
+            )
+        ]
 
-    def _result(self, index: int, plan: StepPlan, outcome: StepOutcome, rows: np.ndarray) -> StepResult:
-        """Take what a step filled into a canvas. ``rows``: the canvas positions that it computed."""
+    def _result(
+        self, index: int, plan: StepPlan, outcome: StepOutcome, rows: np.ndarray
+    ) -> StepResult:
+        """Take what a step filled into a canvas. ``rows``: the canvas positions that it
+        computed.
+        """
         canvas, layer_pass = self.batch.canvases[index], self.layer_pass
         spec, changed, number = canvas.spec, outcome.positions[index], plan.forward + 1
         edited = canvas.write(changed, outcome.tokens[index])
         canvas.committed_at[changed] = number
         if index in outcome.not_finite:
-            message = f"the model produced logits that are NaN or infinite in forward pass {number}"
+            message = (
+                f"the model produced logits that are NaN or infinite in forward pass "
+                f"{number}"
+            )
             return RequestFailure("not_finite", message)
         if not canvas.last_unmasked and must_fill(plan, spec):
-            return RequestFailure("no_progress", f"forward pass {number} unmasked no token, although it has to")
+            return RequestFailure(
+                "no_progress",
+                f"forward pass {number} unmasked no token, although it has to",
+            )
         ends = spec.early_stop and canvas.give_up_behind_end()
         canvas.next_rows = layer_pass.next_rows(index)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, spec, sum(masked), len(edited))
-        sent = canvas.take_sendable(plan.window.start if still_revises else spec.canvas_length)
+        sent = canvas.take_sendable(
+            plan.window.start if still_revises else spec.canvas_length
+        )
         tokens = canvas.known[sent].tolist()
         return StepReport(
             plan=plan,
@@ -77,19 +104,31 @@ class Reporter:
             masked=masked,
             num_edited=len(edited),
             revises=still_revises,
-            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1)) if spec.slow_fast else None,
+            seen=canvas.seen(plan.window, outcome.farthest.get(index, -1))
+            if spec.slow_fast
+            else None,
             tokens=tokens or None,
-            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index) if self.with_trace else None,
+            trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index)
+            if self.with_trace
+            else None,
             ends=ends,
             kv_slots=layer_pass.kv_slots(index),
-            logprobs=_logprobs(canvas, sent) if tokens and spec.num_logprobs is not None else None,
+            logprobs=_logprobs(canvas, sent)
+            if tokens and spec.num_logprobs is not None
+            else None,
             commits=_commits(canvas, sent) if tokens and spec.return_order else None,
-            decision=canvas.decision.answers if canvas.decision is not None and not sum(masked) else None,
-            shown=_shown(canvas, plan.window, self.mask_token_id) if spec.streams_steps and not plan.prefills else None,
+            decision=canvas.decision.answers
+            if canvas.decision is not None and not sum(masked)
+            else None,
+            shown=_shown(canvas, plan.window, self.mask_token_id)
+            if spec.streams_steps and not plan.prefills
+            else None,
         )
 
 
-def _trace(canvas: Canvas, plan: StepPlan, rows: np.ndarray, edited: list[tuple[int, int, int]]) -> dict[str, Any]:
+def _trace(
+    canvas: Canvas, plan: StepPlan, rows: np.ndarray, edited: list[tuple[int, int, int]]
+) -> dict[str, Any]:
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = canvas.spec
     whole = rows.size == spec.canvas_length == spec.response_span.stop
@@ -103,21 +142,30 @@ def _trace(canvas: Canvas, plan: StepPlan, rows: np.ndarray, edited: list[tuple[
 
 
 def _logprobs(canvas: Canvas, sent: np.ndarray) -> LogprobsLists:
-    """Log-probabilities of sent tokens in vLLM's form: the committed token first, then the likeliest tokens."""
+    """Log-probabilities of sent tokens in vLLM's form: the committed token first, then
+    the likeliest tokens.
+    """
     kept = canvas.logprobs
     assert kept is not None
     tokens = torch.cat((canvas.tokens[sent, None], kept.top_tokens[sent]), dim=-1)
     values = torch.cat((kept.token[sent, None], kept.top[sent]), dim=-1)
-    return LogprobsLists(tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[sent].cpu().numpy())
+    return LogprobsLists(
+        tokens.cpu().numpy(), values.cpu().numpy(), kept.rank[sent].cpu().numpy()
+    )
 
 
 def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
     assert canvas.logprobs is not None
-    return Commits(canvas.committed_at[sent].tolist(), canvas.logprobs.token[sent].tolist())
+    return Commits(
+        canvas.committed_at[sent].tolist(), canvas.logprobs.token[sent].tolist()
+    )
 
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
-    start, here = canvas.spec.prompt_length, slice(window.start, min(window.stop, canvas.spec.response_span.stop))
+    start, here = (
+        canvas.spec.prompt_length,
+        slice(window.start, min(window.stop, canvas.spec.response_span.stop)),
+    )
     known, confidences = canvas.known[here], required(canvas.confidences)[here].tolist()
     return ShownWindow(
         start=window.start - start,

@@ -1,8 +1,11 @@
-"""From hidden states of masked positions to a predicted token and its statistics, a vocabulary shard at a time.
+"""From hidden states of masked positions to a predicted token and its statistics, a
+vocabulary shard at a time.
 
-Logits are made for the rows given and for a bounded number of them at once, so a step never holds
-``[canvas, vocabulary]``. Under tensor parallelism each rank reduces its own shard and only per-row numbers travel;
-top-p and top-k, which need the whole distribution, gather the logits of the rows that use them.
+Logits are made for the rows given and for a bounded number of them at once, so a step
+never holds
+``[canvas, vocabulary]``. Under tensor parallelism each rank reduces its own shard and
+only per-row numbers travel; top-p and top-k, which need the whole distribution, gather
+the logits of the rows that use them.
 """
 
 from collections.abc import Callable, Sequence, Set
@@ -13,11 +16,20 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
-from dllm_engine.kernels.sampling import Counters, filtered_logits, gumbel_max, noisy_logits
+from dllm_engine.kernels.sampling import (
+    Counters,
+    filtered_logits,
+    gumbel_max,
+    noisy_logits,
+)
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.head_chunks import LEAST_ROWS, TILE_ROWS, head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
+from dllm_engine.model_executor.transfer import (
+    gather_from_ranks,
+    gather_shards,
+    on_device,
+)
 from dllm_engine.model_executor.unmasking.logits import (
     BiasedRows,
     ConstrainedRows,
@@ -31,7 +43,9 @@ from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
 
 FILTERED_OUT = 1e6
-"""By so much lower is the score of a token that top-p and top-k leave out: a constrained response may need it."""
+"""By so much lower is the score of a token that top-p and top-k leave out: a
+constrained response may need it.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,17 +56,27 @@ class SamplingSettings:
     top_p: float
     top_k: int
     tempered: bool
-    """True if the statistics describe the distribution after temperature, top-p and top-k."""
+    """True if the statistics describe the distribution after temperature, top-p and
+    top-k.
+    """
     least_confident: frozenset[int] = frozenset()
     """Tokens that may be predicted, and that the statistics leave out."""
 
     @classmethod
     def of(cls, spec: DecodingSpec) -> "SamplingSettings":
-        """Settings of a request. Settings without effect are equal, so that such requests share the head."""
-        greedy_unfiltered = spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+        """Settings of a request. Settings without effect are equal, so that such
+        requests share the head.
+        """
+        greedy_unfiltered = (
+            spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+        )
         tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
         # The most likely token survives every filter.
-        filters = (1.0, 0) if spec.temperature == 0 and not tempered else (spec.top_p, spec.top_k)
+        filters = (
+            (1.0, 0)
+            if spec.temperature == 0 and not tempered
+            else (spec.top_p, spec.top_k)
+        )
         return cls(spec.temperature, *filters, tempered, spec.least_confident)
 
     @property
@@ -73,7 +97,9 @@ class TokenPredictor:
         mask_token_id: int,
         tp_group: GroupCoordinator,
     ) -> None:
-        """``compute_logits`` maps ``[num_rows, hidden_size]`` (before the final norm) to this rank's logits."""
+        """``compute_logits`` maps ``[num_rows, hidden_size]`` (before the final norm)
+        to this rank's logits.
+        """
         self.compute_logits = compute_logits
         self.vocab_size = vocab_size
         self.mask_token_id = mask_token_id
@@ -92,66 +118,113 @@ class TokenPredictor:
     ) -> TokenStatistics:
         """Predict a token for each row of ``hidden`` ``[num_rows, hidden_size]``.
 
-        Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of exp(logits) / (-log u)^T is the
-        argmax of logits + T · Gumbel noise.
+        Greedy where ``temperature`` is 0, else Gumbel-max sampling: LLaDA's argmax of
+        exp(logits) / (-log u)^T is the argmax of logits + T · Gumbel noise.
 
         Args:
             counters: needed for sampling only.
             measures: confidences wanted beside the probability.
-            num_logprobs: likeliest tokens whose log-probabilities are wanted, beside the predicted one's; None: none.
-            biased: rows whose logits are changed before all else but log-probabilities, which stay the model's.
-            constrained: none of the rows, or all, request by request.
-            options: ``[num_rows, 2]``: the only tokens that a constrained row may get; −1 in rows that may get any.
+            num_logprobs: likeliest tokens whose log-probabilities are wanted, beside
+            the predicted one's; None: none. biased: rows whose logits are changed
+            before all else but log-probabilities, which stay the model's. constrained:
+            none of the rows, or all, request by request.
+            options: ``[num_rows, 2]``: the only tokens that a constrained row may get;
+            −1 in rows that may get any.
         """
-        least_rows = TILE_ROWS if constrained or biased or settings.least_confident else LEAST_ROWS
+        least_rows = (
+            TILE_ROWS
+            if constrained or biased or settings.least_confident
+            else LEAST_ROWS
+        )
         chunks = self._chunks(hidden, least_rows)
 
         def compute(number: int) -> _Chunk:
-            return _Chunk(self, hidden, chunks[number], settings, counters, biased, constrained, options)
+            return _Chunk(
+                self,
+                hidden,
+                chunks[number],
+                settings,
+                counters,
+                biased,
+                constrained,
+                options,
+            )
 
-        # Constraints read chunks twice; a single one is computed once. Others need not outlive the next one's logits.
-        computed: Callable[[int], _Chunk] = lru_cache(maxsize=1)(compute) if constrained else compute
+        # Constraints read chunks twice; a single one is computed once. Others need not
+        # outlive the next one's logits.
+        computed: Callable[[int], _Chunk] = (
+            lru_cache(maxsize=1)(compute) if constrained else compute
+        )
         numbers, classes = range(len(chunks)), None
         if constrained:
-            by_request = zip(*(computed(number).class_maxima() for number in numbers), strict=True)
-            # Where filters are used, every rank has the whole vocabulary, and the same maxima. Waits for the device.
-            maxima = [gather_from_ranks(torch.cat(parts), self.tp_group).amax(dim=0) for parts in by_request]
+            by_request = zip(
+                *(computed(number).class_maxima() for number in numbers), strict=True
+            )
+            # Where filters are used, every rank has the whole vocabulary, and the same
+            # maxima. Waits for the device.
+            maxima = [
+                gather_from_ranks(torch.cat(parts), self.tp_group).amax(dim=0)
+                for parts in by_request
+            ]
             scores = [best.double().cpu().numpy() for best in maxima]
-            chosen = [response.choose(best) for response, best in zip(constrained, scores, strict=True)]
+            chosen = [
+                response.choose(best)
+                for response, best in zip(constrained, scores, strict=True)
+            ]
             classes = on_device(np.concatenate(chosen), hidden.device)
-        parts = [computed(number).statistics(measures, num_logprobs, classes) for number in numbers]
+        parts = [
+            computed(number).statistics(measures, num_logprobs, classes)
+            for number in numbers
+        ]
         return parts[0] if len(parts) == 1 else TokenStatistics.concatenated(parts)
 
-    def logits_at(self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]) -> list[torch.Tensor]:
-        """Logits of some rows at some tokens, int64 ``[num_tokens]``: float32 ``[num_rows, num_tokens]`` for each pair
-        that is ``asked``."""
+    def logits_at(
+        self, hidden: torch.Tensor, asked: Sequence[tuple[slice, torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """Logits of some rows at some tokens, int64 ``[num_tokens]``: float32
+        ``[num_rows, num_tokens]`` for each pair that is ``asked``."""
         parts: list[list[torch.Tensor]] = [[] for _ in asked]
         for chunk in self._chunks(hidden):
             logits, first_token = self.compute_logits(hidden[chunk])
             for part, (rows, tokens) in zip(parts, asked, strict=True):
-                own = logits[max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)]
+                own = logits[
+                    max(rows.start - chunk.start, 0) : max(rows.stop - chunk.start, 0)
+                ]
                 columns = tokens - first_token
                 elsewhere = (columns < 0) | (columns >= logits.shape[1])
                 values = own[:, columns.clamp(0, logits.shape[1] - 1)].float()
-                values = gather_from_ranks(values.masked_fill(elsewhere, -torch.inf), self.tp_group)
+                values = gather_from_ranks(
+                    values.masked_fill(elsewhere, -torch.inf), self.tp_group
+                )
                 part.append(values.amax(dim=0))
         return [torch.cat(part) for part in parts]
 
     def logprobs_of(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Log-probability, float32 ``[num_rows]``, of a given token per row, int64 ``[num_rows]``, under the plain
-        softmax of its logits."""
+        """Log-probability, float32 ``[num_rows]``, of a given token per row, int64
+        ``[num_rows]``, under the plain softmax of its logits."""
         chunks = self._chunks(hidden)
         shards = ((rows, self.compute_logits(hidden[rows])) for rows in chunks)
-        return torch.cat([token_logprobs(shard, tokens[rows], 0, self.tp_group).token for rows, shard in shards])
+        return torch.cat(
+            [
+                token_logprobs(shard, tokens[rows], 0, self.tp_group).token
+                for rows, shard in shards
+            ]
+        )
 
-    def _chunks(self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS) -> list[slice]:
+    def _chunks(
+        self, hidden: torch.Tensor, least_rows: int = LEAST_ROWS
+    ) -> list[slice]:
         """Rows of ``hidden`` that go through the head together."""
         on_gpu = hidden.device.type != "cpu"
-        return head_chunks(hidden.shape[0], self.vocab_size, on_gpu=on_gpu, least_rows=least_rows)
+        return head_chunks(
+            hidden.shape[0], self.vocab_size, on_gpu=on_gpu, least_rows=least_rows
+        )
 
 
 class _Chunk:
-    """Rows that go through the head at once: their logits of this rank's tokens, or where filters need them of all."""
+    """Rows that go through the head at once: their logits of this rank's tokens, or
+    where filters need them of all.
+    """
 
     def __init__(
         self,
@@ -166,9 +239,15 @@ class _Chunk:
     ) -> None:
         """``rows``: those of the chunk. Other arguments as of ``predict``."""
         self.rows, self.settings, self.tp_group = rows, settings, predictor.tp_group
-        self.counters = None if counters is None else Counters(*(column[rows] for column in counters))
+        self.counters = (
+            None
+            if counters is None
+            else Counters(*(column[rows] for column in counters))
+        )
         self.responses = [(response.within(rows), response) for response in constrained]
-        """The rows of each constrained response that are in the chunk, counted from its first."""
+        """The rows of each constrained response that are in the chunk, counted from its
+        first.
+        """
         self.options = None if options is None else options[rows]
         self.plain = predictor.compute_logits(hidden[rows])
         changed = with_biases(self.plain, biased, rows)
@@ -178,13 +257,20 @@ class _Chunk:
         if self.tp_group.world_size > 1 and settings.filters:
             self.logits, self.first_token = gather_shards(self.logits, self.tp_group), 0
         self.tokens = slice(self.first_token, self.first_token + self.logits.shape[1])
-        # The mask is never predicted: a position filled with it would never count as filled.
+        # The mask is never predicted: a position filled with it would never count as
+        # filled.
         mask = predictor.mask_token_id
-        self.mask_column = mask - self.first_token if self.tokens.start <= mask < self.tokens.stop else -1
+        self.mask_column = (
+            mask - self.first_token
+            if self.tokens.start <= mask < self.tokens.stop
+            else -1
+        )
 
     @cached_property
     def drawn_from(self) -> tuple[torch.Tensor, float]:
-        """Logits that tokens are drawn from, after the filters, and the temperature that is left to draw at."""
+        """Logits that tokens are drawn from, after the filters, and the temperature
+        that is left to draw at.
+        """
         settings = self.settings
         if not (settings.filters or settings.tempered):
             return self.logits, settings.temperature
@@ -193,41 +279,63 @@ class _Chunk:
 
     @cached_property
     def scores(self) -> torch.Tensor:
-        """Scores by which the tokens of constrained rows win, ``[num_rows, num_tokens]``: logits, or logits with noise;
-        −∞ for all but the ``options``."""
+        """Scores by which the tokens of constrained rows win, ``[num_rows,
+        num_tokens]``: logits, or logits with noise; −∞ for all but the ``options``."""
         if self.settings.temperature == 0:
             scores = self.logits.float()
         else:
             assert self.counters is not None
             kept, temperature = self.drawn_from
             if self.settings.filters:
-                left_out = self.logits.float() / self.settings.temperature - FILTERED_OUT
+                left_out = (
+                    self.logits.float() / self.settings.temperature - FILTERED_OUT
+                )
                 kept = torch.where(kept > torch.finfo(kept.dtype).min, kept, left_out)
             scores = torch.empty_like(self.logits, dtype=torch.float32)
-            for rows, noisy in noisy_logits(kept, self.counters, self.first_token, temperature):
+            for rows, noisy in noisy_logits(
+                kept, self.counters, self.first_token, temperature
+            ):
                 scores[rows] = noisy
         if self.options is None:
             return scores
         first, second = self.options[:, :, None].unbind(dim=1)
         tokens = torch.arange(self.tokens.start, self.tokens.stop, device=scores.device)
-        return torch.where((tokens == first) | (tokens == second) | (first < 0), scores, -torch.inf)
+        return torch.where(
+            (tokens == first) | (tokens == second) | (first < 0), scores, -torch.inf
+        )
 
     def class_maxima(self) -> list[torch.Tensor]:
         """Best score of each class in each row of each constrained response."""
         return [
-            class_maxima(self.scores[rows], response.class_of[self.tokens], response.num_classes)
+            class_maxima(
+                self.scores[rows], response.class_of[self.tokens], response.num_classes
+            )
             for rows, response in self.responses
         ]
 
     def statistics(
-        self, measures: Set[Measure], num_logprobs: int | None, classes: torch.Tensor | None
+        self,
+        measures: Set[Measure],
+        num_logprobs: int | None,
+        classes: torch.Tensor | None,
     ) -> TokenStatistics:
-        """Predictions of the rows: of the best token, or with ``classes``, of all rows that are predicted, the best
-        token of each row's class."""
-        mask_column, with_entropy, with_margin = self.mask_column, "entropy" in measures, "margin" in measures
-        unchanged = measured = self.drawn_from[0] if self.settings.tempered else self.logits
+        """Predictions of the rows: of the best token, or with ``classes``, of all rows
+        that are predicted, the best token of each row's class."""
+        mask_column, with_entropy, with_margin = (
+            self.mask_column,
+            "entropy" in measures,
+            "margin" in measures,
+        )
+        unchanged = measured = (
+            self.drawn_from[0] if self.settings.tempered else self.logits
+        )
         if least_confident := self.settings.least_confident:
-            columns = _columns(least_confident, self.first_token, self.logits.shape[1], self.logits.device)
+            columns = _columns(
+                least_confident,
+                self.first_token,
+                self.logits.shape[1],
+                self.logits.device,
+            )
             measured = measured.index_fill(-1, columns, -torch.inf)
         column, token_logit, log_total, negative_entropy, top2 = token_statistics(
             measured, mask_column, with_entropy=with_entropy, with_margin=with_margin
@@ -235,41 +343,77 @@ class _Chunk:
         best = token_logit
         if classes is not None:
             parts = [
-                best_of_class(self.scores[rows], response.class_of[self.tokens], classes[self.rows][rows], mask_column)
+                best_of_class(
+                    self.scores[rows],
+                    response.class_of[self.tokens],
+                    classes[self.rows][rows],
+                    mask_column,
+                )
                 for rows, response in self.responses
             ]
             best, column = (torch.cat(part) for part in zip(*parts, strict=True))
         elif self.settings.temperature > 0:
             assert self.counters is not None
             drawn_from, temperature = self.drawn_from
-            best, column = gumbel_max(drawn_from, self.counters, self.first_token, temperature, mask_column)
+            best, column = gumbel_max(
+                drawn_from, self.counters, self.first_token, temperature, mask_column
+            )
         elif measured is not unchanged:
-            column, best, *_ = token_statistics(unchanged, mask_column, with_entropy=False, with_margin=False)
+            column, best, *_ = token_statistics(
+                unchanged, mask_column, with_entropy=False, with_margin=False
+            )
         if best is not token_logit:
             token_logit = measured.gather(-1, column[:, None])[:, 0].float()
         token = column + self.first_token
         if self.sharded:
-            winner = self._gather(best).argmax(dim=0, keepdim=True)  # the lowest rank on a tie
-            token, token_logit = (self._gather(values).gather(0, winner)[0] for values in (token, token_logit))
+            winner = self._gather(best).argmax(
+                dim=0, keepdim=True
+            )  # the lowest rank on a tie
+            token, token_logit = (
+                self._gather(values).gather(0, winner)[0]
+                for values in (token, token_logit)
+            )
             log_totals = self._gather(log_total)
             log_total = torch.logsumexp(log_totals, dim=0)
             if with_entropy:
                 weights = (log_totals - log_total).exp()
                 entropies = self._gather(negative_entropy)
-                negative_entropy = (weights * entropies - torch.special.entr(weights)).sum(dim=0)
+                negative_entropy = (
+                    weights * entropies - torch.special.entr(weights)
+                ).sum(dim=0)
             if with_margin:
-                top2 = self._gather(top2).transpose(0, 1).flatten(1).topk(2, dim=-1).values
+                top2 = (
+                    self._gather(top2).transpose(0, 1).flatten(1).topk(2, dim=-1).values
+                )
         probability = (token_logit - log_total).exp()
         margin = None
         if with_margin:
             p1, p2 = (top2 - log_total[:, None]).exp().unbind(dim=-1)
-            margin = p1 - p2 if classes is None else torch.where(probability < p1, probability - p1, p1 - p2)
-        result = TokenStatistics(token, probability, negative_entropy if with_entropy else None, margin, noise=None)
+            margin = (
+                p1 - p2
+                if classes is None
+                else torch.where(probability < p1, probability - p1, p1 - p2)
+            )
+        result = TokenStatistics(
+            token,
+            probability,
+            negative_entropy if with_entropy else None,
+            margin,
+            noise=None,
+        )
         if least_confident:
-            result.put_last(torch.stack([token == each for each in sorted(least_confident)]).any(dim=0))
+            result.put_last(
+                torch.stack([token == each for each in sorted(least_confident)]).any(
+                    dim=0
+                )
+            )
         if num_logprobs is not None:
-            known = log_total if measured is self.logits and not self.is_biased else None
-            result.logprobs = token_logprobs(self.plain, token, num_logprobs, self.tp_group, known)
+            known = (
+                log_total if measured is self.logits and not self.is_biased else None
+            )
+            result.logprobs = token_logprobs(
+                self.plain, token, num_logprobs, self.tp_group, known
+            )
         return result
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -277,7 +421,9 @@ class _Chunk:
 
 
 @cache  # recorded steps go on to read them
-def _columns(tokens: frozenset[int], first_token: int, num_tokens: int, device: torch.device) -> torch.Tensor:
+def _columns(
+    tokens: frozenset[int], first_token: int, num_tokens: int, device: torch.device
+) -> torch.Tensor:
     """Columns of the tokens that a shard has, int64."""
     columns = [token - first_token for token in sorted(tokens)]
     return on_device([column for column in columns if 0 <= column < num_tokens], device)

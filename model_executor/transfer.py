@@ -9,28 +9,42 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 
 def on_device(
-    values: Sequence[Any] | np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64
+    values: Sequence[Any] | np.ndarray,
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """Copy numbers from the host to the device, without waiting for it. On a CPU the tensor shares the memory of
-    ``values`` where these are an array of that type."""
+    """Copy numbers from the host to the device, without waiting for it. On a CPU the
+    tensor shares the memory of ``values`` where these are an array of that type."""
     host_values = torch.as_tensor(values, dtype=dtype)
     # Only from pinned memory does a GPU fetch them by itself.
-    return host_values if device.type == "cpu" else host_values.pin_memory().to(device, non_blocking=True)
+    return (
+        host_values
+        if device.type == "cpu"
+        else host_values.pin_memory().to(device, non_blocking=True)
+    )
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copy tensors from the device to the host. However many they are, the device is waited for once. On a CPU the
-    array of a single tensor shares its memory."""
+    """Copy tensors from the device to the host. However many they are, the device is
+    waited for once. On a CPU the array of a single tensor shares its memory."""
     if len(tensors) < 2:
         return [tensor.cpu().numpy() for tensor in tensors]
     parts = [tensor.flatten().view(torch.uint8) for tensor in tensors]
-    arrays = np.split(torch.cat(parts).cpu().numpy(), np.cumsum([part.shape[0] for part in parts])[:-1])
+    arrays = np.split(
+        torch.cat(parts).cpu().numpy(),
+        np.cumsum([part.shape[0] for part in parts])[:-1],
+    )
     types = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    return [a.view(name).reshape(t.shape) for a, name, t in zip(arrays, types, tensors, strict=True)]
+    return [
+        a.view(name).reshape(t.shape)
+        for a, name, t in zip(arrays, types, tensors, strict=True)
+    ]
 
 
 def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """``values`` of every rank, of any type but of one shape, in rank order: ``[num_ranks, *values.shape]``."""
+    """``values`` of every rank, of any type but of one shape, in rank order:
+    ``[num_ranks, *values.shape]``.
+    """
     if tp_group.world_size == 1:
         return values[None]
     values = values.contiguous()
@@ -40,8 +54,8 @@ def gather_from_ranks(values: torch.Tensor, tp_group: GroupCoordinator) -> torch
 
 
 def gather_shards(values: torch.Tensor, tp_group: GroupCoordinator) -> torch.Tensor:
-    """``values`` of every rank side by side; the last dimension may differ, as shards of a vocabulary do. With several
-    ranks this waits for the device."""
+    """``values`` of every rank side by side; the last dimension may differ, as shards
+    of a vocabulary do. With several ranks this waits for the device."""
     if tp_group.world_size == 1:
         return values
     own_size = torch.tensor([values.shape[-1]], device=values.device)

@@ -14,7 +14,11 @@ from dllm_engine.model_executor.graphs.forward import ForwardSize
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.quiet import progress_line
-from dllm_engine.scheduler.messages import DiffusionSchedulerOutput, NewRequest, StepReport
+from dllm_engine.scheduler.messages import (
+    DiffusionSchedulerOutput,
+    NewRequest,
+    StepReport,
+)
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.options.resolve import resolve_decoding
 from dllm_engine.scheduler.page_layout import PageCounts
@@ -29,8 +33,8 @@ TOKENS_PER_STEP = 4
 STEPS_OF_LONGEST = 24
 """So many, because a step of the longest canvas takes long."""
 MAX_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference between hidden states of a recorded and a launched pass over the largest of them, by their type.
-They do the same work on the same shapes."""
+"""Largest difference between hidden states of a recorded and a launched pass over the
+largest of them, by their type. They do the same work on the same shapes."""
 
 
 class WarmUp:
@@ -46,26 +50,31 @@ class WarmUp:
         self.num_pages = 0 if rank.pages is None else rank.pages.memory.shape[0] - 1
 
     def spec(self, canvas_length: int, temperature: float = 0.0) -> DecodingSpec:
-        """A request of the engine's defaults, but for the steps and with one block at a time; half of its canvas is the
-        response, or less."""
+        """A request of the engine's defaults, but for the steps and with one block at a
+        time; half of its canvas is the response, or less."""
         gen_length = min(DEFAULT_GEN_LENGTH, canvas_length // 2)
         params = SamplingParams(max_tokens=gen_length, temperature=temperature)
         # Whole blocks must fit as well.
-        prompt_length = max(1, canvas_length - gen_length - (self.family.attention_block or 1) + 1)
+        prompt_length = max(
+            1, canvas_length - gen_length - (self.family.attention_block or 1) + 1
+        )
         spec = resolve_decoding(params, prompt_length, self.family, self.runner.options)
         # Each block takes a first step and others.
         steps = min(max(2 * spec.num_blocks, spec.steps // TOKENS_PER_STEP), spec.steps)
         return replace(spec, steps=steps, block_add_threshold=None)
 
     def compile(self) -> None:
-        """Answer requests until every kernel was launched: requests alone and together, greedy and sampled, at every
-        step of a response; the longest; and the largest batch, which vLLM has run only if there are pages to count."""
+        """Answer requests until every kernel was launched: requests alone and together,
+        greedy and sampled, at every step of a response; the longest; and the largest
+        batch, which vLLM has run only if there are pages to count."""
         if self.runner.rank.pages is None:
             self.runner.profile_run()
         for length in sorted({min(length, self.longest) for length in CANVAS_LENGTHS}):
             spec = self.spec(length)
             pages = max(1, sum(map(sum, self._pages(spec).values())))
-            together = min(self.max_requests, self.max_rows // length, self.num_pages // pages or 1)
+            together = min(
+                self.max_requests, self.max_rows // length, self.num_pages // pages or 1
+            )
             for num_requests in sorted({1, together}):
                 self._answer(spec, num_requests)
             self._answer(self.spec(length, temperature=1.0), 1)
@@ -73,17 +82,25 @@ class WarmUp:
 
     @torch.inference_mode()
     def record(self, record: recording.Record, show_progress: bool) -> None:
-        """Record the graphs that requests of the engine's defaults need. The engine uses none if that fails, or if one
-        does something else than a launched step."""
+        """Record the graphs that requests of the engine's defaults need. The engine
+        uses none if that fails, or if one does something else than a launched step."""
         runner = self.runner
         graphs = runner.use_graphs(record)
         try:
-            self._answer(self.spec(self.longest), 1, STEPS_OF_LONGEST)  # records what requests of the defaults need
-            for size in tqdm(self._forward_sizes(graphs), desc="Recording steps", disable=not show_progress or None):
+            self._answer(
+                self.spec(self.longest), 1, STEPS_OF_LONGEST
+            )  # records what requests of the defaults need
+            for size in tqdm(
+                self._forward_sizes(graphs),
+                desc="Recording steps",
+                disable=not show_progress or None,
+            ):
                 graphs.forwards.get(size)
             for filling in list(graphs.fillings.graphs):
                 most = min(self.max_requests * filling.width, recording.MAX_ROWS)
-                for number in sorted(filter(None, set(map(recording.padded, range(1, most + 1))))):
+                for number in sorted(
+                    filter(None, set(map(recording.padded, range(1, most + 1))))
+                ):
                     graphs.fillings.get(filling._replace(num_candidates=number))
             problem = graphs.problem(MAX_ERROR[runner.model_config.dtype])
             graphs.launches_before = recording.LAUNCHES_BEFORE
@@ -96,36 +113,55 @@ class WarmUp:
         if any(problems):
             runner.denoiser.graphs = None
             logger.warning(
-                "Steps are launched, not replayed from CUDA graphs, which is slower: %s. `dllm check` shows more; "
-                "cuda_graphs=False leaves recording out.",
+                "Steps are launched, not replayed from CUDA graphs, which is slower: "
+                "%s. `dllm check` shows more; cuda_graphs=False leaves recording out.",
                 next(filter(None, problems)),
             )
 
     def _forward_sizes(self, graphs: StepGraphs) -> list[ForwardSize]:
-        """Sizes of the steps of blocks that were recorded for one request, in batches of such requests; the largest
-        first, so that the memory they share is asked for once."""
+        """Sizes of the steps of blocks that were recorded for one request, in batches
+        of such requests; the largest first, so that the memory they share is asked for
+        once."""
         sizes = set()
         for size in [size for size in graphs.forwards.graphs if size.reads]:
-            most = recording.HOST_BOUND_ROWS if size.adds or size.overwrites else recording.MAX_ROWS
+            most = (
+                recording.HOST_BOUND_ROWS
+                if size.adds or size.overwrites
+                else recording.MAX_ROWS
+            )
             for number in range(1, self.max_requests + 1):
                 # Beside requests that keep a block, others have half as many rows.
                 least = number * size.longest // (2 if size.adds else 1)
                 rows = range(least, number * size.longest + 1, size.longest // 2)
                 for num_rows in set(map(recording.padded, rows)):
                     if num_rows is not None and num_rows <= most:
-                        sizes.add(size._replace(num_requests=recording.padded_requests(number), num_rows=num_rows))
+                        sizes.add(
+                            size._replace(
+                                num_requests=recording.padded_requests(number),
+                                num_rows=num_rows,
+                            )
+                        )
         return sorted(sizes, reverse=True)
 
     def _pages(self, spec: DecodingSpec) -> PageCounts:
         """The most pages of each table, over the life of a request."""
         method, counts = self.runner.options.method, PageCounts()
         for running in spec.extreme_windows:
-            for kind, per_layer in method.held(spec, running, self.runner.geometry).items():
-                counts[kind] = [max(pair) for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)]
+            for kind, per_layer in method.held(
+                spec, running, self.runner.geometry
+            ).items():
+                counts[kind] = [
+                    max(pair)
+                    for pair in zip(per_layer, counts.get(kind, per_layer), strict=True)
+                ]
         return counts
 
-    def _answer(self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None) -> None:
-        """Run requests on pages from the pool's first on, to their end or for ``most_steps``."""
+    def _answer(
+        self, spec: DecodingSpec, num_requests: int, most_steps: int | None = None
+    ) -> None:
+        """Run requests on pages from the pool's first on, to their end or for
+        ``most_steps``.
+        """
         runner, method = self.runner, self.runner.options.method
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
@@ -134,7 +170,9 @@ class WarmUp:
         progress = {}
         for number in range(num_requests):
             request_id = f"warm-up-{number}"
-            prompt = torch.randint(runner.mask_token_id, (spec.prompt_length,), generator=draw).tolist()
+            prompt = torch.randint(
+                runner.mask_token_id, (spec.prompt_length,), generator=draw
+            ).tolist()
             output.new_requests[request_id] = NewRequest(prompt, spec, seed=number)
             output.page_tables[request_id] = {
                 kind: [list(itertools.islice(free_pages, pages)) for pages in per_layer]
@@ -146,16 +184,22 @@ class WarmUp:
                 if not progress:
                     break
                 output.plans = {
-                    request_id: method.fitted(runner.plan(spec, its), spec, self.max_rows)
+                    request_id: method.fitted(
+                        runner.plan(spec, its), spec, self.max_rows
+                    )
                     for request_id, its in progress.items()
                 }
                 (reports,) = runner.execute_model(output).reports
                 output = DiffusionSchedulerOutput.make_empty()
                 for request_id, report in reports.items():
-                    # Weights that are made up as well may compute a NaN, which ends a request.
+                    # Weights that are made up as well may compute a NaN, which ends a
+                    # request.
                     if isinstance(report, StepReport):
                         report.advance(progress[request_id], spec)
-                    if not isinstance(report, StepReport) or progress[request_id].num_unmasked == spec.num_masks:
+                    if (
+                        not isinstance(report, StepReport)
+                        or progress[request_id].num_unmasked == spec.num_masks
+                    ):
                         del progress[request_id]
                         runner.forget(request_id)
         finally:

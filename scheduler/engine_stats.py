@@ -21,7 +21,9 @@ class MetricSpec:
     unit: str
     meaning: str
     label: str | None = None
-    """A label beside vLLM's ``model_name`` and ``engine``; the number is then a dictionary by its values."""
+    """A label beside vLLM's ``model_name`` and ``engine``; the number is then a
+    dictionary by its values.
+    """
     values: tuple[str, ...] = ()
     """All values of ``label``, so that each is there from the start."""
     buckets: tuple[float, ...] = ()
@@ -29,49 +31,88 @@ class MetricSpec:
     """True if vLLM's own diffusion models report a metric of this name and meaning."""
 
 
-def metric(kind: Literal["counter", "gauge", "histogram"], unit: str, meaning: str, **more: Any) -> Any:
-    """A field of ``EngineStats``: a number, numbers by label, or for a histogram a list of them."""
+def metric(
+    kind: Literal["counter", "gauge", "histogram"], unit: str, meaning: str, **more: Any
+) -> Any:
+    """A field of ``EngineStats``: a number, numbers by label, or for a histogram a list
+    of them.
+    """
     spec = MetricSpec(kind, unit, meaning, **more)
-    blank: Callable[[], Any] = Counter if spec.label else list if kind == "histogram" else int
+    blank: Callable[[], Any] = (
+        Counter if spec.label else list if kind == "histogram" else int
+    )
     return field(default_factory=blank, metadata={"metric": spec})
 
 
 @dataclass
 class EngineStats:
-    """Counts since the last message, and gauges of this moment. Plain numbers: it crosses processes as a dictionary."""
+    """Counts since the last message, and gauges of this moment. Plain numbers: it
+    crosses processes as a dictionary.
+    """
 
-    pages_total: int = metric("gauge", "pages", "Pages of the pool that can be handed out.")
-    pages_reserved: int = metric("gauge", "pages", "Pages set aside for admitted requests.")
-    pages_allocated: int = metric("gauge", "pages", "Pages that hold retained tokens now.")
-    tokens_retained: int = metric("gauge", "tokens per layer", "Tokens in pages now, summed over running requests.")
+    pages_total: int = metric(
+        "gauge", "pages", "Pages of the pool that can be handed out."
+    )
+    pages_reserved: int = metric(
+        "gauge", "pages", "Pages set aside for admitted requests."
+    )
+    pages_allocated: int = metric(
+        "gauge", "pages", "Pages that hold retained tokens now."
+    )
+    tokens_retained: int = metric(
+        "gauge",
+        "tokens per layer",
+        "Tokens in pages now, summed over running requests.",
+    )
     denoising_steps: dict[str, int] = metric(  # noqa: RUF009 - makes a dataclass field
         "counter",
         "steps",
-        "Denoising steps, each a forward pass of one request, by what it did with the request's cache.",
+        "Denoising steps, each a forward pass of one request, by what it did with the "
+        "request's cache.",
         label="refresh_state",
         values=tuple(state.value for state in RefreshState),
     )
     num_denoising_steps: int = metric(
-        "counter", "steps", "Denoising steps as vLLM counts them: one more per complete block.", of_vllm=True
+        "counter",
+        "steps",
+        "Denoising steps as vLLM counts them: one more per complete block.",
+        of_vllm=True,
     )
-    """vLLM's block diffusion ends each block with a pass that only commits it. Ours need no such pass; ``vllm bench
-    serve`` takes one per block off again."""
+    """vLLM's block diffusion ends each block with a pass that only commits it. Ours
+    need no such pass; ``vllm bench serve`` takes one per block off again."""
     num_canvas_positions: int = metric(
-        "counter", "positions", "Positions of the running blocks, summed over these steps.", of_vllm=True
+        "counter",
+        "positions",
+        "Positions of the running blocks, summed over these steps.",
+        of_vllm=True,
     )
     num_committed_tokens: int = metric(
-        "counter", "tokens", "Response tokens unmasked, including those after an end token.", of_vllm=True
+        "counter",
+        "tokens",
+        "Response tokens unmasked, including those after an end token.",
+        of_vllm=True,
     )
-    engine_steps: int = metric("counter", "batches", "Batches run: forward passes of the model.")
-    tokens_computed: int = metric("counter", "rows", "Rows fed to the model: tokens computed or recomputed.")
+    engine_steps: int = metric(
+        "counter", "batches", "Batches run: forward passes of the model."
+    )
+    tokens_computed: int = metric(
+        "counter", "rows", "Rows fed to the model: tokens computed or recomputed."
+    )
     eviction_candidates: int = metric(
         "counter",
         "tokens per layer",
-        "Tokens that UPDATE steps could have retained: the canvas, or its positions outside the running blocks.",
+        "Tokens that UPDATE steps could have retained: the canvas, or its positions "
+        "outside the running blocks.",
     )
-    eviction_retained: int = metric("counter", "tokens per layer", "Tokens that UPDATE steps did retain.")
+    eviction_retained: int = metric(
+        "counter", "tokens per layer", "Tokens that UPDATE steps did retain."
+    )
     requests_failed: dict[str, int] = metric(  # noqa: RUF009 - makes a dataclass field
-        "counter", "requests", "Requests that ended with an error, by cause.", label="cause", values=FAILURE_CAUSES
+        "counter",
+        "requests",
+        "Requests that ended with an error, by cause.",
+        label="cause",
+        values=FAILURE_CAUSES,
     )
     request_pages_held: list[int] = metric(  # noqa: RUF009 - makes a dataclass field
         "histogram",
@@ -101,10 +142,14 @@ class EngineStats:
             self.eviction_retained += plan.retained
 
     def add_ended(self, progress: Progress) -> None:
-        """Count a request that ended, however it did; one that never ran has nothing to tell."""
+        """Count a request that ended, however it did; one that never ran has nothing to
+        tell.
+        """
         if progress.num_forwards:
             self.request_pages_held.append(progress.pages_held)
-            self.request_tokens_per_forward.append(progress.num_unmasked / progress.num_forwards)
+            self.request_tokens_per_forward.append(
+                progress.num_unmasked / progress.num_forwards
+            )
 
 
 STATS_KEY = "diffusion"
@@ -113,7 +158,11 @@ STATS_KEY = "diffusion"
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:
     """Take ours out of vLLM's message; None where there is none."""
-    message = None if scheduler_stats is None else (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
+    message = (
+        None
+        if scheduler_stats is None
+        else (scheduler_stats.kv_connector_stats or {}).get(STATS_KEY)
+    )
     if scheduler_stats is not None and message is not None:
         scheduler_stats.kv_connector_stats = None
     return message

@@ -1,4 +1,6 @@
-"""The one message each way between scheduler and model runner, and what the scheduler tells the front ends."""
+"""The one message each way between scheduler and model runner, and what the scheduler
+tells the front ends.
+"""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,8 +21,9 @@ logger = init_logger(f"vllm.{__name__}")
 FIGURES_KEY = "diffusion"
 PROVISIONAL_KEY = "provisional"
 COMPLETE_KEY = "complete"
-"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that takes a free dictionary. The
-last says that a response stops although its last token is no end token."""
+"""Keys of ``EngineCoreOutput.kv_transfer_params``, the one field of vLLM's output that
+takes a free dictionary. The last says that a response stops although its last token is
+no end token."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +33,36 @@ class NewRequest:
     prompt_token_ids: list[int]
     spec: DecodingSpec
     seed: int
-    """Key of the request's random numbers; chosen by the scheduler, so that all ranks agree."""
+    """Key of the request's random numbers; chosen by the scheduler, so that all ranks
+    agree.
+    """
 
 
 @dataclass
 class DiffusionSchedulerOutput(SchedulerOutput):
-    """vLLM's message, of whose own fields it fills the numbers of rows and the requests that ended."""
+    """vLLM's message, of whose own fields it fills the numbers of rows and the requests
+    that ended.
+    """
 
     new_requests: dict[str, NewRequest] = field(default_factory=dict)
     plans: dict[str, StepPlan] = field(default_factory=dict)
-    page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(default_factory=dict)
+    page_tables: dict[str, dict[PageKind, list[list[int]]]] = field(
+        default_factory=dict
+    )
     """Page ids per kind and layer of the requests whose tables changed."""
     num_steps: int = 1
-    """The most steps to run before reporting: fewer if one has tokens to send, or lets a block join."""
+    """The most steps to run before reporting: fewer if one has tokens to send, or lets
+    a block join.
+    """
     progress: dict[str, Progress] = field(default_factory=dict)
     """From which the runner plans the steps after the first."""
 
 
 @dataclass(frozen=True)
 class ShownWindow:
-    """The running blocks after a step, as far as they lie in the response. Lists have an entry per position."""
+    """The running blocks after a step, as far as they lie in the response. Lists have
+    an entry per position.
+    """
 
     start: int
     """First position, counted from the start of the response."""
@@ -59,7 +72,9 @@ class ShownWindow:
     """The mask token where masked."""
     masked: list[bool]
     confidences: list[float | None]
-    """Probability of the token, or where masked of the best one; None where none was predicted yet."""
+    """Probability of the token, or where masked of the best one; None where none was
+    predicted yet.
+    """
 
 
 class Commits(NamedTuple):
@@ -69,7 +84,8 @@ class Commits(NamedTuple):
     committed_logprobs: list[float]
 
 
-@dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
+# Made for each request in each step; a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class StepReport:
     """Result of a step for one request."""
 
@@ -78,26 +94,36 @@ class StepReport:
     num_unmasked: int
     masked: list[int]
     tokens: list[int] | None
-    """Response tokens to send now, in order; None: none. Tokens of complete blocks with no mask before them, or up to
-    an end token with none before it."""
+    """Response tokens to send now, in order; None: none. Tokens of complete blocks with
+    no mask before them, or up to an end token with none before it."""
     trace: dict[str, Any] | None
     """One entry per trace name; None when the engine does not trace."""
     num_edited: int = 0
     revises: bool = False
     seen: SeenOfBlock | None = None
     ends: bool = False
-    """True if the response ends with the running blocks (``DecodingSpec.early_stop``)."""
+    """True if the response ends with the
+    running blocks (``DecodingSpec.early_stop``).
+    """
     kv_slots: int | None = None
-    """Key slots kept in the table that layers share, on the rank with the most; None: not settled by this step."""
+    """Key slots kept in the table that layers share, on the rank with the most; None:
+    not settled by this step.
+    """
     logprobs: LogprobsLists | None = None
     commits: Commits | None = None
-    """Commits of ``tokens``, as ``logprobs``. These and the next are there if the request asks."""
+    """Commits of ``tokens``, as ``logprobs``. These and the next are there if the
+    request asks.
+    """
     shown: ShownWindow | None = None
     decision: dict[str, Any] | None = None
-    """Value, probability and distribution of each field, after the last pass of a decision."""
+    """Value, probability and distribution of each field, after the last pass of a
+    decision.
+    """
 
     def advance(self, progress: Progress, spec: DecodingSpec) -> None:
-        retained = self.plan.retained if self.plan.state is RefreshState.UPDATE else None
+        retained = (
+            self.plan.retained if self.plan.state is RefreshState.UPDATE else None
+        )
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.
             retained = min(retained, spec.from_block_start(self.plan.window).start)
@@ -106,15 +132,26 @@ class StepReport:
         progress.num_edited += self.num_edited
         progress.revises = self.revises
         progress.ended |= self.ends
-        progress.advance(spec, self.num_unmasked, self.masked, retained=retained, prefills=self.plan.prefills)
+        progress.advance(
+            spec,
+            self.num_unmasked,
+            self.masked,
+            retained=retained,
+            prefills=self.plan.prefills,
+        )
 
 
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
 FAILURE_CAUSES: tuple[str, ...] = get_args(FailureCause)
 
-_OF_THE_PROCESS = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError)
-"""Errors of memory, a device or another rank. They say nothing about the request whose work met them, and one rank may
-meet them alone, so the process ends."""
+_OF_THE_PROCESS = (
+    MemoryError,
+    torch.OutOfMemoryError,
+    torch.AcceleratorError,
+    torch.distributed.DistError,
+)
+"""Errors of memory, a device or another rank. They say nothing about the request whose
+work met them, and one rank may meet them alone, so the process ends."""
 
 
 class RequestFailure(NamedTuple):
@@ -126,13 +163,18 @@ class RequestFailure(NamedTuple):
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """The failure of the request whose work raised ``error``; raises what concerns the whole process."""
+    """The failure of the request whose work raised ``error``; raises what concerns the
+    whole process.
+    """
     if isinstance(error, _OF_THE_PROCESS):
         raise error
-    logger.error("request %s ends with an error, the others go on", request_id, exc_info=error)
+    logger.error(
+        "request %s ends with an error, the others go on", request_id, exc_info=error
+    )
     return RequestFailure(
         "exception",
-        f"an exception in the engine ended this request: {type(error).__name__}: {error}; the server's log has its "
+        f"an exception in the engine ended this request: {type(error).__name__}: "
+        f"{error}; the server's log has its "
         "traceback",
     )
 
@@ -150,7 +192,9 @@ class DiffusionRunnerOutput(ModelRunnerOutput):
 
 
 def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
-    """A request's figures, the fields of ``DiffusionFigures``, for ``EngineCoreOutput.kv_transfer_params``."""
+    """A request's figures, the fields of ``DiffusionFigures``, for
+    ``EngineCoreOutput.kv_transfer_params``.
+    """
     counts = {
         "denoising_steps": progress.num_denoised,
         "forward_passes": progress.num_forwards,
@@ -163,8 +207,12 @@ def figures_message(progress: Progress, **others: Any) -> dict[str, Any]:
     return {FIGURES_KEY: counts | others}
 
 
-def provisional_message(spec: DecodingSpec, progress: Progress, shown: ShownWindow) -> dict[str, Any]:
-    """The running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``: before the step."""
+def provisional_message(
+    spec: DecodingSpec, progress: Progress, shown: ShownWindow
+) -> dict[str, Any]:
+    """The running blocks, for ``EngineCoreOutput.kv_transfer_params``. ``progress``:
+    before the step.
+    """
     return {
         PROVISIONAL_KEY: {
             "block": progress.running.first,

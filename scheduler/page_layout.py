@@ -1,5 +1,6 @@
-"""Pages that the tables of a request take. A page has the bytes of ``page_size`` tokens of one layer's keys and values,
-on one rank; its content depends on the kind of table."""
+"""Pages that the tables of a request take. A page has the bytes of ``page_size`` tokens
+of one layer's keys and values, on one rank; its content depends on the kind of table.
+"""
 
 import math
 from dataclasses import dataclass
@@ -17,17 +18,23 @@ class PageKind(Enum):
     FEATURES = "features"
     """Rows of ``hidden_size`` activations."""
     RETAINED = "retained"
-    """Keys and values again, of the tokens that eviction retained, where the whole canvas is kept as well."""
+    """Keys and values again, of the tokens that eviction retained, where the whole
+    canvas is kept as well.
+    """
     GUIDE = "guide"
     """Keys and values of the guide model, of its KV heads of this rank."""
 
 
 PageCounts = dict[PageKind, list[int]]
-"""Pages per table: for each kind, one number per layer, or one for a table that all layers share."""
+"""Pages per table: for each kind, one number per layer, or one for a table that all
+layers share.
+"""
 
 
 class GuideShape(BaseModel):
-    """Sizes of a guide model that its pages depend on; settled at start-up from its config."""
+    """Sizes of a guide model that its pages depend on; settled at start-up from its
+    config.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -62,23 +69,34 @@ class PoolGeometry:
         return pages_for(num_tokens, self.page_size)
 
     def feature_pages(self, num_rows: int) -> int:
-        """Pages that hold ``num_rows`` of one layer's features; raises ``ValueError`` where a page holds no row."""
-        return pages_for(num_rows, self._per_page(self.hidden_size, f"row of {self.hidden_size} features"))
+        """Pages that hold ``num_rows`` of one layer's features; raises ``ValueError``
+        where a page holds no row.
+        """
+        return pages_for(
+            num_rows,
+            self._per_page(self.hidden_size, f"row of {self.hidden_size} features"),
+        )
 
     def guide_pages(self, num_tokens: int) -> PageCounts:
-        """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds no token of the guide's."""
+        """Tables of the guide's K/V of a text; raises ``ValueError`` where a page holds
+        no token of the guide's.
+        """
         guide = self.guide
         assert guide is not None
         what = f"token of the guide's {guide.num_kv_heads} KV heads of {guide.head_dim}"
         per_page = self._per_page(2 * guide.num_kv_heads * guide.head_dim, what)
-        return {PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)] * guide.num_layers}
+        return {
+            PageKind.GUIDE: [pages_for(guide.num_tokens(num_tokens), per_page)]
+            * guide.num_layers
+        }
 
     def _per_page(self, size: int, what: str) -> int:
         per_token = 2 * self.num_kv_heads * self.head_dim
         if not (per_page := self.page_size * per_token // size):
             raise ValueError(
-                f"page_size={self.page_size} is too small: a page of {self.page_size * per_token} numbers holds no "
-                f"{what}; the smallest that works is {pages_for(size, per_token)}"
+                f"page_size={self.page_size} is too small: a page of "
+                f"{self.page_size * per_token} numbers holds no {what}; the smallest "
+                f"that works is {pages_for(size, per_token)}"
             )
         return per_page
 

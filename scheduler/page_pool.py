@@ -1,7 +1,9 @@
-"""Pages: fixed-size blocks of cache memory, owned by vLLM's ``BlockPool`` and handed out per request.
+"""Pages: fixed-size blocks of cache memory, owned by vLLM's ``BlockPool`` and handed
+out per request.
 
-Requests share pages that hold the same, by vLLM's prefix caching: a page that is filled for good gets a key, stays in
-the pool when its request ends, and is found by the next request with that key until the pool needs its memory.
+Requests share pages that hold the same, by vLLM's prefix caching: a page that is filled
+for good gets a key, stays in the pool when its request ends, and is found by the next
+request with that key until the pool needs its memory.
 """
 
 import struct
@@ -16,27 +18,38 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request
 
 
-def prefix_keys(hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range) -> list[BlockHash]:
-    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a page holds depends on all tokens
-    up to the end of the last block that it touches, and on the block length."""
+def prefix_keys(
+    hashes: Sequence[BlockHash], page_size: int, block_length: int, pages: range
+) -> list[BlockHash]:
+    """Keys of these pages of a text, as far as vLLM's hashes of its pages tell. What a
+    page holds depends on all tokens up to the end of the last block that it touches,
+    and on the block length."""
     keys = []
     for page in pages:
         block_end = -(-(page + 1) * page_size // block_length) * block_length
         last = -(-block_end // page_size) - 1
         if last >= len(hashes):
             break
-        keys.append(BlockHash(hashes[last] + struct.pack("<II", block_length, last - page)))
+        keys.append(
+            BlockHash(hashes[last] + struct.pack("<II", block_length, last - page))
+        )
     return keys
 
 
 class PagePool:
-    """Reserves pages for a request at admission and allocates them when they are needed. A request that did not reserve
-    the most that it can ever need asks for more with ``grow``."""
+    """Reserves pages for a request at admission and allocates them when they are
+    needed. A request that did not reserve the most that it can ever need asks for more
+    with ``grow``."""
 
-    def __init__(self, num_pages: int, hash_block_size: int, *, shares: bool = False) -> None:
-        """``num_pages`` counts vLLM's null block, which is never handed out. ``hash_block_size``: tokens per hash of
-        vLLM's, and per page if requests share pages."""
-        self._blocks = BlockPool(num_pages, enable_caching=shares, hash_block_size=hash_block_size)
+    def __init__(
+        self, num_pages: int, hash_block_size: int, *, shares: bool = False
+    ) -> None:
+        """``num_pages`` counts vLLM's null block, which is never handed out.
+        ``hash_block_size``: tokens per hash of vLLM's, and per page if requests share
+        pages."""
+        self._blocks = BlockPool(
+            num_pages, enable_caching=shares, hash_block_size=hash_block_size
+        )
         self._reserved: dict[str, int] = {}
         self._tables: dict[str, list[list[KVCacheBlock]]] = {}
         self._num_held = 0
@@ -50,15 +63,21 @@ class PagePool:
 
     @property
     def num_reserved(self) -> int:
-        """Pages that requests hold, shared ones once, and those that they may still allocate."""
+        """Pages that requests hold, shared ones once, and those that they may still
+        allocate.
+        """
         return self.num_allocated + sum(self._reserved.values()) - self._num_held
 
     @property
     def num_allocated(self) -> int:
         return self.num_pages - self._blocks.get_num_free_blocks()
 
-    def find(self, keys: Sequence[BlockHash], num_tables: int) -> list[list[KVCacheBlock]]:
-        """The pages of a prefix for each of ``num_tables`` tables, as far as all tables have them."""
+    def find(
+        self, keys: Sequence[BlockHash], num_tables: int
+    ) -> list[list[KVCacheBlock]]:
+        """The pages of a prefix for each of ``num_tables`` tables, as far as all tables
+        have them.
+        """
         found = []
         for key in keys:
             pages = self._blocks.get_cached_block(key, list(range(num_tables)))
@@ -67,13 +86,22 @@ class PagePool:
             found.append(pages)
         return [list(table) for table in zip(*found, strict=True)]
 
-    def can_reserve(self, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> bool:
+    def can_reserve(
+        self, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()
+    ) -> bool:
         """``found``: those of them that the request takes from ``find``, by table."""
         held_by_others = sum(page.ref_cnt > 0 for page in chain.from_iterable(found))
         return self.num_reserved + num_pages - held_by_others <= self.num_pages
 
-    def reserve(self, request_id: str, num_pages: int, found: Sequence[Sequence[KVCacheBlock]] = ()) -> None:
-        """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables begin with ``found``."""
+    def reserve(
+        self,
+        request_id: str,
+        num_pages: int,
+        found: Sequence[Sequence[KVCacheBlock]] = (),
+    ) -> None:
+        """Set ``num_pages`` aside, which ``can_reserve``, for a request whose tables
+        begin with ``found``.
+        """
         self._reserved[request_id] = num_pages
         self._blocks.touch([*chain.from_iterable(found)])
         self._tables[request_id] = [list(table) for table in found]
@@ -81,7 +109,9 @@ class PagePool:
         self.num_keyed[request_id] = len(found[0]) if found else 0
 
     def grow(self, request_id: str, num_pages: int) -> bool:
-        """Raise a request's reservation to ``num_pages``, if it has less; whether the pool has room for that."""
+        """Raise a request's reservation to ``num_pages``, if it has less; whether the
+        pool has room for that.
+        """
         more = num_pages - self._reserved[request_id]
         if more > 0 and not self.can_reserve(more):
             return False
@@ -89,25 +119,32 @@ class PagePool:
         return True
 
     def add_keys(self, request_id: str, keys: Sequence[BlockHash]) -> None:
-        """Let others find the next pages of each table of a request, which are filled for good."""
+        """Let others find the next pages of each table of a request, which are filled
+        for good.
+        """
         before = self.num_keyed[request_id]
         after, size = before + len(keys), self._blocks.hash_block_size
         # All that ``BlockPool`` reads of a request.
-        request = cast(Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys]))
+        request = cast(
+            Request, SimpleNamespace(block_hashes=[BlockHash(b"")] * before + [*keys])
+        )
         for number, table in enumerate(self._tables[request_id]):
             self._blocks.cache_full_blocks(request, table, before, after, size, number)
         self.num_keyed[request_id] = after
 
     def forget_keys(self) -> bool:
-        """Let no page be found any more; whether that could be done, which it cannot while requests hold pages."""
+        """Let no page be found any more; whether that could be done, which it cannot
+        while requests hold pages.
+        """
         return self._blocks.reset_prefix_cache()
 
     def resize(self, request_id: str, table_sizes: list[int]) -> list[list[int]]:
-        """Resize a request's page tables at their ends; returns the page ids of each. Raises ``ValueError`` beyond the
-        request's reservation."""
+        """Resize a request's page tables at their ends; returns the page ids of each.
+        Raises ``ValueError`` beyond the request's reservation."""
         if sum(table_sizes) > self._reserved[request_id]:
             raise ValueError(
-                f"request {request_id} wants {sum(table_sizes)} pages, but reserved {self._reserved[request_id]}"
+                f"request {request_id} wants {sum(table_sizes)} pages, but reserved "
+                f"{self._reserved[request_id]}"
             )
         tables = self._tables[request_id]
         tables.extend([] for _ in range(len(table_sizes) - len(tables)))
@@ -131,5 +168,8 @@ class PagePool:
         tables = self._tables.pop(request_id, [])
         self._num_held -= sum(map(len, tables))
         pages = chain.from_iterable(map(enumerate, tables))
-        # What is freed first is used again first: a page is of no use without those before it.
-        self._blocks.free_blocks(page for _, page in sorted(pages, key=lambda numbered: -numbered[0]))
+        # What is freed first is used again first: a page is of no use without those
+        # before it.
+        self._blocks.free_blocks(
+            page for _, page in sorted(pages, key=lambda numbered: -numbered[0])
+        )

@@ -8,11 +8,13 @@ from dllm_engine.scheduler.unmasking_policies import SpanState
 
 @dataclass
 class Progress:
-    """The scheduler owns it and advances it with the runner's reports; a runner that runs ahead works on a copy.
+    """The scheduler owns it and advances it with the runner's reports; a runner that
+    runs ahead works on a copy.
 
-    The *running* blocks are the blocks that a step may fill; their canvas positions are the *window*. The next block
-    joins once enough of the last one is decided; complete blocks leave at that moment. With one block at a time, the
-    next block replaces the one before.
+    The *running* blocks are the blocks that a step may fill; their canvas positions are
+    the *window*. The next block joins once enough of the last one is decided; complete
+    blocks leave at that moment. With one block at a time, the next block replaces the
+    one before.
     """
 
     running: Blocks = FIRST_BLOCK
@@ -21,7 +23,9 @@ class Progress:
     masked: list[int] = field(default_factory=list)
     """Masked tokens left in each running block."""
     post_steps: int = 0
-    """Denoising steps of the running block that began without a mask (token editing)."""
+    """Denoising steps of the running block that began without a
+    mask (token editing).
+    """
     revises: bool = False
     """True if decided tokens of the running block may still change (token editing)."""
     before: Blocks = FIRST_BLOCK
@@ -29,13 +33,19 @@ class Progress:
     steps_before: int = 0
     """Denoising steps of ``before``."""
     completed_at: list[int] = field(default_factory=list)
-    """Per complete block at the beginning of the response: forward passes until no mask was left in it or before it."""
+    """Per complete block at the beginning of the response: forward passes until no mask
+    was left in it or before it.
+    """
     span: SpanState | None = None
     ended: bool = False
-    """True if the response ends with the running blocks, so that no other block joins."""
+    """True if the response ends with the running blocks, so that no
+    other block joins.
+    """
     num_forwards: int = 0
     num_denoised: int = 0
-    """Denoising steps so far: forward passes but for those that only fed a part of a long prompt."""
+    """Denoising steps so far: forward passes but for those that only fed a part of a
+    long prompt.
+    """
     num_unmasked: int = 0
     num_edited: int = 0
     """Decided tokens replaced so far, as often as they were."""
@@ -54,7 +64,11 @@ class Progress:
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
         running = FIRST_BLOCK if spec.decision is None else Blocks(0, spec.num_blocks)
-        progress = cls(running, masked=list(spec.masks_per_block[slice(*running)]), span=spec.first_span(0))
+        progress = cls(
+            running,
+            masked=list(spec.masks_per_block[slice(*running)]),
+            span=spec.first_span(0),
+        )
         progress._settle(spec)
         return progress
 
@@ -63,13 +77,20 @@ class Progress:
         return sum(self.masked)
 
     def passed_multiple_of(self, interval: int) -> bool:
-        """Return True if the last step brought ``num_unmasked`` to a multiple of ``interval``, or past one."""
-        return self.num_unmasked // interval > (self.num_unmasked - self.last_unmasked) // interval
+        """Return True if the last step brought ``num_unmasked`` to a multiple of
+        ``interval``, or past one.
+        """
+        return (
+            self.num_unmasked // interval
+            > (self.num_unmasked - self.last_unmasked) // interval
+        )
 
     @property
     def leftmost(self) -> int:
         """The first running block with masks left."""
-        return self.running.first + next((n for n, left in enumerate(self.masked) if left), len(self.masked))
+        return self.running.first + next(
+            (n for n, left in enumerate(self.masked) if left), len(self.masked)
+        )
 
     def advance(
         self,
@@ -80,10 +101,14 @@ class Progress:
         retained: int | None = None,
         prefills: bool = False,
     ) -> None:
-        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of its plan; ``masked`` may be
-        left out for a single block, and ``retained`` where it has not changed."""
+        """Advance by one forward pass. Arguments as the fields of ``StepReport`` and of
+        its plan; ``masked`` may be left out for a single block, and ``retained`` where
+        it has not changed."""
         if retained is not None:
-            self.retained, self.tokens_retained = retained, max(self.tokens_retained, retained)
+            self.retained, self.tokens_retained = (
+                retained,
+                max(self.tokens_retained, retained),
+            )
         self.num_forwards += 1
         if prefills:
             return
@@ -99,20 +124,34 @@ class Progress:
         """Let the next blocks join. Blocks without a mask take no step."""
         is_settled = False
         while not is_settled:
-            self.completed_at += [self.num_forwards] * (self.leftmost - len(self.completed_at))
+            self.completed_at += [self.num_forwards] * (
+                self.leftmost - len(self.completed_at)
+            )
             is_settled = not self._join(spec) or self.num_masked > 0
 
     def _join(self, spec: DecodingSpec) -> bool:
-        """Let the next block join if enough of the last one is decided; return True if it joins."""
+        """Let the next block join if enough of the last one is decided; return True if
+        it joins.
+        """
         joining, left = self.running.stop, self.masked[-1]
         if joining == spec.num_blocks or self.ended or self.revises:
             return False
         enough = spec.block_add_threshold
-        if left and (enough is None or 1 - left / spec.block_span(joining - 1).size < enough):
+        if left and (
+            enough is None or 1 - left / spec.block_span(joining - 1).size < enough
+        ):
             return False
         if self.step:
-            self.before, self.steps_before, self.step, self.post_steps = self.running, self.step, 0, 0
+            self.before, self.steps_before, self.step, self.post_steps = (
+                self.running,
+                self.step,
+                0,
+                0,
+            )
         first = self.leftmost
-        self.masked = [*self.masked[first - self.running.first :], spec.masks_per_block[joining]]
+        self.masked = [
+            *self.masked[first - self.running.first :],
+            spec.masks_per_block[joining],
+        ]
         self.running, self.span = Blocks(first, joining + 1), spec.first_span(joining)
         return True

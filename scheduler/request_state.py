@@ -44,7 +44,11 @@ class RequestState:
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""
         progress, spec = self.progress, self.spec
-        shown = provisional_message(spec, progress, report.shown) if report.shown is not None else {}
+        shown = (
+            provisional_message(spec, progress, report.shown)
+            if report.shown is not None
+            else {}
+        )
         progress.num_rows_computed += report.rows_computed
         for name, entry in (report.trace or {}).items():
             progress.trace.setdefault(name, []).append(entry)
@@ -54,27 +58,43 @@ class RequestState:
             if (commits := report.commits) is not None:
                 # New lists: an output that waits to be sent holds the old ones.
                 passes, logprobs = self.commits
-                self.commits = Commits(passes + commits.committed_at, logprobs + commits.committed_logprobs)
-            if self.request.status is RequestStatus.FINISHED_STOPPED and report.tokens[-1] not in spec.end_tokens:
+                self.commits = Commits(
+                    passes + commits.committed_at, logprobs + commits.committed_logprobs
+                )
+            if (
+                self.request.status is RequestStatus.FINISHED_STOPPED
+                and report.tokens[-1] not in spec.end_tokens
+            ):
                 shown |= {COMPLETE_KEY: True}
             return self._output(report.tokens, report, shown)
         if not shown:
             return None
-        return EngineCoreOutput(self.request_id, new_token_ids=[], kv_transfer_params=figures_message(progress) | shown)
+        return EngineCoreOutput(
+            self.request_id,
+            new_token_ids=[],
+            kv_transfer_params=figures_message(progress) | shown,
+        )
 
     def no_progress(self) -> RequestFailure | None:
-        """The failure of a request whose running blocks take more steps than they can need."""
+        """The failure of a request whose running blocks take more steps than they can
+        need.
+        """
         progress = self.progress
-        if self.request.is_finished() or progress.step < self.spec.most_steps(progress.running):
+        if self.request.is_finished() or progress.step < self.spec.most_steps(
+            progress.running
+        ):
             return None
         return RequestFailure(
             "no_progress",
-            f"block {progress.leftmost} of the response still has {progress.num_masked} masked tokens after "
-            f"{progress.step} forward passes, more than any block can need",
+            f"block {progress.leftmost} of the response still has "
+            f"{progress.num_masked} masked tokens after {progress.step} forward "
+            f"passes, more than any block can need",
         )
 
     def _accept(self, tokens: list[int]) -> None:
-        """Append tokens to the request, of which only the last may end it; sets the status when it is done."""
+        """Append tokens to the request, of which only the last may end it; sets the
+        status when it is done.
+        """
         request, params = self.request, self.request.sampling_params
         assert params is not None
         request.append_output_token_ids(tokens)
@@ -83,14 +103,26 @@ class RequestState:
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
         elif request.num_output_tokens >= self.spec.num_sent:
-            # By the end of the response a constraint or a decision has a whole text, also without an end token.
-            is_whole = self.spec.constraint is not None or self.spec.decision is not None
-            request.status = RequestStatus.FINISHED_STOPPED if is_whole else RequestStatus.FINISHED_LENGTH_CAPPED
+            # By the end of the response a constraint or a decision has a whole text,
+            # also without an end token.
+            is_whole = (
+                self.spec.constraint is not None or self.spec.decision is not None
+            )
+            request.status = (
+                RequestStatus.FINISHED_STOPPED
+                if is_whole
+                else RequestStatus.FINISHED_LENGTH_CAPPED
+            )
 
-    def _output(self, tokens: list[int], report: StepReport, shown: dict[str, Any]) -> EngineCoreOutput:
+    def _output(
+        self, tokens: list[int], report: StepReport, shown: dict[str, Any]
+    ) -> EngineCoreOutput:
         request = self.request
         prefill_stats, request.prefill_stats = request.prefill_stats, None
-        details = {"trace": self.progress.trace, "decision": report.decision or {}} | self.commits._asdict()
+        details = {
+            "trace": self.progress.trace,
+            "decision": report.decision or {},
+        } | self.commits._asdict()
         return EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=tokens,
@@ -104,7 +136,9 @@ class RequestState:
         )
 
 
-def failed_output(request: Request, failure: RequestFailure, progress: Progress) -> EngineCoreOutput:
+def failed_output(
+    request: Request, failure: RequestFailure, progress: Progress
+) -> EngineCoreOutput:
     """End a request with an error: its status, and what its client gets to see."""
     request.status = RequestStatus.FINISHED_ERROR
     return EngineCoreOutput(
@@ -112,6 +146,8 @@ def failed_output(request: Request, failure: RequestFailure, progress: Progress)
         new_token_ids=[],
         finish_reason=request.get_finished_reason(),
         events=request.take_events(),
-        kv_transfer_params=figures_message(progress, trace=progress.trace, error=failure.message),
+        kv_transfer_params=figures_message(
+            progress, trace=progress.trace, error=failure.message
+        ),
         trace_headers=request.trace_headers,
     )

@@ -1,4 +1,6 @@
-"""Step plans: the vocabulary in which a refresh plan says what one denoising step computes."""
+"""Step plans: the vocabulary in which a refresh plan says what one denoising step
+computes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,30 +39,45 @@ class Scope(Enum):
     """The rows that the plan and the layer pass select."""
 
 
-@dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
+# Made for each request in each step; a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class UnmaskQuota:
     """Number of masked positions that a step unmasks."""
 
     candidates: Span
     count: int
     ratio: float
-    """``count`` as a share of the masked candidates, for policies that draw each position (``origin``)."""
+    """``count`` as a share of the masked candidates, for policies that draw each
+    position (``origin``).
+    """
     parallel: ParallelRule | None = None
-    """Rule that decides how many positions are filled, in place of ``count``; None: ``count`` does."""
+    """Rule that decides how many positions are filled, in place of ``count``; None:
+    ``count`` does.
+    """
     least: int = 0
     """Minimum for ``parallel``."""
     first_needed: bool = False
-    """True if the first position must be filled in this step, because no later step can predict it."""
+    """True if the first position must be filled in this step, because no later step can
+    predict it.
+    """
     guaranteed: Span | None = None
-    """Span in which at least one candidate is filled: the most confident one if the rule allows none."""
+    """Span in which at least one candidate is filled: the most confident one if the
+    rule allows none.
+    """
     enough: int = 1
-    """If ``parallel`` allows fewer positions than this, only the most confident one is unmasked."""
+    """If ``parallel`` allows fewer positions than this, only the most confident one is
+    unmasked.
+    """
     observed: float | None = None
     """Report the farthest candidate of at least this confidence."""
     predicts: Span | None = None
-    """Masked positions that are predicted; None: the candidates. The layer pass observes those behind them."""
+    """Masked positions that are predicted; None: the candidates. The layer pass
+    observes those behind them.
+    """
     may_fall_short: bool = False
-    """True if rows of candidates may leave the pass before they predict anything, so that fewer are filled."""
+    """True if rows of candidates may leave the pass before they predict anything, so
+    that fewer are filled.
+    """
 
     @property
     def predicted(self) -> Span:
@@ -83,52 +100,74 @@ class Retention:
         return cls(spans, sum(span.size for span in spans))
 
 
-@dataclass(slots=True)  # made for each request in each step; a frozen one takes several times as long to make
+# Made for each request in each step; a frozen one takes several times as long to make.
+@dataclass(slots=True)
 class StepPlan:
     """One denoising step of one request."""
 
     state: RefreshState
     scope: Scope
     span: Span
-    """Canvas positions whose rows are computed, unless the layer pass computes others (``LayerPass.positions``)."""
+    """Canvas positions whose rows are computed, unless the layer pass computes others
+    (``LayerPass.positions``).
+    """
     max_rows: int
     """Upper bound on the rows computed at once; the token budget is charged with it."""
     window: Span
     quota: UnmaskQuota
     forward: int
-    """Number of this denoising step over the whole response, from 0; also the counter of its random numbers."""
+    """Number of this denoising step over the whole response, from 0; also the counter
+    of its random numbers.
+    """
     read: int = 0
     """Tokens per layer that the rows attend to in pages."""
     retained: int = 0
     """Tokens per layer that pages hold after the step."""
     adds: tuple[Retention, ...] = ()
-    """Tokens added to pages, behind those that the step reads. Empty for methods that keep the whole canvas."""
+    """Tokens added to pages, behind those that the step reads. Empty for methods that
+    keep the whole canvas.
+    """
     post_step: int = 0
-    """Token editing: number, from 1, of a step among those of its block that begin without a mask; 0: any other."""
+    """Token editing: number, from 1, of a step among those of its block that begin
+    without a mask; 0: any other.
+    """
     own: Any = None
-    """What only the cache method and its layer pass know of this step: a dataclass of the method, or None."""
+    """What only the cache method and its layer pass know of this step: a dataclass of
+    the method, or None.
+    """
 
     @property
     def prefills(self) -> bool:
-        """True for a part of a long prompt, which only adds to pages and is no denoising step."""
+        """True for a part of a long prompt, which only adds to pages and is no
+        denoising step.
+        """
         return not self.quota.candidates.size
 
 
 def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if the number of positions that a step fills is known before it runs."""
-    return plan.quota.parallel is None and not UNMASKING_POLICIES[spec.unmasking].draws_each_position
+    """Return True if the number of positions that a step fills is known
+    before it runs.
+    """
+    return (
+        plan.quota.parallel is None
+        and not UNMASKING_POLICIES[spec.unmasking].draws_each_position
+    )
 
 
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if a step can fill a position, or replace its token."""
-    return plan.quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
+    return (
+        plan.quota.count > 0 or plan.post_step > 0 or not fills_fixed_count(plan, spec)
+    )
 
 
 def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
-    """Return True if a step fills at least one position, whatever the model predicts."""
+    """Return True if a step fills at least one position, whatever
+    the model predicts.
+    """
     if plan.quota.may_fall_short or plan.post_step:
-        # The row of the only position that may be filled may have left the pass; the next step keeps it. A step that
-        # begins without a mask only replaces tokens.
+        # The row of the only position that may be filled may have left the pass; the
+        # next step keeps it. A step that begins without a mask only replaces tokens.
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
         return True
@@ -136,28 +175,38 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
-def revises(plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int) -> bool:
-    """Return True if decided tokens of the running block may still change after a step that left ``num_masked`` masks
-    and replaced ``num_edited`` tokens (LLaDA2.1's loop, arXiv 2602.08676)."""
+def revises(
+    plan: StepPlan, spec: DecodingSpec, num_masked: int, num_edited: int
+) -> bool:
+    """Return True if decided tokens of the running block may still change after a step
+    that left ``num_masked`` masks and replaced ``num_edited`` tokens (LLaDA2.1's loop,
+    arXiv 2602.08676)."""
     if spec.edit_threshold is None:
         return False
     settled = plan.post_step > 0 and not num_edited
     return num_masked > 0 or (not settled and plan.post_step < spec.max_post_steps)
 
 
-def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> UnmaskQuota:
-    """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time grid), or ``tokens_per_step``.
+def unmask_quota(
+    spec: DecodingSpec, progress: Progress, window_alone: bool
+) -> UnmaskQuota:
+    """Unmask quota of a step: by the family's schedule (LLaDA: uniform, Dream: time
+    grid), or ``tokens_per_step``.
 
-    ``window_alone``: later steps feed no row before the window. With shifted logits they cannot predict the first
-    position of the window. So the first step of a block in Dream fills that position alone, outside the time grid
-    (Fast-dLLM, Sparse-dLLM; without a cache if there are several blocks), or with several running blocks as well.
+    ``window_alone``: later steps feed no row before the window. With shifted logits
+    they cannot predict the first position of the window. So the first step of a block
+    in Dream fills that position alone, outside the time grid (Fast-dLLM, Sparse-dLLM;
+    without a cache if there are several blocks), or with several running blocks as
+    well.
     """
     window, step, span = spec.span_of(progress.running), progress.step, progress.span
     begins_masked = step == 0 and not spec.is_given(window.start)
     quota = UnmaskQuota(window, progress.num_masked, 1.0)
     quota.first_needed = window_alone and spec.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
-        return quota  # the guide, or the probabilities of fields, decide how many; schedules have no say
+        # The guide, or the probabilities of fields, decide how many; schedules have no
+        # say.
+        return quota
     quota.parallel, quota.least = spec.parallel, spec.tokens_per_step or 0
     if spec.block_add_threshold is not None:
         quota.guaranteed = spec.block_span(progress.leftmost)
@@ -166,7 +215,9 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
         threshold, quota.enough = span.passing
         quota.parallel = ParallelRule("slow_fast", threshold)
         quota.candidates = Span(span.start, window.stop if span.is_slow else span.end)
-        quota.observed = span.options.span_threshold if span.is_slow and not span.settled else None
+        quota.observed = (
+            span.options.span_threshold if span.is_slow and not span.settled else None
+        )
         return quota
     quota.first_needed = False  # here such a step fills that position alone, or all
     steps = spec.steps_per_block[progress.running.first]
@@ -178,20 +229,32 @@ def unmask_quota(spec: DecodingSpec, progress: Progress, window_alone: bool) -> 
     if spec.tokens_per_step is not None:
         quota.count = min(spec.tokens_per_step, progress.num_masked)
     elif step < steps - 1 and spec.schedule == "uniform":
-        quota.count = uniform_count(spec.scheduled_per_block[progress.running.first], steps, step)
+        quota.count = uniform_count(
+            spec.scheduled_per_block[progress.running.first], steps, step
+        )
     elif step < steps - 1:
         quota.count = timestep_count(progress.num_masked, steps, step)
     by_time_grid = spec.schedule == "timestep" and spec.tokens_per_step is None
-    quota.ratio = timestep_ratio(steps, step) if by_time_grid else quota.count / max(progress.num_masked, 1)
+    quota.ratio = (
+        timestep_ratio(steps, step)
+        if by_time_grid
+        else quota.count / max(progress.num_masked, 1)
+    )
     if spec.block_steps and spec.parallel is not None:
         quota.least = quota.count
     return quota
 
 
 def cut(progress: Progress, span: Span) -> Span:
-    """``span`` as a step computes it: fast passes of SlowFast sampling, after the first, end with what they fill."""
+    """``span`` as a step computes it: fast passes of SlowFast sampling, after the
+    first, end with what they fill.
+    """
     state = progress.span
-    return span if state is None or not state.num_fast else Span(span.start, min(span.stop, state.end))
+    return (
+        span
+        if state is None or not state.num_fast
+        else Span(span.start, min(span.stop, state.end))
+    )
 
 
 def step_plan(
@@ -205,8 +268,8 @@ def step_plan(
     read: int = 0,
     adds: Sequence[Retention] = (),
 ) -> StepPlan:
-    """Plan of a step that computes all rows of ``span``, which is ``cut`` unless the step adds to pages.
-    ``window_alone`` as in ``unmask_quota``."""
+    """Plan of a step that computes all rows of ``span``, which is ``cut`` unless the
+    step adds to pages. ``window_alone`` as in ``unmask_quota``."""
     span = span if adds else cut(progress, span)
     return StepPlan(
         state=state,
@@ -216,7 +279,9 @@ def step_plan(
         window=spec.span_of(progress.running),
         quota=unmask_quota(spec, progress, window_alone),
         forward=progress.num_denoised,
-        post_step=progress.post_steps + 1 if spec.edit_threshold is not None and not progress.num_masked else 0,
+        post_step=progress.post_steps + 1
+        if spec.edit_threshold is not None and not progress.num_masked
+        else 0,
         read=read,
         retained=read + sum(retention.count for retention in adds),
         adds=tuple(retention for retention in adds if retention.count),

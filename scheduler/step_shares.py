@@ -8,11 +8,14 @@ _LEAST = 1 / 16
 
 
 class StepShares:
-    """Rows of one step, by source. Where requests of other sources run, several sequences of a source together take no
-    more rows than those, but a sixteenth of a step in any case. So they do not make the steps of others much longer."""
+    """Rows of one step, by source. Where requests of other sources run, several
+    sequences of a source together take no more rows than those, but a sixteenth of a
+    step in any case. So they do not make the steps of others much longer."""
 
     def __init__(self, planned: Iterable[tuple[str, int]], max_rows: int) -> None:
-        """``planned``: source and rows of each running request; ``max_rows``: of a step."""
+        """``planned``: source and rows of each running request; ``max_rows``: of a
+        step.
+        """
         self.max_rows = max_rows
         self._planned: Counter[str] = Counter()
         for source, rows in planned:
@@ -21,7 +24,9 @@ class StepShares:
         self._taken: Counter[str] = Counter()
 
     def allow(self, source: str, rows: int) -> bool:
-        """Return True if a source may take so many more rows. Its first sequence always may."""
+        """Return True if a source may take so many more rows. Its first sequence always
+        may.
+        """
         others = self._total - self._planned[source]
         most = max(others, int(_LEAST * self.max_rows)) if others else self.max_rows
         return not self._taken[source] or self._taken[source] + rows <= most

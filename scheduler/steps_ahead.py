@@ -1,4 +1,6 @@
-"""Steps whose work is known before those ahead of them have run, so that a device may get them all at once."""
+"""Steps whose work is known before those ahead of them have run, so that a device may
+get them all at once.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -22,12 +24,14 @@ def steps_known_ahead(
     *,
     may_idle: bool,
 ) -> Iterator[dict[str, StepPlan]]:
-    """Yield ``plans``, and those of at most ``num_steps - 1`` following steps of the blocks that do the same work on
-    other tokens. A step is planned when it is asked for, while a device runs those before it. Steps that fill fixed
-    counts leave every block unfinished, except the last. ``progress`` is that before ``plans``.
+    """Yield ``plans``, and those of at most ``num_steps - 1`` following steps of the
+    blocks that do the same work on other tokens. A step is planned when it is asked
+    for, while a device runs those before it. Steps that fill fixed counts leave every
+    block unfinished, except the last. ``progress`` is that before ``plans``.
 
-    ``may_idle``: True if a step changes nothing but the tokens that it fills. Then requests whose rules fill an open
-    number of tokens run ahead too, and may have nothing to do in the last steps.
+    ``may_idle``: True if a step changes nothing but the tokens that it fills. Then
+    requests whose rules fill an open number of tokens run ahead too, and may have
+    nothing to do in the last steps.
     """
     yield plans
     most = float(num_steps)
@@ -38,32 +42,55 @@ def steps_known_ahead(
         if not fills_fixed_count(first, spec):
             if not may_idle or not _depends_on_no_count(first, own, spec, plan):
                 return
-            # Half of the steps that the block takes at the pace of its last one: few of them find nothing to do.
+            # Half of the steps that the block takes at the pace of its last one: few of
+            # them find nothing to do.
             most = min(most, own.num_masked / (2 * max(own.last_unmasked, 1)))
     ahead = {request_id: replace(progress[request_id]) for request_id in plans}
-    # Of requests whose steps may fill fewer positions than planned: the same, if they fill none.
-    behind = {i: replace(progress[i]) for i, first in plans.items() if first.quota.may_fall_short or specs[i].delay_eos}
+    # Of requests whose steps may fill fewer positions than planned: the same, if they
+    # fill none.
+    behind = {
+        i: replace(progress[i])
+        for i, first in plans.items()
+        if first.quota.may_fall_short or specs[i].delay_eos
+    }
     last_plans = plans
     for _ in range(1, math.ceil(most)):
         for request_id, last in last_plans.items():
-            count = last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
+            count = (
+                last.quota.count if fills_fixed_count(last, specs[request_id]) else 1
+            )
             if count >= ahead[request_id].num_masked:
                 return
             ahead[request_id].advance(specs[request_id], count)
             if request_id in behind:
                 behind[request_id].advance(specs[request_id], 0)
         try:
-            last_plans = {request_id: plan(specs[request_id], p) for request_id, p in ahead.items()}
+            last_plans = {
+                request_id: plan(specs[request_id], p)
+                for request_id, p in ahead.items()
+            }
             for request_id, fewest in behind.items():
-                count, last_plans[request_id] = last_plans[request_id].quota.count, plan(specs[request_id], fewest)
+                count, last_plans[request_id] = (
+                    last_plans[request_id].quota.count,
+                    plan(specs[request_id], fewest),
+                )
                 counts = count, last_plans[request_id].quota.count
-                if counts[0] != counts[1] and counts != (ahead[request_id].num_masked, fewest.num_masked):
+                if counts[0] != counts[1] and counts != (
+                    ahead[request_id].num_masked,
+                    fewest.num_masked,
+                ):
                     return  # neither a fixed number nor all that is left
         except Exception:
-            # If the step itself comes to be planned, only the request fails whose plan it is.
-            logger.exception("a step ahead cannot be planned; the steps before it run one by one")
+            # If the step itself comes to be planned, only the request fails whose plan
+            # it is.
+            logger.exception(
+                "a step ahead cannot be planned; the steps before it run one by one"
+            )
             return
-        if not all(does_same_work(last_plans[request_id], first) for request_id, first in plans.items()):
+        if not all(
+            does_same_work(last_plans[request_id], first)
+            for request_id, first in plans.items()
+        ):
             return
         yield last_plans
 
@@ -73,14 +100,29 @@ def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     whole_window = plan.quota.candidates == plan.window
     asks = spec.early_stop or spec.streams_steps or spec.certainty_sigma is not None
     asks |= plan.post_step > 0  # whether its block ends is its result
-    return whole_window and not asks and not spec.is_constrained and spec.decision is None and spec.guidance is None
+    return (
+        whole_window
+        and not asks
+        and not spec.is_constrained
+        and spec.decision is None
+        and spec.guidance is None
+    )
 
 
 def _depends_on_no_count(
-    plan: StepPlan, progress: Progress, spec: DecodingSpec, plan_next: Callable[[DecodingSpec, Progress], StepPlan]
+    plan: StepPlan,
+    progress: Progress,
+    spec: DecodingSpec,
+    plan_next: Callable[[DecodingSpec, Progress], StepPlan],
 ) -> bool:
-    """Return True if the next steps do the same work whatever this one fills, and each fills one position at least."""
-    by_rule = plan.quota.parallel is not None and spec.block_add_threshold is None and spec.slow_fast is None
+    """Return True if the next steps do the same work whatever this one fills, and each
+    fills one position at least.
+    """
+    by_rule = (
+        plan.quota.parallel is not None
+        and spec.block_add_threshold is None
+        and spec.slow_fast is None
+    )
     if not by_rule or progress.num_masked < 2:
         return False
     ahead = replace(progress)
@@ -88,12 +130,16 @@ def _depends_on_no_count(
     try:
         return does_same_work(plan_next(spec, ahead), plan)
     except Exception:
-        logger.exception("a step ahead cannot be planned; the steps before it run one by one")
+        logger.exception(
+            "a step ahead cannot be planned; the steps before it run one by one"
+        )
         return False
 
 
 def does_same_work(plan: StepPlan, other: StepPlan) -> bool:
-    """Return True if two steps differ only in the number of positions that they fill and in their random numbers."""
+    """Return True if two steps differ only in the number of positions that they fill
+    and in their random numbers.
+    """
     if plan.span != other.span:  # most of those that differ, and quickly told
         return False
     quota = replace(plan.quota, count=other.quota.count, ratio=other.quota.ratio)

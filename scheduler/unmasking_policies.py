@@ -1,5 +1,6 @@
-"""Number and order of the tokens that a step unmasks: schedules, policies and rules of parallel unmasking, without
-tensors. ``model_executor/unmasking/`` computes the values that policies and rules use."""
+"""Number and order of the tokens that a step unmasks: schedules, policies and rules of
+parallel unmasking, without tensors. ``model_executor/unmasking/`` computes the values
+that policies and rules use."""
 
 import math
 import statistics
@@ -12,8 +13,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
-"""Value of a position's confidence: the probability of the predicted token, the negative entropy, the difference
-between the probabilities of the two likeliest tokens, a random number, or the distance from the right end."""
+"""Value of a position's confidence: the probability of the predicted token, the
+negative entropy, the difference between the probabilities of the two likeliest tokens,
+a random number, or the distance from the right end."""
 WEIGHTED_MEASURES = ("probability", "margin")
 """Measures that a prior can weight: values that are not negative."""
 CONFIDENCES = (*WEIGHTED_MEASURES, "entropy")
@@ -28,31 +30,45 @@ class UnmaskingPolicy:
     measures: Measure
     """Value that ranks positions."""
     tempered: bool = False
-    """True: probabilities after temperature, top-p and top-k (Dream). False: plain softmax (LLaDA)."""
+    """True: probabilities after temperature, top-p and top-k (Dream). False: plain
+    softmax (LLaDA).
+    """
     draws_each_position: bool = False
-    """Unmask each position with the step's ratio as probability, not a fixed count of the most confident."""
+    """Unmask each position with the step's ratio as probability, not a fixed count of
+    the most confident.
+    """
 
 
 @dataclass(frozen=True)
 class ParallelUnmasking:
-    """Rule that sets the number of positions of a step from their confidences and one value of the request."""
+    """Rule that sets the number of positions of a step from their confidences and one
+    value of the request.
+    """
 
     name: str
     measures: Measure
-    """Value that the rule compares; the request's policy must rank positions by the same."""
+    """Value that the rule compares; the request's policy must rank positions by the
+    same.
+    """
     else_counted: bool = False
-    """True if policies with another measure keep their fixed count; False if they are refused."""
+    """True if policies with another measure keep their fixed count; False if they are
+    refused.
+    """
     untempered: bool = False
     """True if the rule uses the plain softmax in every family."""
     may_pass_none: bool = False
-    """True if the rule may allow no position; the best one is filled then (``UnmaskQuota.guaranteed``)."""
+    """True if the rule may allow no position; the best one is filled then
+    (``UnmaskQuota.guaranteed``).
+    """
     least_by_schedule: bool = True
     """True if ``steps_per_block`` sets the minimum number of positions of a step."""
     tuned: tuple[float, ...] = ()
     """Values that `dllm tune` tries, the most careful first."""
 
     def suits(self, policy: UnmaskingPolicy) -> bool:
-        return policy.measures == self.measures and not (self.untempered and policy.tempered)
+        return policy.measures == self.measures and not (
+            self.untempered and policy.tempered
+        )
 
 
 UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
@@ -75,17 +91,26 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
 PARALLEL_RULES: dict[str, ParallelUnmasking] = {
     rule.name: rule
     for rule in (
-        # Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with most policies.
-        ParallelUnmasking("threshold", "probability", else_counted=True, tuned=(0.95, 0.9, 0.8, 0.65)),
+        # Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with
+        # most policies.
+        ParallelUnmasking(
+            "threshold", "probability", else_counted=True, tuned=(0.95, 0.9, 0.8, 0.65)
+        ),
         ParallelUnmasking("factor", "probability", tuned=(0.5, 1.0, 2.0)),
         # EB-Sampler's (arXiv 2505.24857)
         ParallelUnmasking("entropy_bound", "entropy", tuned=(0.1, 0.5, 1.5)),
         ParallelUnmasking("margin", "margin", tuned=(0.9, 0.75, 0.5)),
         # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
-        ParallelUnmasking("entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)),
-        ParallelUnmasking("strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True),
+        ParallelUnmasking(
+            "entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)
+        ),
+        ParallelUnmasking(
+            "strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True
+        ),
         # SDAR's (arXiv 2510.06303)
-        ParallelUnmasking("entropy_budget", "entropy", least_by_schedule=False, tuned=(0.1, 0.35, 1.0)),
+        ParallelUnmasking(
+            "entropy_budget", "entropy", least_by_schedule=False, tuned=(0.1, 0.35, 1.0)
+        ),
         # SlowFast sampling's (arXiv 2506.10848), within a span (``SpanState``).
         ParallelUnmasking("slow_fast", "probability", untempered=True),
         # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
@@ -95,19 +120,26 @@ PARALLEL_RULES: dict[str, ParallelUnmasking] = {
 
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:
-    """Steps of each block, when ``steps`` are spread over blocks of so many masks: one each, and the rest by the masks
-    beyond the first, rounded to the largest remainders, earlier blocks first. So a step per mask of the response is one
-    per mask in every block, and equal blocks get equally many."""
+    """Steps of each block, when ``steps`` are spread over blocks of so many masks: one
+    each, and the rest by the masks beyond the first, rounded to the largest remainders,
+    earlier blocks first. So a step per mask of the response is one per mask in every
+    block, and equal blocks get equally many."""
     others = [count - 1 for count in masks]
     extra, total = steps - len(masks), max(sum(others), 1)
     shares = [divmod(extra * count, total) for count in others]
     left_over = extra - sum(share for share, _ in shares)
-    rounded_up = set(sorted(range(len(masks)), key=lambda block: -shares[block][1])[:left_over])
-    return tuple(1 + share + (block in rounded_up) for block, (share, _) in enumerate(shares))
+    rounded_up = set(
+        sorted(range(len(masks)), key=lambda block: -shares[block][1])[:left_over]
+    )
+    return tuple(
+        1 + share + (block in rounded_up) for block, (share, _) in enumerate(shares)
+    )
 
 
 def uniform_count(block_size: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens (LLaDA's ``get_num_transfer_tokens``)."""
+    """Tokens unmasked at ``step`` of a block of ``block_size`` masked tokens (LLaDA's
+    ``get_num_transfer_tokens``).
+    """
     return block_size // steps + (step < block_size % steps)
 
 
@@ -115,18 +147,23 @@ def uniform_count(block_size: int, steps: int, step: int) -> int:
 def _unmask_ratios(steps: int) -> tuple[float, ...]:
     import torch  # here, so that listing methods and options does not load it
 
-    # float32 throughout, as Dream computes it: a float64 grid rounds some counts differently.
+    # float32 throughout, as Dream computes it: a float64 grid rounds some counts
+    # differently.
     times = torch.linspace(1.0, 1e-3, steps + 1, dtype=torch.float32)
     return tuple((1 - times[1:] / times[:-1]).tolist())
 
 
 def timestep_ratio(steps: int, step: int) -> float:
-    """Share of the remaining masked tokens that ``step`` unmasks on Dream's time grid; 1 at the last step."""
+    """Share of the remaining masked tokens that ``step`` unmasks on Dream's time grid;
+    1 at the last step.
+    """
     return 1.0 if step >= steps - 1 else _unmask_ratios(steps)[step]
 
 
 def timestep_count(num_masked: int, steps: int, step: int) -> int:
-    """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often 0 in the first steps."""
+    """Tokens unmasked at ``step`` when ``num_masked`` are left (Dream's sampler); often
+    0 in the first steps.
+    """
     return int(np.float32(num_masked) * np.float32(timestep_ratio(steps, step)))
 
 
@@ -135,47 +172,66 @@ MOST_TOKENS = (1 << 31) - 1
 
 
 class SlowFast(BaseModel):
-    """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the authors' code for LLaDA; Dream's
-    are ``ModelFamily.slow_fast``. All confidences are probabilities of the plain softmax."""
+    """Options of SlowFast sampling (arXiv 2506.10848). The defaults are those of the
+    authors' code for LLaDA; Dream's are ``ModelFamily.slow_fast``. All confidences are
+    probabilities of the plain softmax."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
 
     span_steps: int = Field(default=6, ge=1, le=MOST_TOKENS)
     """Slow passes at the beginning of each span."""
     span_threshold: float = Field(default=0.3, ge=0, le=1)
-    """A slow pass estimates that the span ends after the farthest masked position of the block with this confidence."""
+    """A slow pass estimates that the span ends after the farthest masked position of
+    the block with this confidence.
+    """
     span_window: int = Field(default=2, ge=1, le=MOST_TOKENS)
-    """Number of latest estimates that are compared. If they are not stable, the end is their mean."""
+    """Number of latest estimates that are compared. If they are not stable, the end is
+    their mean.
+    """
     span_variance: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """If the variance of these estimates is below this, they are stable, and the last one is the end. Dream: the sample
-    variance, at most this."""
+    """If the variance of these estimates is below this, they are stable, and the last
+    one is the end. Dream: the sample variance, at most this."""
     slow_threshold: float = Field(default=0.9, ge=0, le=1)
-    """A slow pass fills every position from the span's start to the block's end with this confidence, or the best."""
+    """A slow pass fills every position from the span's start to the block's end with
+    this confidence, or the best.
+    """
     fast_threshold: float = Field(default=0.9, ge=0, le=1)
-    """A fast pass fills every position of the span with this confidence, or the best."""
+    """A fast pass fills every position of the span with this confidence,
+    or the best.
+    """
     slow_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
-    """If fewer positions than this reach ``slow_threshold``, only the best one is filled."""
+    """If fewer positions than this reach ``slow_threshold``, only the best one is
+    filled.
+    """
     fast_minimum: int = Field(default=1, ge=1, le=MOST_TOKENS)
-    """If fewer positions than this reach ``fast_threshold``, only the best one is filled."""
+    """If fewer positions than this reach ``fast_threshold``, only the best one is
+    filled.
+    """
 
 
 class SeenOfBlock(NamedTuple):
     """Observation of one pass of SlowFast sampling."""
 
     first_masked: int
-    """Leftmost masked position after the pass; the end of the block if none is masked."""
+    """Leftmost masked position after the pass; the end of the block if
+    none is masked.
+    """
     farthest: int
     """Rightmost position predicted with ``span_threshold``; −1 if none was observed."""
 
 
 @dataclass(frozen=True)
 class SpanState:
-    """State of SlowFast sampling in a block. Slow passes look for the end of a span, fast passes fill it, and the next
-    span begins there."""
+    """State of SlowFast sampling in a block. Slow passes look for the end of a span,
+    fast passes fill it, and the next span begins there."""
 
     options: SlowFast
     dream: bool
-    """True: Dream's code, which uses the sample variance of the estimates and rounds their mean."""
+    """True: Dream's code, which uses the sample variance of the estimates and rounds
+    their mean.
+    """
     block_start: int
     start: int
     """Start of the span; every position of the block before it is decided."""
@@ -195,23 +251,34 @@ class SpanState:
 
     @property
     def passing(self) -> tuple[float, int]:
-        """Confidence that lets the next pass fill a position, and the minimum number of such positions."""
+        """Confidence that lets the next pass fill a position, and the minimum number of
+        such positions.
+        """
         options = self.options
         if self.is_slow:
             return options.slow_threshold, options.slow_minimum
         return options.fast_threshold, options.fast_minimum
 
     def after(self, seen: SeenOfBlock) -> "SpanState":
-        """State after a pass. Slow passes go on to their number after the end is settled, as in the authors' code."""
+        """State after a pass. Slow passes go on to their number after the end is
+        settled, as in the authors' code.
+        """
         if not self.is_slow:
             state = replace(self, num_fast=self.num_fast + 1)
         else:
             state = replace(self, num_slow=self.num_slow + 1)
             if not self.settled:
-                latest = (*self.estimates, max(seen.farthest, self.start) + 1)[-self.options.span_window :]
-                settled = len(latest) == self.options.span_window and self._is_stable(latest)
+                latest = (*self.estimates, max(seen.farthest, self.start) + 1)[
+                    -self.options.span_window :
+                ]
+                settled = len(latest) == self.options.span_window and self._is_stable(
+                    latest
+                )
                 state = replace(
-                    state, estimates=latest, settled=settled, end=latest[-1] if settled else self._mean(latest)
+                    state,
+                    estimates=latest,
+                    settled=settled,
+                    end=latest[-1] if settled else self._mean(latest),
                 )
         if state.is_slow or seen.first_masked < state.end:
             return state
@@ -219,10 +286,15 @@ class SpanState:
 
     def _is_stable(self, estimates: Sequence[int]) -> bool:
         if self.dream:
-            return len(estimates) == 1 or statistics.variance(estimates) <= self.options.span_variance
+            return (
+                len(estimates) == 1
+                or statistics.variance(estimates) <= self.options.span_variance
+            )
         return statistics.pvariance(estimates) < self.options.span_variance
 
     def _mean(self, estimates: Sequence[int]) -> int:
-        """Dream's code rounds the length from the block's start, halves to even; LLaDA's rounds down."""
+        """Dream's code rounds the length from the block's start, halves to even;
+        LLaDA's rounds down.
+        """
         length = statistics.mean(estimates) - self.block_start
         return self.block_start + (round(length) if self.dream else math.floor(length))

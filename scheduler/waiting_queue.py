@@ -16,7 +16,9 @@ class _Place(NamedTuple):
     turn: int
     arrival_time: float
     number: int
-    """Tells places apart that are equal so far: the one that was added first is first."""
+    """Tells places apart that are equal so far: the one that was added
+    first is first.
+    """
     source: str
     request: Request
 
@@ -28,8 +30,9 @@ class _Source:
 
 
 class WaitingQueue:
-    """First come, first served, or by priority. Several sequences may come from one HTTP request, their source. Each of
-    them takes a turn: a request that arrives meanwhile waits for one of them, not for all."""
+    """First come, first served, or by priority. Several sequences may come from one
+    HTTP request, their source. Each of them takes a turn: a request that arrives
+    meanwhile waits for one of them, not for all."""
 
     def __init__(self, *, by_priority: bool) -> None:
         self.by_priority = by_priority
@@ -41,11 +44,19 @@ class WaitingQueue:
         self._num_added = 0
 
     def add(self, request: Request, source: str) -> None:
-        """Let a request wait behind those that came before it, but before further ones of sources that wait already."""
+        """Let a request wait behind those that came before it, but before further ones
+        of sources that wait already.
+        """
         turn = self._turn(self._priority(request))
         if source in self._sources:
             turn = max(turn, self._sources[source].last_turn + 1)
-        self._insert(request, source, turn, request.arrival_time if self.by_priority else 0.0, self._num_added)
+        self._insert(
+            request,
+            source,
+            turn,
+            request.arrival_time if self.by_priority else 0.0,
+            self._num_added,
+        )
 
     def prepend(self, request: Request, source: str) -> None:
         """Let a request wait before all others of its priority."""
@@ -79,8 +90,12 @@ class WaitingQueue:
             return 0
         return self._places[first].turn
 
-    def _insert(self, request: Request, source: str, turn: int, arrival_time: float, number: int) -> None:
-        place = _Place(self._priority(request), turn, arrival_time, number, source, request)
+    def _insert(
+        self, request: Request, source: str, turn: int, arrival_time: float, number: int
+    ) -> None:
+        place = _Place(
+            self._priority(request), turn, arrival_time, number, source, request
+        )
         bisect.insort(self._places, place)
         self._place_of[request.request_id] = place
         self._num_added += 1

@@ -39,34 +39,60 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path(os.environ.get("DLLM_VENV") or CHECKOUT / ".venv"),
-        help="where the virtual environment is (default: the variable DLLM_VENV, else .venv in the checkout)",
+        help=(
+            "where the virtual environment is (default: the variable DLLM_VENV, else "
+            ".venv in the checkout)"
+        ),
     )
     top = argparse.ArgumentParser(
         prog="scripts/dev.py",
-        description="Sets up this project on a CPU, in a virtual environment of its own, and runs it.",
+        description=(
+            "Sets up this project on a CPU, in a virtual environment of its own, and "
+            "runs it."
+        ),
     )
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     setup_command = commands.add_parser("setup", parents=[common], help="only install")
     setup_command.set_defaults(prompt=None)
     setup_command.add_argument(
-        "--extras", nargs="+", default=[], metavar="NAME", help="optional parts of the project, for example: test ray"
+        "--extras",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="optional parts of the project, for example: test ray",
     )
 
-    demo_command = commands.add_parser("demo", parents=[common], help="install, then answer a prompt")
+    demo_command = commands.add_parser(
+        "demo", parents=[common], help="install, then answer a prompt"
+    )
     demo_command.set_defaults(extras=[])
-    demo_command.add_argument("prompt", nargs="?", default=DEMO_PROMPT, help="default: %(default)r")
+    demo_command.add_argument(
+        "prompt", nargs="?", default=DEMO_PROMPT, help="default: %(default)r"
+    )
 
-    test_command = commands.add_parser("test", parents=[common], help="install, then run the tests")
-    test_command.add_argument("--lint", action="store_true", help="check style and types as well, first")
-    test_command.add_argument("--slow", action="store_true", help="run the second, slow stage as well")
-    test_command.add_argument("--all", action="store_true", help="the same as --lint --slow")
-    test_command.add_argument("pytest", nargs="*", metavar="...", help="after --: arguments for pytest")
+    test_command = commands.add_parser(
+        "test", parents=[common], help="install, then run the tests"
+    )
+    test_command.add_argument(
+        "--lint", action="store_true", help="check style and types as well, first"
+    )
+    test_command.add_argument(
+        "--slow", action="store_true", help="run the second, slow stage as well"
+    )
+    test_command.add_argument(
+        "--all", action="store_true", help="the same as --lint --slow"
+    )
+    test_command.add_argument(
+        "pytest", nargs="*", metavar="...", help="after --: arguments for pytest"
+    )
     return top
 
 
 def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -> int:
-    """Installs, answers a prompt if there is one with the demo model, and says how to go on."""
+    """Installs, answers a prompt if there is one with the demo model, and says how to
+    go on.
+    """
     environment.install(extras)
     if prompt is not None and (status := environment.run("dllm", "generate", prompt)):
         return status
@@ -80,23 +106,41 @@ def setup(environment: Environment, extras: Sequence[str], prompt: str | None) -
 
 
 def test(environment: Environment, options: argparse.Namespace) -> int:
-    """Runs the wanted stages, says how long each took, and returns the exit status of the first that failed.
+    """Runs the wanted stages, says how long each took, and returns the exit status of
+    the first that failed.
 
-    Style and types do not keep the tests from running, so that one run shows all there is to mend; the slow stage
-    runs only when the fast one passed.
+    Style and types do not keep the tests from running, so that one run shows all there
+    is to mend; the slow stage runs only when the fast one passed.
     """
     cores = os.cpu_count() or 1
-    # Tests of one file share engines. More processes would need more memory than their tests are worth.
+    # Tests of one file share engines. More processes would need more memory than their
+    # tests are worth.
     processes = str(min(cores, 4))
     pytest = ["python", "-m", "pytest", "--dist", "loadfile", "--numprocesses"]
     fast = [*pytest, processes, "-m", "not slow"]
-    # In the order of tests/conftest.py: by number of tests, the few that start most processes would come last. No more
-    # of them at once than cores, since servers that stop have only so many seconds for it.
-    slow = [*pytest, processes, "-m", "slow", "--no-loadscope-reorder", "--durations", "15"]
+    # In the order of tests/conftest.py: by number of tests, the few that start most
+    # processes would come last. No more of them at once than cores, since servers that
+    # stop have only so many seconds for it.
+    slow = [
+        *pytest,
+        processes,
+        "-m",
+        "slow",
+        "--no-loadscope-reorder",
+        "--durations",
+        "15",
+    ]
     stages: dict[str, list[list[str]]] = {}
     if options.lint or options.all:
-        types = [["mypy", "--num-workers", processes, "-p", "dllm_engine"], ["mypy", "scripts"]]
-        stages["style and types"] = [["ruff", "check"], ["ruff", "format", "--check"], *types]
+        types = [
+            ["mypy", "--num-workers", processes, "-p", "dllm_engine"],
+            ["mypy", "scripts"],
+        ]
+        stages["style and types"] = [
+            ["ruff", "check"],
+            ["ruff", "format", "--check"],
+            *types,
+        ]
     stages["fast tests"] = [[*fast, *options.pytest]]
     if options.slow or options.all:
         stages["slow tests"] = [[*slow, *options.pytest]]
@@ -108,7 +152,10 @@ def test(environment: Environment, options: argparse.Namespace) -> int:
     for name, commands in stages.items():
         start = time.monotonic()
         statuses = [environment.run(*command) for command in commands]
-        lines.append(f"{name:16}{time.monotonic() - start:6.0f} s" + ("  FAILED, see above" if any(statuses) else ""))
+        lines.append(
+            f"{name:16}{time.monotonic() - start:6.0f} s"
+            + ("  FAILED, see above" if any(statuses) else "")
+        )
         failures += filter(None, statuses)
         if name == "fast tests" and any(statuses):
             break

@@ -1,1 +1,3 @@
-"""Checks of ``dllm check``: kernels against their plain versions, and answers against stored ones."""
+"""Checks of ``dllm check``: kernels against their plain versions, and answers against
+stored ones.
+"""

@@ -1,4 +1,6 @@
-"""Cases of the kernels: each calls one with drawn numbers, and returns what it computes or writes."""
+"""Cases of the kernels: each calls one with drawn numbers, and returns what it computes
+or writes.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -7,13 +9,28 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_engine.kernels import attention_scores, pages, rotary, sampling, similarity, token_statistics
+from dllm_engine.kernels import (
+    attention_scores,
+    pages,
+    rotary,
+    sampling,
+    similarity,
+    token_statistics,
+)
 from dllm_engine.kernels.paged_attention import PagedTokens, paged_attention
 
 ROWS = 300
-PAGED = (([2, 1], [40, 700]), ([4, 3], [70, 33]), ([7, 2], [45, 64]), ([32, 9], [513, 77]), ([40, 17], [600, 41]),
-         ([260, 40], [99, 41]))  # fmt: skip
-"""Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles, with and without splits."""
+PAGED = (
+    ([2, 1], [40, 700]),
+    ([4, 3], [70, 33]),
+    ([7, 2], [45, 64]),
+    ([32, 9], [513, 77]),
+    ([40, 17], [600, 41]),
+    ([260, 40], [99, 41]),
+)
+"""Rows of each request, and its tokens in pages: 1, 4 and 7 heads share one; all tiles,
+with and without splits.
+"""
 Results = list[torch.Tensor]
 PagedCase = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, PagedTokens]
 
@@ -32,59 +49,133 @@ class Sizes(NamedTuple):
 class Draw:
     """The same numbers whatever the device: rounded to ``dtype``, held in ``held``."""
 
-    def __init__(self, sizes: Sizes, dtype: torch.dtype, held: torch.dtype, device: str, seed: int = 0) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        dtype: torch.dtype,
+        held: torch.dtype,
+        device: str,
+        seed: int = 0,
+    ) -> None:
         self.sizes, self.dtype, self.held, self.device = sizes, dtype, held, device
         self.generator = torch.Generator().manual_seed(seed)
 
     def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.dtype).to(self.device, self.held)
+        return (
+            torch.randn(shape, generator=self.generator)
+            .to(self.dtype)
+            .to(self.device, self.held)
+        )
 
     def integers(self, low: int, high: int, count: int) -> torch.Tensor:
-        return torch.randint(low, high, (count,), generator=self.generator).to(self.device)
+        return torch.randint(low, high, (count,), generator=self.generator).to(
+            self.device
+        )
 
     def slots(self, pages: torch.Tensor, *shape: int) -> torch.Tensor:
         """Different slots of ``pages``, and −1 for about a quarter of them."""
-        order = torch.randperm(pages.shape[0] * pages.shape[1], generator=self.generator)[: torch.Size(shape).numel()]
-        return order.view(shape).masked_fill(torch.rand(shape, generator=self.generator) < 0.25, -1).to(self.device)
+        order = torch.randperm(
+            pages.shape[0] * pages.shape[1], generator=self.generator
+        )[: torch.Size(shape).numel()]
+        return (
+            order.view(shape)
+            .masked_fill(torch.rand(shape, generator=self.generator) < 0.25, -1)
+            .to(self.device)
+        )
 
     def queries_and_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """``ROWS`` rows of a fused projection: views of one tensor."""
-        fused = self.normal(ROWS, self.sizes.num_heads + self.sizes.num_kv_heads, self.sizes.head_dim)
+        fused = self.normal(
+            ROWS, self.sizes.num_heads + self.sizes.num_kv_heads, self.sizes.head_dim
+        )
         return fused[:, : self.sizes.num_heads], fused[:, self.sizes.num_heads :]
 
 
-def paged_case(draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False) -> PagedCase:
-    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and ``retained[r][h]`` tokens of KV head h.
-    Slots without a token hold NaN. ``packed``: a range of slots for each head; else token-major, with gaps."""
+def paged_case(
+    draw: Draw, rows: list[int], retained: list[list[int]], packed: bool = False
+) -> PagedCase:
+    """Arguments of ``paged_attention``: requests of ``rows[r]`` rows and
+    ``retained[r][h]`` tokens of KV head h. Slots without a token hold NaN. ``packed``:
+    a range of slots for each head; else token-major, with gaps."""
     heads, kv_heads, dim, *_, page_size = draw.sizes
-    num_slots, head_len = page_size * kv_heads, torch.tensor(retained, dtype=torch.int32)
-    head_start = head_len.cumsum(1) - head_len if packed else torch.arange(kv_heads).expand_as(head_len)
-    stride = torch.full((len(rows),), 1 if packed else kv_heads)
-    ends = torch.where(head_len > 0, head_start + (head_len - 1) * stride[:, None] + 1, 0).amax(1)
-    num_pages = -(-ends // num_slots)
-    tables = torch.randperm(len(rows) * (int(num_pages.max()) + 1), generator=draw.generator).view(len(rows), -1)
-    pool = torch.full((tables.numel(), 2, num_slots, dim), torch.nan, dtype=draw.held, device=draw.device)
-    for request, head in itertools.product(range(len(rows)), range(kv_heads)):
-        place = head_start[request, head] + torch.arange(retained[request][head]) * stride[request]
-        pool[tables[request, place // num_slots], :, place % num_slots] = draw.normal(len(place), 2, dim)
-    tables = tables.masked_fill(torch.arange(tables.shape[1]) >= num_pages[:, None], 2**30)
-    tables, head_start, stride, head_len = (
-        x.int().contiguous().to(draw.device) for x in (tables, head_start, stride, head_len)
+    num_slots, head_len = (
+        page_size * kv_heads,
+        torch.tensor(retained, dtype=torch.int32),
     )
-    q, k, v = (draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads))
-    cu_seqlens = torch.tensor([0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device)
+    head_start = (
+        head_len.cumsum(1) - head_len
+        if packed
+        else torch.arange(kv_heads).expand_as(head_len)
+    )
+    stride = torch.full((len(rows),), 1 if packed else kv_heads)
+    ends = torch.where(
+        head_len > 0, head_start + (head_len - 1) * stride[:, None] + 1, 0
+    ).amax(1)
+    num_pages = -(-ends // num_slots)
+    tables = torch.randperm(
+        len(rows) * (int(num_pages.max()) + 1), generator=draw.generator
+    ).view(len(rows), -1)
+    pool = torch.full(
+        (tables.numel(), 2, num_slots, dim),
+        torch.nan,
+        dtype=draw.held,
+        device=draw.device,
+    )
+    for request, head in itertools.product(range(len(rows)), range(kv_heads)):
+        place = (
+            head_start[request, head]
+            + torch.arange(retained[request][head]) * stride[request]
+        )
+        pool[tables[request, place // num_slots], :, place % num_slots] = draw.normal(
+            len(place), 2, dim
+        )
+    tables = tables.masked_fill(
+        torch.arange(tables.shape[1]) >= num_pages[:, None], 2**30
+    )
+    tables, head_start, stride, head_len = (
+        x.int().contiguous().to(draw.device)
+        for x in (tables, head_start, stride, head_len)
+    )
+    q, k, v = (
+        draw.normal(sum(rows), number, dim) for number in (heads, kv_heads, kv_heads)
+    )
+    cu_seqlens = torch.tensor(
+        [0, *itertools.accumulate(rows)], dtype=torch.int32, device=draw.device
+    )
     longest = max(map(max, retained))
-    return q, k, v, cu_seqlens, PagedTokens(pool[:, 0], pool[:, 1], tables, head_start, stride, head_len, longest)
+    return (
+        q,
+        k,
+        v,
+        cu_seqlens,
+        PagedTokens(
+            pool[:, 0], pool[:, 1], tables, head_start, stride, head_len, longest
+        ),
+    )
 
 
 def attend_to_pages(draw: Draw, packed: bool) -> Results:
     results: Results = []
     for rows, retained in PAGED:
-        lengths = [[n - packed * head % 7 * 5 for head in range(draw.sizes.num_kv_heads)] for n in retained]
-        case, some = paged_case(draw, rows, lengths, packed), draw.integers(0, max(retained) + 99, sum(rows)).int()
+        lengths = [
+            [n - packed * head % 7 * 5 for head in range(draw.sizes.num_kv_heads)]
+            for n in retained
+        ]
+        case, some = (
+            paged_case(draw, rows, lengths, packed),
+            draw.integers(0, max(retained) + 99, sum(rows)).int(),
+        )
         for attend_fresh, limits in itertools.product((True, False), (None, some)):
-            lse = torch.empty(case[0].shape[:2], dtype=torch.float32, device=draw.device)
-            attend = partial(paged_attention, *case, attend_fresh=attend_fresh, max_seqlen=max(rows), limits=limits)
+            lse = torch.empty(
+                case[0].shape[:2], dtype=torch.float32, device=draw.device
+            )
+            attend = partial(
+                paged_attention,
+                *case,
+                attend_fresh=attend_fresh,
+                max_seqlen=max(rows),
+                limits=limits,
+            )
             results += [attend(lse=lse), lse, attend()]
     return results
 
@@ -92,7 +183,9 @@ def attend_to_pages(draw: Draw, packed: bool) -> Results:
 def use_slots(draw: Draw) -> Results:
     values, keys = (x[:, : draw.sizes.num_kv_heads] for x in draw.queries_and_keys())
     slots_per_page = draw.sizes.page_size * draw.sizes.num_kv_heads
-    pool = draw.normal(-(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim)
+    pool = draw.normal(
+        -(-ROWS // draw.sizes.page_size) + 2, 2, slots_per_page, draw.sizes.head_dim
+    )
     targets = draw.slots(pool[:, 1], *keys.shape[:2])
     sums = similarity.replace_and_compare(keys, pool[:, 1], targets)
     written = pool[1:, 1].clone()
@@ -101,17 +194,27 @@ def use_slots(draw: Draw) -> Results:
     some = torch.arange(ROWS - 1, -1, -2, device=draw.device)
     pages.write_kv(values[1::2], keys[1::2], pool[:, 0], pool[:, 1], targets, some)
     results = [sums, written, pool[1:]]
-    candidates, places = (torch.arange(2 * n, device=draw.device).flip(0).view(2, n) for n in (ROWS, ROWS // 3))
+    candidates, places = (
+        torch.arange(2 * n, device=draw.device).flip(0).view(2, n)
+        for n in (ROWS, ROWS // 3)
+    )
     for metric in similarity.SIMILARITIES:
-        rows, place_of_row = (torch.empty_like(x).flatten() for x in (places, candidates))
-        similarity.choose_least_similar(numbers, metric, candidates, places, rows, place_of_row)
+        rows, place_of_row = (
+            torch.empty_like(x).flatten() for x in (places, candidates)
+        )
+        similarity.choose_least_similar(
+            numbers, metric, candidates, places, rows, place_of_row
+        )
         results += rows, place_of_row
     return results
 
 
 def rotate(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
-    for rotary_dim in (draw.sizes.head_dim, draw.sizes.head_dim // 4 * 2):  # of a head, and of a part of it
+    for rotary_dim in (
+        draw.sizes.head_dim,
+        draw.sizes.head_dim // 4 * 2,
+    ):  # of a head, and of a part of it
         frequencies = 500_000.0 ** (-torch.arange(0, rotary_dim, 2) / rotary_dim)
         table = rotary.rotary_table(2048, frequencies).to(draw.device)
         rotary.rotate_(q, draw.integers(0, 2048, ROWS), table)
@@ -121,18 +224,30 @@ def rotate(draw: Draw) -> Results:
 
 def vote(draw: Draw) -> Results:
     q, k = draw.queries_and_keys()
-    votes = q[-32:], k, draw.normal(32, draw.sizes.num_heads).float() + 6.0  # about the log of a sum of ROWS scores
+    votes = (
+        q[-32:],
+        k,
+        draw.normal(32, draw.sizes.num_heads).float() + 6.0,
+    )  # about the log of a sum of ROWS scores
     results = [attention_scores.voting_scores(*votes)]
     for rows, lengths in PAGED:
-        q, _, _, bounds, tokens = paged_case(draw, rows, [[n] * draw.sizes.num_kv_heads for n in lengths])
+        q, _, _, bounds, tokens = paged_case(
+            draw, rows, [[n] * draw.sizes.num_kv_heads for n in lengths]
+        )
         lse = draw.normal(*q.shape[:2]).float() + 6.0
         pages = tokens.k_pages, tokens.page_tables, tokens.head_len
-        results.append(attention_scores.summed_probabilities(q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5))
+        results.append(
+            attention_scores.summed_probabilities(
+                q, lse, bounds, *pages, max(rows) + 3, max(lengths) + 5
+            )
+        )
     return results
 
 
 def use_features(draw: Draw) -> Results:
-    rows = pages.feature_rows(draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size)
+    rows = pages.feature_rows(
+        draw.normal(ROWS, 2, draw.sizes.hidden_size, 2), draw.sizes.hidden_size
+    )
     hidden, *computed = draw.normal(4, ROWS, draw.sizes.hidden_size)
     places = draw.integers(-ROWS, ROWS, ROWS).clamp(min=-1)
     pages.add_or_renew_features(hidden, rows, draw.slots(rows, ROWS), places, *computed)
@@ -141,13 +256,28 @@ def use_features(draw: Draw) -> Results:
 
 def predict(draw: Draw) -> Results:
     logits = draw.normal(8, draw.sizes.vocab_size) * 4
-    logits[0], logits[1, 3] = logits[0].round(), 50.0  # many ties; the token that may not be drawn is the likeliest
-    counters = sampling.Counters(draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8))
+    logits[0], logits[1, 3] = (
+        logits[0].round(),
+        50.0,
+    )  # many ties; the token that may not be drawn is the likeliest
+    counters = sampling.Counters(
+        draw.integers(-(2**63), 2**63 - 1, 8), *draw.integers(0, 500, 16).view(2, 8)
+    )
     drawn = sampling.gumbel_max(logits, counters, 0, 0.7, 3)
-    top_p, both, top_k = (sampling.filtered_logits(logits, 0.7, p, k, 3) for p, k in ((0.9, 0), (0.9, 50), (1.0, 50)))
-    # Which token is the last of top-p may be a matter of rounding; what all of them weigh is not.
+    top_p, both, top_k = (
+        sampling.filtered_logits(logits, 0.7, p, k, 3)
+        for p, k in ((0.9, 0), (0.9, 50), (1.0, 50))
+    )
+    # Which token is the last of top-p may be a matter of rounding; what all of them
+    # weigh is not.
     filtered = top_p.logsumexp(dim=-1), both.logsumexp(dim=-1), top_k.clamp(min=-100)
-    return [*token_statistics.token_statistics(logits, 3, with_entropy=True, with_margin=True), *drawn, *filtered]
+    return [
+        *token_statistics.token_statistics(
+            logits, 3, with_entropy=True, with_margin=True
+        ),
+        *drawn,
+        *filtered,
+    ]
 
 
 Case = Callable[[Draw], Results]

@@ -1,4 +1,6 @@
-"""Comparisons of a device with a CPU: kernels in each type, and the demo models' answers with every cache method."""
+"""Comparisons of a device with a CPU: kernels in each type, and the demo models'
+answers with every cache method.
+"""
 
 import gc
 import json
@@ -20,23 +22,44 @@ from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import format_table, one_line
 
 OK, FAILED = "ok", "FAILED"
-BOUNDS = {torch.int64: 0.0, torch.float64: 1e-12, torch.float32: 5e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+BOUNDS = {
+    torch.int64: 0.0,
+    torch.float64: 1e-12,
+    torch.float32: 5e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1e-2,
+}
 """Largest error that rounding explains, by the type of the result."""
 ANSWERS = Path(__file__).parent / "answers.json"
-"""The answers of each cache method on a CPU. ``python -m tests.cli.test_check`` writes them anew."""
+"""The answers of each cache method on a CPU. ``python -m tests.cli.test_check`` writes
+them anew.
+"""
 SETTINGS = json.loads((Path(__file__).parent / "settings.json").read_text())
-"""The engine's, with cache options by which prompts as short as these are refreshed and evicted."""
+"""The engine's, with cache options by which prompts as short as these are refreshed and
+evicted.
+"""
 Run = Callable[[], tuple[float, float]]
 Check = tuple[str, str, Run]
-"""Name of a comparison, its type and sizes, and a function that returns the error and its bound."""
+"""Name of a comparison, its type and sizes, and a function that returns the error and
+its bound.
+"""
 
 
-def kernel_checks(device: str, sizes: Sizes, cases: Mapping[str, Case]) -> Iterator[Check]:
-    """Every case in each type. The CPU computes in float64 where it can, else in float32, from the same numbers."""
+def kernel_checks(
+    device: str, sizes: Sizes, cases: Mapping[str, Case]
+) -> Iterator[Check]:
+    """Every case in each type. The CPU computes in float64 where it can, else in
+    float32, from the same numbers.
+    """
     heads = f"{sizes.num_heads} heads of {sizes.head_dim} share {sizes.num_kv_heads}"
 
-    def compare_devices(case: Case, dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
-        return compare(case(Draw(sizes, dtype, dtype, device)), case(Draw(sizes, dtype, wide, "cpu")))
+    def compare_devices(
+        case: Case, dtype: torch.dtype, wide: torch.dtype
+    ) -> tuple[float, float]:
+        return compare(
+            case(Draw(sizes, dtype, dtype, device)),
+            case(Draw(sizes, dtype, wide, "cpu")),
+        )
 
     for name, case in cases.items():
         wide = torch.float64 if name.startswith("paged_attention") else torch.float32
@@ -45,17 +68,29 @@ def kernel_checks(device: str, sizes: Sizes, cases: Mapping[str, Case]) -> Itera
             yield name, f"{str(dtype).removeprefix('torch.')}, {heads}", run
 
 
-def compare(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, float]:
-    """Error and bound of the result that is closest to its bound, or beyond it: the largest difference over the largest
-    expected number. Infinities and NaN must be in the same places."""
+def compare(
+    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
+) -> tuple[float, float]:
+    """Error and bound of the result that is closest to its bound, or beyond it: the
+    largest difference over the largest expected number. Infinities and NaN must be in
+    the same places."""
     errors = []
     for result, right in zip(actual, expected, strict=True):
         if result.shape != right.shape:
-            raise ValueError(f"the shape is {list(result.shape)}, not {list(right.shape)}")
+            raise ValueError(
+                f"the shape is {list(result.shape)}, not {list(right.shape)}"
+            )
         a, e = result.cpu().double(), right.double()
-        differences = (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0)
+        differences = (
+            (a - e).abs().masked_fill_((a == e) | (a.isnan() & e.isnan()), 0.0)
+        )
         largest = e.where(e.isfinite(), 0.0).abs().amax().clamp(min=1e-30)
-        errors.append((float(differences.nan_to_num(torch.inf, torch.inf).amax() / largest), BOUNDS[result.dtype]))
+        errors.append(
+            (
+                float(differences.nan_to_num(torch.inf, torch.inf).amax() / largest),
+                BOUNDS[result.dtype],
+            )
+        )
     return max(errors, key=lambda each: each[0] / (each[1] or 1e-30))
 
 
@@ -65,61 +100,117 @@ def answer_checks(device: str) -> Iterator[Check]:
     for method in CACHE_METHODS:
         yield "answers", method, partial(_compare_answers, method, cuda_graphs=False)
     for method in CACHE_METHODS if on_gpu else ():
-        yield "answers, recorded steps", method, partial(_compare_answers, method, cuda_graphs=True)
+        yield (
+            "answers, recorded steps",
+            method,
+            partial(_compare_answers, method, cuda_graphs=True),
+        )
     if on_gpu and torch.cuda.device_count() > 1:
         method = SETTINGS["two_ranks"]
-        yield "answers, two ranks", method, partial(_compare_answers, method, tensor_parallel_size=2)
+        yield (
+            "answers, two ranks",
+            method,
+            partial(_compare_answers, method, tensor_parallel_size=2),
+        )
 
 
 def _compare_answers(method: str, **settings: Any) -> tuple[float, float]:
     """The number of answers that differ; none may."""
-    found, stored = answers_of(method, **settings), json.loads(ANSWERS.read_text())[method]
+    found, stored = (
+        answers_of(method, **settings),
+        json.loads(ANSWERS.read_text())[method],
+    )
     return sum(answer != right for answer, right in zip(found, stored, strict=True)), 0
 
 
 def answers_of(method: str, **settings: Any) -> list[list[Any]]:
-    """Tokens of two responses of one batch, one of them sampled, and the positions that each step unmasked. Prompts are
-    random tokens: asked what it was trained on, the model answers right even with a cache that is wrong."""
+    """Tokens of two responses of one batch, one of them sampled, and the positions that
+    each step unmasked. Prompts are random tokens: asked what it was trained on, the
+    model answers right even with a cache that is wrong."""
     from dllm_engine.llm import LLM
 
     model = DEMO_MODEL if method in methods_for("full") else DEMO_BLOCKS
-    options = {"cache_method": method, "cache_options": SETTINGS["cache_options"].get(method)}
+    options = {
+        "cache_method": method,
+        "cache_options": SETTINGS["cache_options"].get(method),
+    }
     llm = LLM(model, **SETTINGS["engine"], **options, **settings)
     try:
         if settings.get("cuda_graphs") and not all(llm.collective_rpc("records_steps")):
             raise ValueError("steps could not be recorded; the engine's log says why")
         same: dict[str, Any] = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
-        params, prompts = [DiffusionParams(**same), DiffusionParams(temperature=0.7, seed=1, **same)], []
+        params, prompts = (
+            [DiffusionParams(**same), DiffusionParams(temperature=0.7, seed=1, **same)],
+            [],
+        )
         for length, seed in ((50, 2), (20, 0)):
             draw = random.Random(seed)
-            prompts.append({"prompt_token_ids": [draw.randrange(4, 512) for _ in range(length)]})  # no special tokens
-        completions = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        return [[list(each.token_ids), each.diffusion.unmasked_per_step] for each in completions]
+            prompts.append(
+                {"prompt_token_ids": [draw.randrange(4, 512) for _ in range(length)]}
+            )  # no special tokens
+        completions = [
+            output.outputs[0]
+            for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+        return [
+            [list(each.token_ids), each.diffusion.unmasked_per_step]
+            for each in completions
+        ]
     finally:
         llm.llm_engine.engine_core.shutdown()  # a device holds one engine at a time
         del llm
         gc.collect()
-        torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
+        # VLLM measures what the device has free; without a GPU this does nothing.
+        torch.cuda.empty_cache()
 
 
 def outcome_of(name: str, case: str, run: Run) -> dict[str, Any]:
-    """Result, error, bound and seconds of a check; reason and traceback of its exception."""
+    """Result, error, bound and seconds of a check; reason and traceback of its
+    exception.
+    """
     start, error, bound, reason, trace = time.perf_counter(), torch.inf, 0.0, "", ""
     try:
         error, bound = run()
     except Exception as raised:
-        reason, trace = f"{type(raised).__name__}: {one_line(raised)}", "".join(traceback.format_exception(raised))
-    found = {"name": name, "case": case, "result": OK if error <= bound else FAILED, "error": error}
-    return found | {"bound": bound, "seconds": time.perf_counter() - start, "reason": reason, "traceback": trace}
+        reason, trace = (
+            f"{type(raised).__name__}: {one_line(raised)}",
+            "".join(traceback.format_exception(raised)),
+        )
+    found = {
+        "name": name,
+        "case": case,
+        "result": OK if error <= bound else FAILED,
+        "error": error,
+    }
+    return found | {
+        "bound": bound,
+        "seconds": time.perf_counter() - start,
+        "reason": reason,
+        "traceback": trace,
+    }
 
 
 def as_table(outcomes: Iterable[dict[str, Any]]) -> str:
-    """A line for neighbours of a name that went alike, with the case that is closest to its bound or beyond it."""
+    """A line for neighbours of a name that went alike, with the case that is closest to
+    its bound or beyond it.
+    """
     rows = [("CHECK", "CASE", "ERROR", "BOUND", "TIME", "RESULT")]
-    for (name, result), group in groupby(outcomes, key=lambda o: (o["name"], o["result"])):
+    for (name, result), group in groupby(
+        outcomes, key=lambda o: (o["name"], o["result"])
+    ):
         members = list(group)
         worst = max(members, key=lambda o: o["error"] / (o["bound"] or 1.0))
-        case = worst["case"] if len(members) == 1 else f"{len(members)} cases, {worst['case']}"
-        figures = f"{worst['error']:.1e}", f"{worst['bound']:.1e}", f"{sum(o['seconds'] for o in members):.2f} s"
-        rows.append((name, case, *figures, ": ".join(filter(None, (result, worst["reason"])))))
+        case = (
+            worst["case"]
+            if len(members) == 1
+            else f"{len(members)} cases, {worst['case']}"
+        )
+        figures = (
+            f"{worst['error']:.1e}",
+            f"{worst['bound']:.1e}",
+            f"{sum(o['seconds'] for o in members):.2f} s",
+        )
+        rows.append(
+            (name, case, *figures, ": ".join(filter(None, (result, worst["reason"]))))
+        )
     return format_table(rows)

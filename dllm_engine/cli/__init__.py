@@ -1,5 +1,6 @@
 """The command ``dllm``.
 
-Each subcommand is a file: its docstring is the command's help, ``add_arguments`` declares its arguments, and ``run``
-prints and returns the exit status. They share ``arguments.py`` and ``engine.py``.
+Each subcommand is a file: its docstring is the command's help, ``add_arguments``
+declares its arguments, and ``run`` prints and returns the exit status. They share
+``arguments.py`` and ``engine.py``.
 """

@@ -11,7 +11,11 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 
-from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS
+from dllm_engine.scheduler.options.request_fields import (
+    COUNT_OPTIONS,
+    DEFAULTABLE_OPTIONS,
+    PARALLEL_OPTIONS,
+)
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import assignments, choices, did_you_mean
 
@@ -22,12 +26,18 @@ RULES = (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Accepts options with underscores too (``--cache_method``); an error is one line, with the closest known name."""
+    """Accepts options with underscores too (``--cache_method``); an error is one line,
+    with the closest known name.
+    """
 
     expand: "Callable[[CommandParser, list[str]], list[str]] | None" = None
-    """Changes the words of a command line before they are read; raises ``ValueError``."""
+    """Changes the words of a command line before they are
+    read; raises ``ValueError``.
+    """
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:  # type: ignore[override]
         words = [self._with_dashes(word) for word in args or ()]
         if self.expand is not None:
             try:
@@ -38,48 +48,75 @@ class CommandParser(argparse.ArgumentParser):
         if unknown and not getattr(parsed, "passes_on_unknown", False):
             word = unknown[0]
             if not word.startswith("-"):
-                self.error(f"{word!r} is one argument too many; put quotes around a text with spaces")
-            self.error(f"{word} is unknown{did_you_mean(word.partition('=')[0], self._option_string_actions)}")
+                self.error(
+                    f"{word!r} is one argument too many; put quotes around a text with "
+                    f"spaces"
+                )
+            self.error(
+                f"{word} is "
+                f"unknown{did_you_mean(word.partition('=')[0], self._option_string_actions)}"
+            )
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"dllm: error: {message} (`{self.prog} --help` lists what it takes)\n")
+        self.exit(
+            2, f"dllm: error: {message} (`{self.prog} --help` lists what it takes)\n"
+        )
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            raise argparse.ArgumentError(action, f"{value!r} is unknown{choices(value, map(str, action.choices))}")
+            raise argparse.ArgumentError(
+                action,
+                f"{value!r} is unknown{choices(value, map(str, action.choices))}",
+            )
 
     def _with_dashes(self, word: str) -> str:
-        """``word`` with dashes if it is an option of this parser; vLLM's own options may have underscores."""
+        """``word`` with dashes if it is an option of this parser; vLLM's own options
+        may have underscores.
+        """
         name, equals, value = word.partition("=")
         dashed = name.replace("_", "-")
-        return dashed + equals + value if dashed in self._option_string_actions else word
+        return (
+            dashed + equals + value if dashed in self._option_string_actions else word
+        )
 
 
 def stated_arguments(flags: Sequence[str]) -> dict[str, str]:
-    """The values of ``flags`` by name, as text. The last one of a name counts; ``--a.b`` counts as ``a``."""
+    """The values of ``flags`` by name, as text. The last one of a name counts;
+    ``--a.b`` counts as ``a``.
+    """
     stated = {}
     for flag, following in zip(flags, [*flags[1:], ""], strict=False):
         name, equals, value = flag.partition("=")
         if name.startswith("--"):
-            stated[name[2:].partition(".")[0].replace("-", "_")] = value if equals else following
+            stated[name[2:].partition(".")[0].replace("-", "_")] = (
+                value if equals else following
+            )
     return stated
 
 
 def whole_number(text: str) -> int:
-    """``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with m, g and t."""
+    """``8192``, or as in vLLM ``8k`` (8 × 1000) or ``8K`` (8 × 1024), also with m, g
+    and t.
+    """
     if match := re.fullmatch(r"(-?\d+(?:\.\d+)?)([kmgt]?)", text, re.IGNORECASE):
         number, suffix = Fraction(match[1]), match[2]
-        number *= (1000 if suffix.islower() else 1024) ** "-kmgt".index(suffix.lower() or "-")
+        number *= (1000 if suffix.islower() else 1024) ** "-kmgt".index(
+            suffix.lower() or "-"
+        )
         if number.denominator == 1:
             return int(number)
-    raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, such as 8192, 8k or 8K")
+    raise argparse.ArgumentTypeError(
+        f"{text!r} must be a whole number, such as 8192, 8k or 8K"
+    )
 
 
 def positive_int(text: str) -> int:
     number = whole_number(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a whole number of at least 1"
+        )
     return number
 
 
@@ -88,7 +125,9 @@ def positive_ints(text: str) -> list[int]:
 
 
 def json_value(text: str) -> Any:
-    """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it is."""
+    """``text`` as JSON if it is JSON, as a number if it is one like ``8k``, else as it
+    is.
+    """
     for read in (json.loads, whole_number):
         with suppress(ValueError, argparse.ArgumentTypeError):
             return read(text)
@@ -112,8 +151,12 @@ _READ: dict[Any, tuple[Any, str]] = {
 """Reader of an option's value, and its name in the help."""
 
 
-def add_options(group: argparse._ActionsContainer, options: type[BaseModel], names: Iterable[str]) -> None:
-    """Options as arguments, with what their model says of each; None where it is not given."""
+def add_options(
+    group: argparse._ActionsContainer, options: type[BaseModel], names: Iterable[str]
+) -> None:
+    """Options as arguments, with what their model says of each; None where it is not
+    given.
+    """
     for name in names:
         field = options.model_fields[name]
         kind, *_ = get_args(field.annotation) or (field.annotation,)
@@ -123,48 +166,74 @@ def add_options(group: argparse._ActionsContainer, options: type[BaseModel], nam
             how = {"action": argparse.BooleanOptionalAction}
         elif get_origin(kind) is Literal:
             how = {"choices": get_args(kind)}
-        meaning, _, without = " ".join((field.description or "").split()).replace("``", "`").partition("None: ")
-        default = without.rstrip(".") if field.default is None or field.is_required() else str(field.default)
+        meaning, _, without = (
+            " ".join((field.description or "").split())
+            .replace("``", "`")
+            .partition("None: ")
+        )
+        default = (
+            without.rstrip(".")
+            if field.default is None or field.is_required()
+            else str(field.default)
+        )
         meaning = (meaning[0].lower() + meaning[1:].rstrip(". ")).replace("%", "%%")
         meaning = f"{meaning} (default: {default})" if default else meaning
         group.add_argument(f"--{name.replace('_', '-')}", help=meaning, **how)
 
 
-def add_value(group: argparse._ActionsContainer, names: str, read: Any, metavar: str, help: str, **more: Any) -> None:
-    """An option with a value; ``names`` has spaces between. The help ends with the default in ``more``."""
+def add_value(
+    group: argparse._ActionsContainer,
+    names: str,
+    read: Any,
+    metavar: str,
+    help: str,
+    **more: Any,
+) -> None:
+    """An option with a value; ``names`` has spaces between. The help ends with the
+    default in ``more``.
+    """
     help += " (default: %(default)s)" if more.get("default") else ""
     group.add_argument(*names.split(), type=read, metavar=metavar, help=help, **more)
 
 
 def split_names(text: str) -> list[str]:
-    """Split at the commas before a name, not at those within a value (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``)."""
+    """Split at the commas before a name, not at those within a value
+    (``es_dllm:keep_schedule=[[1,0],[0.5,0.25]]``).
+    """
     return re.split(r",(?=[a-z])", text)
 
 
 def parse_method(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """A cache method and its options: ``sparse``, ``sparse:retention_ratio=0.25+pool_kernel_size=1``; several values,
+    """A cache method and its options: ``sparse``,
+    ``sparse:retention_ratio=0.25+pool_kernel_size=1``; several values,
     ``sparse:retention_ratio=0.25:0.5``, are as many methods with each other option."""
     method, _, given = text.partition(":")
     chosen = []
     for option in filter(None, given.split("+")):
         name, equals, values = option.partition("=")
         if not name or not equals:
-            raise ValueError(f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE")
+            raise ValueError(
+                f"method {text!r}: write its options as {method}:NAME=VALUE+NAME=VALUE"
+            )
         chosen.append([(name, json_value(value)) for value in values.split(":")])
     return [(method, dict(options)) for options in itertools.product(*chosen)]
 
 
 def parse_rule(text: str) -> tuple[str | None, dict[str, Any]]:
-    """A way of unmasking as a guide's model, or None, and request options: ``one``, a policy, or options such as
-    ``threshold=0.9+block_add_threshold=0.2``, with a guide ``guided=MODEL+guide_top_k=2``."""
+    """A way of unmasking as a guide's model, or None, and request options: ``one``, a
+    policy, or options such as ``threshold=0.9+block_add_threshold=0.2``, with a guide
+    ``guided=MODEL+guide_top_k=2``."""
     first, *parts = text.split("+")
-    options: dict[str, Any] = {"unmasking": first} if first in UNMASKING_POLICIES else {}
+    options: dict[str, Any] = (
+        {"unmasking": first} if first in UNMASKING_POLICIES else {}
+    )
     for part in parts if options or first == "one" else (first, *parts):
         name, equals, value = part.partition("=")
         if (name := name.replace("-", "_")) not in (*DENOISING, "passes") or not equals:
             raise ValueError(
-                f"unmasking rule {text!r} is unknown; give one, guided=MODEL or one of {', '.join(RULES)} as "
-                f"NAME=VALUE, and other options of requests behind it as +NAME=VALUE"
+                f"unmasking rule {text!r} is unknown; give one, guided=MODEL or one of "
+                f"{', '.join(RULES)} as NAME=VALUE, and other options of requests "
+                f"behind it as +NAME=VALUE"
             )
         options[name] = value if name == "guided" else json_value(value)
     return options.pop("guided", None), options
@@ -176,7 +245,11 @@ def as_words(options: dict[str, Any]) -> list[str]:
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         if name == "cache_options":
-            words += [word for item in value.items() for word in ("--cache-option", assignments(dict([item])))]
+            words += [
+                word
+                for item in value.items()
+                for word in ("--cache-option", assignments(dict([item])))
+            ]
         elif isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))
         else:

@@ -1,7 +1,7 @@
 """Talk to a model in the terminal and watch it denoise.
 
-Each line is a message, and its answer fills in step by step. /help lists the commands, Ctrl-D ends, Ctrl-C stops an
-answer.
+Each line is a message, and its answer fills in step by step. /help lists the commands,
+Ctrl-D ends, Ctrl-C stops an answer.
 """
 
 import argparse
@@ -22,11 +22,19 @@ if TYPE_CHECKING:
     from dllm_engine.params import DiffusionParams
 
 COMMANDS = ("/help", "/clear", "/exit")
-HELP = "/help lists the commands, /clear forgets the conversation, /exit and Ctrl-D end, Ctrl-C stops an answer."
-DEMO_HINT = "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give /clear before the next one."
+HELP = (
+    "/help lists the commands, /clear forgets the conversation, /exit and Ctrl-D end, "
+    "Ctrl-C stops an answer."
+)
+DEMO_HINT = (
+    "The demo model knows single tasks only, such as “Reverse: Rome Tom Oslo”: give "
+    "/clear before the next one."
+)
 PROMPT = "> "
 ALTERNATE_SCREEN, MAIN_SCREEN, CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b[J"
-"""An answer is drawn on the alternate screen, where text may wrap and scroll, and then printed on the main one."""
+"""An answer is drawn on the alternate screen, where text may wrap and scroll, and then
+printed on the main one.
+"""
 
 
 add_arguments = add_request_arguments
@@ -35,11 +43,17 @@ add_arguments = add_request_arguments
 def run(args: argparse.Namespace) -> int:
     llm, params = start_engine(args)
     if not llm.has_chat_template:
-        raise ValueError(f"model {args.model!r} has no chat template; give it single prompts with `dllm generate`")
+        raise ValueError(
+            f"model {args.model!r} has no chat template; give it single prompts with "
+            f"`dllm generate`"
+        )
     from vllm.sampling_params import RequestOutputKind
 
     on_terminal = sys.stdout.isatty()
-    params.output_kind, params.stream_granularity = RequestOutputKind.CUMULATIVE, "step" if on_terminal else None
+    params.output_kind, params.stream_granularity = (
+        RequestOutputKind.CUMULATIVE,
+        "step" if on_terminal else None,
+    )
     if on_terminal:
         with suppress(ImportError):
             import readline  # noqa: F401  input() edits lines and remembers them once it is loaded
@@ -47,7 +61,9 @@ def run(args: argparse.Namespace) -> int:
         if args.model in DEMO_MODELS:
             print(DEMO_HINT)
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")  # `is_text` finds bytes that are not UTF-8
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # `is_text` finds bytes that are not UTF-8
     messages: list[Message] = []
     while True:
         try:
@@ -64,22 +80,37 @@ def run(args: argparse.Namespace) -> int:
             messages.clear()
         elif re.match(r"/\w*(\s|$)", line):
             hint = "; a message that begins with such a word needs a space before it"
-            print(f"dllm: error: {said} is unknown{choices(said, COMMANDS)}{hint}", file=sys.stderr)
+            print(
+                f"dllm: error: {said} is unknown{choices(said, COMMANDS)}{hint}",
+                file=sys.stderr,
+            )
         elif not is_text(said):
-            print("dllm: error: the message is not UTF-8; send it in that encoding", file=sys.stderr)
+            print(
+                "dllm: error: the message is not UTF-8; send it in that encoding",
+                file=sys.stderr,
+            )
         elif said:
             answer(said, messages, llm, params, on_terminal=on_terminal)
 
 
-def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionParams", *, on_terminal: bool) -> None:
-    """Print the answer to a message, on a terminal while it is denoised. Both are kept in ``messages`` unless the
-    answer fails or is stopped."""
+def answer(
+    said: str,
+    messages: list[Message],
+    llm: "LLM",
+    params: "DiffusionParams",
+    *,
+    on_terminal: bool,
+) -> None:
+    """Print the answer to a message, on a terminal while it is denoised. Both are kept
+    in ``messages`` unless the answer fails or is stopped."""
     from vllm.exceptions import VLLMClientError
 
     asked = [*messages, Message(role="user", content=said)]
     tokens = prompt_tokens(asked, llm.get_tokenizer())
     try:
-        request_id = llm.llm_engine.add_request("chat", {"prompt_token_ids": tokens}, params)
+        request_id = llm.llm_engine.add_request(
+            "chat", {"prompt_token_ids": tokens}, params
+        )
     except (ValueError, VLLMClientError) as error:
         hint = "; /clear forgets the conversation so far" if messages else ""
         print(f"dllm: error: {one_line(error)}{hint}", file=sys.stderr)
@@ -90,16 +121,24 @@ def answer(said: str, messages: list[Message], llm: "LLM", params: "DiffusionPar
     elif "error" in (ended := outcome(completion)):
         print(f"dllm: error: {ended['error']}", file=sys.stderr)
     else:
-        print(_printable(completion.text) if on_terminal else completion.text.strip(), flush=True)
+        print(
+            _printable(completion.text) if on_terminal else completion.text.strip(),
+            flush=True,
+        )
         messages[:] = [*asked, Message(role="assistant", content=completion.text)]
 
 
 def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
-    """Step the engine until the answer is complete, and draw it behind a message unless that is None; returns the
-    completion, or None after Ctrl-C, which is noted instead of interrupting a step."""
-    on_screen, off_screen = ("", "") if drawn_after is None else (ALTERNATE_SCREEN, MAIN_SCREEN)
+    """Step the engine until the answer is complete, and draw it behind a message unless
+    that is None; returns the completion, or None after Ctrl-C, which is noted instead
+    of interrupting a step."""
+    on_screen, off_screen = (
+        ("", "") if drawn_after is None else (ALTERNATE_SCREEN, MAIN_SCREEN)
+    )
     interrupts: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    before = signal.signal(
+        signal.SIGINT, lambda number, frame: interrupts.append(number)
+    )
     try:
         print(end=on_screen)
         while not interrupts:
@@ -108,9 +147,18 @@ def _completion(llm: "LLM", request_id: str, drawn_after: str | None) -> Any:
                 if output.finished:
                     return completion
                 if drawn_after is not None:
-                    # Behind the text that is final, the running blocks with their masks.
-                    running = completion.provisional.unsent_text if completion.provisional is not None else ""
-                    print(f"{CLEAR}{PROMPT}{drawn_after}\n{_printable(completion.text + running)}", end="", flush=True)
+                    # Behind the text that is final, the running blocks with their
+                    # masks.
+                    running = (
+                        completion.provisional.unsent_text
+                        if completion.provisional is not None
+                        else ""
+                    )
+                    print(
+                        f"{CLEAR}{PROMPT}{drawn_after}\n{_printable(completion.text + running)}",
+                        end="",
+                        flush=True,
+                    )
         llm.llm_engine.abort_request([request_id], internal=True)
         return None
     finally:

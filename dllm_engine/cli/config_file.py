@@ -1,4 +1,6 @@
-"""The file of ``dllm serve --config``: its keys are options of this command and of ``vllm serve``, and ``model``."""
+"""The file of ``dllm serve --config``: its keys are options of this command and of
+``vllm serve``, and ``model``.
+"""
 
 import argparse
 import json
@@ -8,15 +10,18 @@ from typing import Any
 
 from dllm_engine.cli.arguments import CommandParser, stated_arguments
 from dllm_engine.text import did_you_mean
-from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
+from dllm_engine.vllm_hooks.cpu_distribution import (
+    register as register_cpu_distribution,
+)
 from dllm_engine.vllm_hooks.release import check_release
 
 CONFIG = "--config"
 
 
 def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
-    """The command line ``words`` with the options of the file that they name before them, so that those of the command
-    line count; raises ``ValueError`` with the file and the key that is wrong."""
+    """The command line ``words`` with the options of the file that they name before
+    them, so that those of the command line count; raises ``ValueError`` with the file
+    and the key that is wrong."""
     stated = stated_arguments(words)
     if "config" not in stated or "-h" in words or "--help" in words:
         return list(words)
@@ -26,7 +31,10 @@ def expand_config(parser: CommandParser, words: Sequence[str]) -> list[str]:
     if words and not words[0].startswith("-"):
         model, *words = words
     if not isinstance(model, str):
-        raise ValueError(f"{path}: key 'model' must name the model; or give MODEL as the first argument")
+        raise ValueError(
+            f"{path}: key 'model' must name the model; or give MODEL as the first "
+            f"argument"
+        )
     replaced = _replaced(parser, stated, options)
     expanded = [model]
     others = {}
@@ -60,21 +68,28 @@ def _read(path: Path) -> dict[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     if path.suffix not in (".yaml", ".yml"):
-        raise ValueError(f"{CONFIG} {path}: give a YAML file, whose name ends with .yaml or .yml")
+        raise ValueError(
+            f"{CONFIG} {path}: give a YAML file, whose name ends with .yaml or .yml"
+        )
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{CONFIG} {path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{CONFIG} {path} cannot be read: {' '.join(str(error).split())}"
+        ) from error
     if not isinstance(values, dict):
         raise ValueError(
-            f"{CONFIG} {path} holds a {type(values).__name__}; write a line `option: value` for each option"
+            f"{CONFIG} {path} holds a {type(values).__name__}; write a line `option: "
+            f"value` for each option"
         )
     return {str(key).replace("_", "-"): value for key, value in values.items()}
 
 
-def _replaced(parser: CommandParser, stated: Mapping[str, str], options: Mapping[str, Any]) -> set[str]:
-    """Our options of the file that cannot stand beside those of the command line: alternatives of these, and the
-    options of another cache method."""
+def _replaced(
+    parser: CommandParser, stated: Mapping[str, str], options: Mapping[str, Any]
+) -> set[str]:
+    """Our options of the file that cannot stand beside those of the command line:
+    alternatives of these, and the options of another cache method."""
     replaced = set()
     for group in parser._mutually_exclusive_groups:
         names = {action.dest for action in group._group_actions}
@@ -86,7 +101,9 @@ def _replaced(parser: CommandParser, stated: Mapping[str, str], options: Mapping
     return replaced
 
 
-def _own_words(parser: CommandParser, action: argparse.Action, path: Path, name: str, value: Any) -> list[str]:
+def _own_words(
+    parser: CommandParser, action: argparse.Action, path: Path, name: str, value: Any
+) -> list[str]:
     """An option of this command as words of its command line."""
     if isinstance(action, argparse.BooleanOptionalAction):
         if not isinstance(value, bool):
@@ -110,7 +127,9 @@ def _own_words(parser: CommandParser, action: argparse.Action, path: Path, name:
     return words
 
 
-def _vllm_words(parser: CommandParser, path: Path, options: Mapping[str, Any]) -> list[str]:
+def _vllm_words(
+    parser: CommandParser, path: Path, options: Mapping[str, Any]
+) -> list[str]:
     """Options of ``vllm serve`` as words, as vLLM makes them of its own file."""
     if not options:
         return []
@@ -124,8 +143,13 @@ def _vllm_words(parser: CommandParser, path: Path, options: Mapping[str, Any]) -
     for name, value in options.items():
         flag = f"--{name}"
         if flag.partition(".")[0] not in known:
-            names = [other.removeprefix("--") for other in (*parser._option_string_actions, *known)]
-            raise ValueError(f"{path}: key {name!r} is unknown{did_you_mean(name, names)}")
+            names = [
+                other.removeprefix("--")
+                for other in (*parser._option_string_actions, *known)
+            ]
+            raise ValueError(
+                f"{path}: key {name!r} is unknown{did_you_mean(name, names)}"
+            )
         if isinstance(value, bool):
             if value:
                 words.append(flag)
@@ -134,5 +158,8 @@ def _vllm_words(parser: CommandParser, path: Path, options: Mapping[str, Any]) -
         elif isinstance(value, list):
             words += [flag, *map(str, value)] if value else []
         else:
-            words += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
+            words += [
+                flag,
+                json.dumps(value) if isinstance(value, dict) else str(value),
+            ]
     return words

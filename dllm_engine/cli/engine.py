@@ -1,4 +1,6 @@
-"""Shared by commands that run a model: their arguments, the engine, the decoding parameters."""
+"""Shared by commands that run a model: their arguments, the engine, the decoding
+parameters.
+"""
 
 import argparse
 import json
@@ -10,12 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dllm_engine.checkpoints import check_folder
-from dllm_engine.cli.arguments import DENOISING, add_options, add_value, key_value, positive_int, whole_number
+from dllm_engine.cli.arguments import (
+    DENOISING,
+    add_options,
+    add_value,
+    key_value,
+    positive_int,
+    whole_number,
+)
 from dllm_engine.demo import DEMO_MODEL
 from dllm_engine.options import GUIDE_SETTINGS, EngineOptions
 from dllm_engine.quiet import be_quiet, progress_line
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_fields import (
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now
@@ -24,9 +36,18 @@ if TYPE_CHECKING:
     from dllm_engine.llm import LLM
     from dllm_engine.params import DiffusionParams
 
-# Names of arguments. Those that are not given are None, and left to `LLM`, `DiffusionParams` and vLLM.
+# Names of arguments. Those that are not given are None, and left to `LLM`,
+# `DiffusionParams` and vLLM.
 ENGINE = ("dtype", "max_model_len", "tensor_parallel_size")
-DECODING = ("gen_length", *DENOISING, "temperature", "top_p", "top_k", "seed", "ignore_eos")
+DECODING = (
+    "gen_length",
+    *DENOISING,
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "ignore_eos",
+)
 STRUCTURE = ("regex", "json", "choice")
 DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 
@@ -34,61 +55,138 @@ DTYPES = ("auto", "half", "float16", "bfloat16", "float", "float32")
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object, or that of a file."""
     try:
-        value = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text(encoding="utf-8"))
+        value = json.loads(
+            text
+            if text.lstrip().startswith("{")
+            else Path(text).read_text(encoding="utf-8")
+        )
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object and no file of one: {error}") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no JSON object and no file of one: {error}"
+        ) from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} holds a {type(value).__name__}, not an object")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds a {type(value).__name__}, not an object"
+        )
     return value
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cache")
-    methods = f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by blocks)"
+    methods = (
+        f"{', '.join(CACHE_METHODS)} (default: none; block where attention goes by "
+        f"blocks)"
+    )
     add_value(group, "--cache-method", str, "NAME", methods)
     more: dict[str, Any] = {"action": "append", "default": [], "dest": "cache_option"}
     meaning = "an option of the cache method, repeatable; `dllm models` lists them"
     add_value(group, "--cache-option", key_value, "KEY=VALUE", meaning, **more)
-    ratio = "share of tokens outside the block that evicting methods keep; short for --cache-option retention_ratio=R"
-    add_value(group, "--retention-ratio", lambda text: key_value(f"retention_ratio={text}"), "R", ratio, **more)
+    ratio = (
+        "share of tokens outside the block that evicting methods keep; short for "
+        "--cache-option retention_ratio=R"
+    )
+    add_value(
+        group,
+        "--retention-ratio",
+        lambda text: key_value(f"retention_ratio={text}"),
+        "R",
+        ratio,
+        **more,
+    )
     add_options(group, EngineOptions, (*GUIDE_SETTINGS, "page_size"))
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hugging Face name, `demo` or `demo-blocks`")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="folder or Hugging Face name, `demo` or `demo-blocks`",
+    )
 
 
 def add_model_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--dtype", choices=DTYPES, help="type of weights and activations (default: the checkpoint's)")
-    add_value(group, "--max-model-len", positive_int, "N", "most tokens of prompt and response together")
-    add_value(group, "--tensor-parallel-size", positive_int, "N", "devices to split the model over (default: 1)")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="type of weights and activations (default: the checkpoint's)",
+    )
+    add_value(
+        group,
+        "--max-model-len",
+        positive_int,
+        "N",
+        "most tokens of prompt and response together",
+    )
+    add_value(
+        group,
+        "--tensor-parallel-size",
+        positive_int,
+        "N",
+        "devices to split the model over (default: 1)",
+    )
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
+def add_engine_arguments(
+    parser: argparse.ArgumentParser, *, with_model: bool = True
+) -> None:
     """``with_model=False`` is for commands whose model is a positional argument."""
     group = parser.add_argument_group("engine")
     if with_model:
-        group.add_argument("--model", default=DEMO_MODEL, help="folder or Hugging Face name (default: %(default)s)")
+        group.add_argument(
+            "--model",
+            default=DEMO_MODEL,
+            help="folder or Hugging Face name (default: %(default)s)",
+        )
     add_model_arguments(group)
     add_options(group, EngineOptions, ("cuda_graphs", "batch_invariant"))
-    other = "any other argument of vllm.LLM, repeatable, for example gpu_memory_utilization=0.5"
-    add_value(group, "--engine-arg", key_value, "KEY=VALUE", other, action="append", default=[])
+    other = (
+        "any other argument of vllm.LLM, repeatable, for example "
+        "gpu_memory_utilization=0.5"
+    )
+    add_value(
+        group,
+        "--engine-arg",
+        key_value,
+        "KEY=VALUE",
+        other,
+        action="append",
+        default=[],
+    )
 
 
-def add_denoising_arguments(group: argparse._ArgumentGroup, without: Iterable[str] = ()) -> None:
+def add_denoising_arguments(
+    group: argparse._ArgumentGroup, without: Iterable[str] = ()
+) -> None:
     alternatives = group.add_mutually_exclusive_group()
     for name in (name for name in DENOISING if name not in without):
-        add_options(alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name])
+        add_options(
+            alternatives if name in PARALLEL_OPTIONS else group, RequestOptions, [name]
+        )
 
 
-def add_decoding_arguments(parser: argparse.ArgumentParser, without: Iterable[str] = ()) -> None:
-    group = parser.add_argument_group("decoding", "Defaults are those of the checkpoint, else of its family.")
-    add_value(group, "--gen-length", whole_number, "N", "response tokens (default: the checkpoint's, else 256)")
+def add_decoding_arguments(
+    parser: argparse.ArgumentParser, without: Iterable[str] = ()
+) -> None:
+    group = parser.add_argument_group(
+        "decoding", "Defaults are those of the checkpoint, else of its family."
+    )
+    add_value(
+        group,
+        "--gen-length",
+        whole_number,
+        "N",
+        "response tokens (default: the checkpoint's, else 256)",
+    )
     add_denoising_arguments(group, without)
     add_value(group, "--temperature", float, "R", "0 is greedy (default: 0)")
     add_options(group, RequestOptions, ("top_p", "top_k"))
     add_value(group, "--seed", int, "N", "seed of everything that is drawn at random")
-    group.add_argument("--ignore-eos", action="store_true", default=None, help="do not stop at end tokens")
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="do not stop at end tokens",
+    )
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,28 +194,53 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     add_decoding_arguments(parser)
     add_engine_arguments(parser)
     add_cache_arguments(parser)
-    group = parser.add_argument_group("structured output", "What a response must match.").add_mutually_exclusive_group()
-    add_value(group, "--regex", str, "REGEX", "a regular expression, which the whole response matches")
-    add_value(group, "--json-schema", json_object, "FILE|JSON", "a JSON schema", dest="json")
-    add_value(group, "--choice", lambda text: text.split(","), "A,B", "one of several texts")
+    group = parser.add_argument_group(
+        "structured output", "What a response must match."
+    ).add_mutually_exclusive_group()
+    add_value(
+        group,
+        "--regex",
+        str,
+        "REGEX",
+        "a regular expression, which the whole response matches",
+    )
+    add_value(
+        group, "--json-schema", json_object, "FILE|JSON", "a JSON schema", dest="json"
+    )
+    add_value(
+        group, "--choice", lambda text: text.split(","), "A,B", "one of several texts"
+    )
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     """Arguments ``names`` that have a value."""
-    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    return {
+        name: value
+        for name in names
+        if (value := getattr(args, name, None)) is not None
+    }
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments that are engine options, checked."""
-    options = {"cache_options": dict(getattr(args, "cache_option", ())), **given(args, EngineOptions.model_fields)}
+    options = {
+        "cache_options": dict(getattr(args, "cache_option", ())),
+        **given(args, EngineOptions.model_fields),
+    }
     EngineOptions.parse(options)
     return options
 
 
 def prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ``LLM`` that ``args`` ask for, checked before anything heavy is imported; and the environment is
-    set. On a single device the engine runs in this process, so that its errors are raised here and not logged."""
-    arguments = {"model": args.model, **given(args, ENGINE), **engine_options(args), **dict(args.engine_arg)}
+    """The arguments of ``LLM`` that ``args`` ask for, checked before anything heavy is
+    imported; and the environment is set. On a single device the engine runs in this
+    process, so that its errors are raised here and not logged."""
+    arguments = {
+        "model": args.model,
+        **given(args, ENGINE),
+        **engine_options(args),
+        **dict(args.engine_arg),
+    }
     check_folder(args.model)
     be_quiet()
     if args.tensor_parallel_size in (None, 1):
@@ -137,20 +260,27 @@ def start_engine(args: argparse.Namespace) -> "tuple[LLM, DiffusionParams]":
 
         structure = given(args, STRUCTURE)
         structured_outputs = StructuredOutputsParams(**structure) if structure else None
-        params = DiffusionParams(structured_outputs=structured_outputs, **given(args, DECODING))
+        params = DiffusionParams(
+            structured_outputs=structured_outputs, **given(args, DECODING)
+        )
     return load(arguments), params
 
 
 def load(arguments: dict[str, Any]) -> "LLM":
-    """Start an engine with arguments of ``LLM``; raises ``ValueError`` if the model's files cannot be read."""
+    """Start an engine with arguments of ``LLM``; raises ``ValueError`` if the model's
+    files cannot be read.
+    """
     from dllm_engine.llm import LLM
 
-    # While an engine in processes of its own loads, vLLM waits for them and would ignore Ctrl-C.
+    # While an engine in processes of its own loads, vLLM waits for them and would
+    # ignore Ctrl-C.
     before = signal.signal(signal.SIGINT, end_now)
     arguments = {"use_tqdm_on_load": sys.stderr.isatty()} | arguments
     try:
         return LLM(**arguments)
     except OSError as error:
-        raise ValueError(f"cannot load model {arguments['model']!r}: {one_line(error)}") from error
+        raise ValueError(
+            f"cannot load model {arguments['model']!r}: {one_line(error)}"
+        ) from error
     finally:
         signal.signal(signal.SIGINT, before)

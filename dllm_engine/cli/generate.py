@@ -1,6 +1,7 @@
 """Answer a prompt, or every line of a file.
 
-A run over a file, with --input and --output, may be interrupted at any time; the same command goes on where it stopped.
+A run over a file, with --input and --output, may be interrupted at any time; the same
+command goes on where it stopped.
 """
 
 import argparse
@@ -9,15 +10,38 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from dllm_engine.batch import Message, ResultFile, answer_lines, outcome, read_input, settings_digest
+from dllm_engine.batch import (
+    Message,
+    ResultFile,
+    answer_lines,
+    outcome,
+    read_input,
+    settings_digest,
+)
 from dllm_engine.cli.arguments import add_value
-from dllm_engine.cli.engine import DECODING, STRUCTURE, add_request_arguments, start_engine
+from dllm_engine.cli.engine import (
+    DECODING,
+    STRUCTURE,
+    add_request_arguments,
+    start_engine,
+)
 from dllm_engine.text import is_text
 
 _SETTINGS = (
-    *("model", "dtype", "raw", "cache_method", "cache_option", "engine_arg", "guide_model", "guide_tokens_per_token"),
+    *(
+        "model",
+        "dtype",
+        "raw",
+        "cache_method",
+        "cache_option",
+        "engine_arg",
+        "guide_model",
+        "guide_tokens_per_token",
+    ),
 )
-"""Arguments that change responses, beside those about decoding; a run resumes only an output of the same ones."""
+"""Arguments that change responses, beside those about decoding; a run resumes only an
+output of the same ones.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,12 +49,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lines = 'JSON lines {"prompt": "…"} or {"messages": […]}, optionally with "id"'
     add_value(parser, "--input", Path, "FILE", lines)
     add_value(parser, "--output", Path, "FILE", "JSON lines, in the order of finishing")
-    parser.add_argument("--raw", action="store_true", help="give prompts to the model as they are, no chat template")
+    parser.add_argument(
+        "--raw",
+        action="store_true",
+        help="give prompts to the model as they are, no chat template",
+    )
     given = parser.add_mutually_exclusive_group()
-    add_value(given, "--suffix", str, "TEXT", "write --gen-length tokens between PROMPT, taken as it is, and this text")
-    template = 'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
+    add_value(
+        given,
+        "--suffix",
+        str,
+        "TEXT",
+        "write --gen-length tokens between PROMPT, taken as it is, and this text",
+    )
+    template = (
+        'the answer, with a hole of N tokens where it says [[N]]: "Ida=[[2]], Tom=48"'
+    )
     add_value(given, "--template", str, "TEXT", template)
-    parser.add_argument("--figures", action="store_true", help="print on stderr what the answer to PROMPT cost")
+    parser.add_argument(
+        "--figures",
+        action="store_true",
+        help="print on stderr what the answer to PROMPT cost",
+    )
     add_request_arguments(parser)
 
 
@@ -48,9 +88,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _answer_prompt(args: argparse.Namespace) -> int:
     if not all(map(is_text, filter(None, (args.prompt, args.suffix, args.template)))):
-        raise ValueError("PROMPT, --suffix and --template must be UTF-8; give the text in that encoding")
+        raise ValueError(
+            "PROMPT, --suffix and --template must be UTF-8; give the text in that "
+            "encoding"
+        )
     if args.suffix is not None and args.gen_length is None:
-        raise ValueError("--suffix: say how many tokens to write before it, with --gen-length N")
+        raise ValueError(
+            "--suffix: say how many tokens to write before it, with --gen-length N"
+        )
     llm, params = start_engine(args)
     use_chat = not args.raw and llm.has_chat_template
     prompt = [Message(role="user", content=args.prompt)] if use_chat else args.prompt
@@ -61,13 +106,18 @@ def _answer_prompt(args: argparse.Namespace) -> int:
 
         (output,) = llm.fill_in([prompt], [parse_template(args.template)], params)
     else:
-        (output,) = (llm.chat if use_chat else llm.generate)(prompt, params, use_tqdm=False)
+        (output,) = (llm.chat if use_chat else llm.generate)(
+            prompt, params, use_tqdm=False
+        )
     completion = output.outputs[0]
     if "error" in (ended := outcome(completion)):
         raise ValueError(ended["error"])
     print((completion.text if args.template is None else completion.joined).strip())
     if args.figures:
-        figures = {"prompt_tokens": len(output.prompt_token_ids), "response_tokens": len(completion.token_ids)}
+        figures = {
+            "prompt_tokens": len(output.prompt_token_ids),
+            "response_tokens": len(completion.token_ids),
+        }
         for name, value in (figures | completion.diffusion.to_json()).items():
             print(f"{name}: {value}", file=sys.stderr)
     return 0
@@ -75,15 +125,24 @@ def _answer_prompt(args: argparse.Namespace) -> int:
 
 def _answer_file(args: argparse.Namespace) -> int:
     lines = read_input(args.input)
-    settings = settings_digest({name: getattr(args, name) for name in (*_SETTINGS, *DECODING, *STRUCTURE)})
+    settings = settings_digest(
+        {name: getattr(args, name) for name in (*_SETTINGS, *DECODING, *STRUCTURE)}
+    )
     with ResultFile(args.output, lines, settings) as results:
         if results.pending:
             llm, params = start_engine(args)
-            with tqdm(total=len(lines), initial=results.num_resumed, desc="Requests", unit="") as bar:
+            with tqdm(
+                total=len(lines), initial=results.num_resumed, desc="Requests", unit=""
+            ) as bar:
                 use_chat = not args.raw and llm.has_chat_template
-                for answers in answer_lines(llm, results.pending, params, use_chat=use_chat):
+                for answers in answer_lines(
+                    llm, results.pending, params, use_chat=use_chat
+                ):
                     results.append(answers)
                     bar.update(len(answers))
-        done = f"{len(lines)} requests done, {results.num_resumed} of them by an earlier run"
+        done = (
+            f"{len(lines)} requests done, {results.num_resumed} of them by an earlier "
+            f"run"
+        )
         print(f"{args.output}: {done}; errors: {results.num_errors}", file=sys.stderr)
         return 1 if results.num_errors else 0

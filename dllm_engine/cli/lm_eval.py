@@ -1,7 +1,8 @@
 """The command of lm-evaluation-harness, which then knows ``--model dllm``.
 
-For example: dllm lm-eval --model dllm --model_args pretrained=demo,cache_method=sparse --tasks TASK. Releases of
-lm_eval that look for plugins know the model under their own command too.
+For example: dllm lm-eval --model dllm --model_args pretrained=demo,cache_method=sparse
+--tasks TASK. Releases of lm_eval that look for plugins know the model under their own
+command too.
 """
 
 import argparse

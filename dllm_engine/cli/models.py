@@ -1,4 +1,6 @@
-"""List supported checkpoints, cache methods with their options, and unmasking policies."""
+"""List supported checkpoints, cache methods with their options,
+and unmasking policies.
+"""
 
 import argparse
 import json
@@ -7,16 +9,39 @@ from typing import Any
 
 from dllm_engine.families import FAMILIES
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS, RequestOptions
-from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS, PARALLEL_RULES, UNMASKING_POLICIES
+from dllm_engine.scheduler.options.request_fields import (
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
+from dllm_engine.scheduler.unmasking_policies import (
+    MOST_TOKENS,
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+)
 from dllm_engine.text import format_table
 
-_KINDS = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "array": "list", "object": "dict"}
-_LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+_KINDS = {
+    "integer": "int",
+    "number": "float",
+    "boolean": "bool",
+    "string": "str",
+    "array": "list",
+    "object": "dict",
+}
+_LIMITS = {
+    "minimum": "≥",
+    "exclusiveMinimum": ">",
+    "maximum": "≤",
+    "exclusiveMaximum": "<",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="as JSON; options of cache methods as JSON schemas")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="as JSON; options of cache methods as JSON schemas",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,15 +52,22 @@ def run(args: argparse.Namespace) -> int:
 
 def describe() -> dict[str, Any]:
     """Everything an engine can be asked for, from the registries that check it."""
-    schemas, policies = RequestOptions.model_json_schema()["properties"], UNMASKING_POLICIES.values()
+    schemas, policies = (
+        RequestOptions.model_json_schema()["properties"],
+        UNMASKING_POLICIES.values(),
+    )
     rules = {}
     for name in PARALLEL_OPTIONS:
         value = next(kind for kind in schemas[name]["anyOf"] if kind["type"] != "null")
-        rules[name] = {"value": value, "policies": [p.name for p in policies if PARALLEL_RULES[name].suits(p)]}
+        rules[name] = {
+            "value": value,
+            "policies": [p.name for p in policies if PARALLEL_RULES[name].suits(p)],
+        }
     return {
         "families": [asdict(family) for family in FAMILIES.values()],
         "cache_methods": {
-            name: method.options.model_json_schema().get("properties", {}) for name, method in CACHE_METHODS.items()
+            name: method.options.model_json_schema().get("properties", {})
+            for name, method in CACHE_METHODS.items()
         },
         "unmasking": list(UNMASKING_POLICIES),
         "parallel_unmasking": rules,
@@ -46,22 +78,39 @@ def as_tables(supported: dict[str, Any]) -> str:
     """The output of ``describe``, one table per kind."""
     families = supported["families"]
     checkpoints = [("CHECKPOINT", "ARCHITECTURE", "FAMILY")]
-    checkpoints += [(name, f["architecture"], f["name"]) for f in families for name in f["checkpoints"]]
+    checkpoints += [
+        (name, f["architecture"], f["name"])
+        for f in families
+        for name in f["checkpoints"]
+    ]
     methods = [("CACHE METHOD", "OPTION", "VALUES", "MEANING")]
     for name, options in supported["cache_methods"].items():
         lines = [
-            (option, f"{allowed(schema)}; default {schema['default']!r}", _first_sentence(schema))
+            (
+                option,
+                f"{allowed(schema)}; default {schema['default']!r}",
+                _first_sentence(schema),
+            )
             for option, schema in options.items()
         ]
         first, *others = lines or [("(no options)", "", "")]
         methods += [(name, *first), *(("", *line) for line in others)]
     policies = [("UNMASKING POLICY", "DEFAULT FOR")]
     for name in supported["unmasking"]:
-        policies.append((name, ", ".join(f["name"] for f in families if f["default_unmasking"] == name)))
+        policies.append(
+            (
+                name,
+                ", ".join(
+                    f["name"] for f in families if f["default_unmasking"] == name
+                ),
+            )
+        )
     rules = [("PARALLEL UNMASKING", "VALUES", "WITH POLICIES")]
     for name, rule in supported["parallel_unmasking"].items():
         rules.append((name, allowed(rule["value"]), ", ".join(rule["policies"])))
-    return "\n\n".join(format_table(rows) for rows in (checkpoints, methods, policies, rules))
+    return "\n\n".join(
+        format_table(rows) for rows in (checkpoints, methods, policies, rules)
+    )
 
 
 def allowed(schema: dict[str, Any]) -> str:
@@ -69,9 +118,20 @@ def allowed(schema: dict[str, Any]) -> str:
     if "anyOf" in schema:
         return " or ".join(map(allowed, schema["anyOf"]))
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    limits = [f"{sign} {schema[key]}" for key, sign in _LIMITS.items() if schema.get(key, MOST_TOKENS) != MOST_TOKENS]
-    return ", ".join(map(repr, values)) or f"{_KINDS.get(schema['type'])} {', '.join(limits)}".rstrip()
+    limits = [
+        f"{sign} {schema[key]}"
+        for key, sign in _LIMITS.items()
+        if schema.get(key, MOST_TOKENS) != MOST_TOKENS
+    ]
+    return (
+        ", ".join(map(repr, values))
+        or f"{_KINDS.get(schema['type'])} {', '.join(limits)}".rstrip()
+    )
 
 
 def _first_sentence(schema: dict[str, Any]) -> str:
-    return " ".join(schema.get("description", "").replace("``", "").split()).partition(". ")[0].rstrip(".")
+    return (
+        " ".join(schema.get("description", "").replace("``", "").split())
+        .partition(". ")[0]
+        .rstrip(".")
+    )

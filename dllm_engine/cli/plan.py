@@ -1,6 +1,7 @@
 """Compute how many requests fit a GPU.
 
-By arithmetic, from the model's config alone: no weights are read, no GPU is needed. Sizes are per GPU.
+By arithmetic, from the model's config alone: no weights are read, no GPU is needed.
+Sizes are per GPU.
 """
 
 import argparse
@@ -11,7 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from dllm_engine.cli.arguments import add_options, as_words
-from dllm_engine.cli.engine import add_cache_arguments, add_model, add_model_arguments, engine_options, given
+from dllm_engine.cli.engine import (
+    add_cache_arguments,
+    add_model,
+    add_model_arguments,
+    engine_options,
+    given,
+)
 from dllm_engine.memory import Deployment, RequestDemand, Sizing, plan
 from dllm_engine.model_name import own_name
 from dllm_engine.options import GUIDE_SETTINGS, explain
@@ -20,17 +27,34 @@ from dllm_engine.text import format_table, readable_size
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add_options(parser, Deployment, ("gpu_memory", "prompt", "response", "block_length", "quantization"))
-    group = parser.add_argument_group("engine", "As for `dllm serve`; the plan ends with the command that uses them.")
+    add_options(
+        parser,
+        Deployment,
+        ("gpu_memory", "prompt", "response", "block_length", "quantization"),
+    )
+    group = parser.add_argument_group(
+        "engine", "As for `dllm serve`; the plan ends with the command that uses them."
+    )
     add_model_arguments(group)
-    add_options(group, Deployment, ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "overhead"))
+    add_options(
+        group,
+        Deployment,
+        (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "gpu_memory_utilization",
+            "overhead",
+        ),
+    )
     add_cache_arguments(parser)
     parser.add_argument("--json", action="store_true", help="as JSON, sizes in bytes")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is None:
-        raise ValueError("--gpu-memory is missing: the memory of one GPU, such as 80GiB")
+        raise ValueError(
+            "--gpu-memory is missing: the memory of one GPU, such as 80GiB"
+        )
     asked = given(args, Deployment.model_fields) | {"options": engine_options(args)}
     try:
         deployment = Deployment(**asked)
@@ -46,29 +70,70 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_text(s: Sizing) -> str:
-    """The plan as two tables: where the memory goes, and what a request takes under each cache method."""
+    """The plan as two tables: where the memory goes, and what a request takes under
+    each cache method.
+    """
     weights = "" if s.quantization is None else f" with {s.quantization} weights"
-    canvas, gpus = s.prompt + s.response, f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}"
+    canvas, gpus = (
+        s.prompt + s.response,
+        f"{s.tensor_parallel_size} GPU{'s' * (s.tensor_parallel_size > 1)}",
+    )
     tokens = f"prompt {s.prompt} + response {s.response} = {canvas} tokens"
-    taken = s.weight_bytes + s.guide_weight_bytes + s.activation_bytes + s.overhead + s.pool_bytes
-    pool = f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} ({s.options.page_size} tokens of one layer)"
+    taken = (
+        s.weight_bytes
+        + s.guide_weight_bytes
+        + s.activation_bytes
+        + s.overhead
+        + s.pool_bytes
+    )
+    pool = (
+        f"{s.num_pages:,} pages of {readable_size(s.page_bytes)} "
+        f"({s.options.page_size} tokens of one layer)"
+    )
     parts = [
-        ("weights", s.weight_bytes, "upper bound" if any("quantized" in note for note in s.notes) else "exact"),
-        *([("guide's weights", s.guide_weight_bytes, "exact")] if s.guide_weight_bytes else []),
-        ("activations", s.activation_bytes, f"estimate, for {s.max_num_batched_tokens:,} rows"),
+        (
+            "weights",
+            s.weight_bytes,
+            "upper bound" if any("quantized" in note for note in s.notes) else "exact",
+        ),
+        *(
+            [("guide's weights", s.guide_weight_bytes, "exact")]
+            if s.guide_weight_bytes
+            else []
+        ),
+        (
+            "activations",
+            s.activation_bytes,
+            f"estimate, for {s.max_num_batched_tokens:,} rows",
+        ),
         ("overhead", s.overhead, "assumed (--overhead)"),
-        ("left unused", s.gpu_memory - taken, f"--gpu-memory-utilization {s.gpu_memory_utilization:g}"),
+        (
+            "left unused",
+            s.gpu_memory - taken,
+            f"--gpu-memory-utilization {s.gpu_memory_utilization:g}",
+        ),
         ("page pool", s.pool_bytes, pool),
     ]
-    memory = [("PER GPU", "SIZE", ""), *((name, readable_size(size), note) for name, size, note in parts)]
-    titles = "CACHE METHOD,TOKENS RETAINED,PAGES/REQUEST,MEMORY/REQUEST,ROWS/STEP,REQUESTS AT ONCE,LIMIT".split(",")
-    rows = [_method_row(demand, canvas, chosen=demand is s.demand) for demand in (s.demand, *s.others)]
+    memory = [
+        ("PER GPU", "SIZE", ""),
+        *((name, readable_size(size), note) for name, size, note in parts),
+    ]
+    titles = "CACHE METHOD,TOKENS RETAINED,PAGES/REQUEST,MEMORY/REQUEST,ROWS/STEP,REQUESTS AT ONCE,LIMIT".split(
+        ","
+    )
+    rows = [
+        _method_row(demand, canvas, chosen=demand is s.demand)
+        for demand in (s.demand, *s.others)
+    ]
     lines = [
-        f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.gpu_memory)}: {tokens}",
+        f"{s.model} in {s.dtype}{weights} on {gpus} of {readable_size(s.gpu_memory)}: "
+        f"{tokens}",
         *("", format_table(memory), "", format_table([titles, *rows]), ""),
         *(f"Note: {note}." for note in s.notes),
-        "* as asked for; the others with their papers' options. Pages are the most that a request holds; rows are",
-        "  the positions computed per step, as a mean over the response at a token per step.",
+        "* as asked for; the others with their papers' options. Pages are the most "
+        "that a request holds; rows are",
+        "  the positions computed per step, as a mean over the response at a token per "
+        "step.",
         "",
     ]
     return "\n".join(lines)
@@ -78,17 +143,48 @@ def _method_row(demand: RequestDemand, canvas: int, *, chosen: bool) -> tuple[st
     name, pages = demand.cache_method + " *" * chosen, f"{demand.pages:,}"
     if not demand.requests:
         return (name, "–", pages if demand.pages else "–", "–", "–", "0", demand.limit)
-    sizes = f"{demand.tokens_retained:,} of {canvas:,}", pages, readable_size(demand.bytes)
-    return (name, *sizes, f"{demand.rows_per_step:,.0f}", f"{demand.requests:,}", demand.limit)
+    sizes = (
+        f"{demand.tokens_retained:,} of {canvas:,}",
+        pages,
+        readable_size(demand.bytes),
+    )
+    return (
+        name,
+        *sizes,
+        f"{demand.rows_per_step:,.0f}",
+        f"{demand.requests:,}",
+        demand.limit,
+    )
 
 
 def serve_command(s: Sizing, args: argparse.Namespace) -> list[str]:
     """The command line of a server with the plan's settings."""
-    options: dict[str, Any] = {} if s.options.cache_method == "none" else {"cache_method": s.options.cache_method}
-    settled = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
-    options |= {"cache_options": dict(args.cache_option), **{name: getattr(s, name) for name in settled}}
-    options |= given(args, ("tensor_parallel_size", "dtype", "page_size", "block_length", *GUIDE_SETTINGS))
+    options: dict[str, Any] = (
+        {}
+        if s.options.cache_method == "none"
+        else {"cache_method": s.options.cache_method}
+    )
+    settled = (
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "gpu_memory_utilization",
+    )
+    options |= {
+        "cache_options": dict(args.cache_option),
+        **{name: getattr(s, name) for name in settled},
+    }
+    options |= given(
+        args,
+        ("tensor_parallel_size", "dtype", "page_size", "block_length", *GUIDE_SETTINGS),
+    )
     if s.quantization == "fp8":
-        options["quantization"] = "fp8_per_channel"  # made at load time; other formats are a copy's
-    model = s.model if s.quantization in (None, "fp8") else f"{own_name(s.model)}-{s.quantization}"
+        options["quantization"] = (
+            "fp8_per_channel"  # made at load time; other formats are a copy's
+        )
+    model = (
+        s.model
+        if s.quantization in (None, "fp8")
+        else f"{own_name(s.model)}-{s.quantization}"
+    )
     return ["dllm", "serve", model, *as_words(options)]

@@ -9,13 +9,27 @@ import sys
 from typing import Any
 
 from dllm_engine.checkpoints import check_start
-from dllm_engine.cli.arguments import DENOISING, CommandParser, add_options, add_value, stated_arguments
+from dllm_engine.cli.arguments import (
+    DENOISING,
+    CommandParser,
+    add_options,
+    add_value,
+    stated_arguments,
+)
 from dllm_engine.cli.config_file import expand_config
-from dllm_engine.cli.engine import add_cache_arguments, add_denoising_arguments, add_model, given, json_object
+from dllm_engine.cli.engine import (
+    add_cache_arguments,
+    add_denoising_arguments,
+    add_model,
+    given,
+    json_object,
+)
 from dllm_engine.demo import DEMO_MODELS, model_path
 from dllm_engine.options import OPTIONS_KEY, EngineOptions
 from dllm_engine.vllm_hooks import patch
-from dllm_engine.vllm_hooks.cpu_distribution import register as register_cpu_distribution
+from dllm_engine.vllm_hooks.cpu_distribution import (
+    register as register_cpu_distribution,
+)
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server import start as server_start
 
@@ -28,16 +42,27 @@ names `steps` is not given the threshold. The length itself is vLLM's to set: --
 
 def add_arguments(parser: CommandParser) -> None:
     parser.expand = expand_config
-    parser.usage, parser.allow_abbrev = "dllm serve MODEL [options of this command] [options of `vllm serve`]", False
+    parser.usage, parser.allow_abbrev = (
+        "dllm serve MODEL [options of this command] [options of `vllm serve`]",
+        False,
+    )
     parser.set_defaults(passes_on_unknown=True)
     add_model(parser)
     add_cache_arguments(parser)
     add_denoising_arguments(parser.add_argument_group("requests", REQUESTS))
     other = parser.add_argument_group("other")
     limits = ("max_automaton_states", "max_automaton_seconds", "max_automaton_search")
-    add_options(other, EngineOptions, ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits))
-    add_options(other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground"))
-    additional = f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
+    add_options(
+        other,
+        EngineOptions,
+        ("refresh_ratio", "steps_per_dispatch", "lora_path", *limits),
+    )
+    add_options(
+        other, EngineOptions, ("cuda_graphs", "batch_invariant", "trace", "playground")
+    )
+    additional = (
+        f"vLLM's own option; the arguments above are put into its key {OPTIONS_KEY!r}"
+    )
     add_value(other, ADDITIONAL_CONFIG, json_object, "JSON", additional)
 
 
@@ -50,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
 
     from dllm_engine.vllm_hooks import table  # asks which vLLM is there
 
-    register_cpu_distribution()  # with VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins
+    # With VLLM_TARGET_DEVICE=cpu, vLLM loads no platform plugins.
+    register_cpu_distribution()
     sys.argv = ["vllm", *arguments]
     patch.apply(table.STARTING)
     server_start.end_at_once(vllm_main)
@@ -60,29 +86,42 @@ def run(args: argparse.Namespace) -> int:
 def vllm_arguments(args: argparse.Namespace) -> list[str]:
     """The command line of ``vllm`` for ``args``."""
     model = [model_path(args.model)]
-    if args.model in DEMO_MODELS and "served_model_name" not in stated_arguments(args.unknown):
+    if args.model in DEMO_MODELS and "served_model_name" not in stated_arguments(
+        args.unknown
+    ):
         model += ["--served-model-name", args.model]
     additional = merged_config(args)
-    if additional and any(word.replace("_", "-").startswith(f"{ADDITIONAL_CONFIG}.") for word in args.unknown):
+    if additional and any(
+        word.replace("_", "-").startswith(f"{ADDITIONAL_CONFIG}.")
+        for word in args.unknown
+    ):
         raise ValueError(
-            f"{ADDITIONAL_CONFIG}.NAME cannot be given beside options of this command, which it would replace; give "
-            f"{ADDITIONAL_CONFIG} as JSON"
+            f"{ADDITIONAL_CONFIG}.NAME cannot be given beside options of this command, "
+            f"which it would replace; give {ADDITIONAL_CONFIG} as JSON"
         )
     own = [ADDITIONAL_CONFIG, json.dumps(additional)] if additional else []
     return ["serve", *model, *own, *args.unknown]
 
 
 def merged_config(args: argparse.Namespace) -> dict[str, Any]:
-    """The user's ``--additional-config``; in its key for this plugin, overridden by the other arguments. Empty if there
-    are none."""
+    """The user's ``--additional-config``; in its key for this plugin, overridden by the
+    other arguments. Empty if there are none."""
     additional = args.additional_config or {}
     options = additional.get(OPTIONS_KEY, {})
     if not isinstance(options, dict):
-        raise ValueError(f"{ADDITIONAL_CONFIG}={json.dumps(additional)}: {OPTIONS_KEY!r} must be a JSON object too")
+        raise ValueError(
+            f"{ADDITIONAL_CONFIG}={json.dumps(additional)}: {OPTIONS_KEY!r} must be a "
+            f"JSON object too"
+        )
     if args.cache_method not in (None, options.get("cache_method", args.cache_method)):
-        options = {name: value for name, value in options.items() if name != "cache_options"}  # another method's
+        options = {
+            name: value for name, value in options.items() if name != "cache_options"
+        }  # another method's
     stated = given(args, EngineOptions.model_fields)
-    for name, value in {"cache_options": dict(args.cache_option), "request_defaults": given(args, DENOISING)}.items():
+    for name, value in {
+        "cache_options": dict(args.cache_option),
+        "request_defaults": given(args, DENOISING),
+    }.items():
         if value:
             before = options.get(name)
             stated[name] = (before if isinstance(before, dict) else {}) | value

@@ -1,7 +1,9 @@
-"""The graph of tokens that a decision may write: literal text, and the texts of its fields.
+"""The graph of tokens that a decision may write: literal text, and the texts of its
+fields.
 
-Literal text and each choice are tokenized on their own. The text of a pattern may be spelled by any tokens. A decision
-is built in a process of its own, for which this imports little.
+Literal text and each choice are tokenized on their own. The text of a pattern may be
+spelled by any tokens. A decision is built in a process of its own, for which this
+imports little.
 """
 
 import json
@@ -16,29 +18,44 @@ from tokenizers import Tokenizer
 from dllm_engine.decisions.fields import Field, read_fields
 from dllm_engine.scheduler.constraints.constraint import Automaton
 from dllm_engine.scheduler.constraints.decision import Decision
-from dllm_engine.scheduler.constraints.lattice import LITERAL, Graph, edges_between, states_reached
+from dllm_engine.scheduler.constraints.lattice import (
+    LITERAL,
+    Graph,
+    edges_between,
+    states_reached,
+)
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
 
 _SUM_COST = 16
 """To sum over a transition takes as long as to search so many."""
 _BUILT_AT_ONCE = 8
-"""Transitions that are looked at in the time of a search of one, where a lattice is built."""
+"""Transitions that are looked at in the time of a search of one, where a lattice is
+built.
+"""
 
 _BEGINNING_COST = 150
-"""To go on with a beginning of a text, from a state of a pattern, takes as long as to search so many transitions."""
+"""To go on with a beginning of a text, from a state of a pattern, takes as long as to
+search so many transitions.
+"""
 _LENGTH_COST = 16
 """And for each length that the text of a token may have, up to the longest one."""
 _POSITIONS_AT_ONCE = 2
-"""Positions of the state that are looked at for a beginning in the time of a search of one transition."""
+"""Positions of the state that are looked at for a beginning in the time of a search of
+one transition.
+"""
 _TOKENS_AT_ONCE = 2
 """Tokens that may follow it, of which the same is true."""
 _EDGES_AT_ONCE = 16
 """Tokens at each position, of which the same is true."""
 _SPARE_BEGINNINGS = 16
-"""A search for ``top_k`` values goes on with at least so many beginnings more from each state."""
+"""A search for ``top_k`` values goes on with at least so many beginnings more from each
+state.
+"""
 _BEGINNINGS_PER_VALUE = 4
-"""Times as many if there is time: all spellings of a probable text may be improbable."""
+"""Times as many if there is time: all spellings of a probable text
+may be improbable.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,22 +72,35 @@ class Texts:
 
     @classmethod
     def as_json(cls, fields: Sequence[Field]) -> "Texts":
-        """The text of a JSON object. Quotes around strings are literal text, if a field has nothing else."""
+        """The text of a JSON object. Quotes around strings are literal text, if a field
+        has nothing else.
+        """
         literals, choices, before = [], [], "{"
         for field in fields:
             values = field.values or []
-            quoted = bool(values) and all(isinstance(value, str) and value for value in values)
+            quoted = bool(values) and all(
+                isinstance(value, str) and value for value in values
+            )
             texts = [json.dumps(value, ensure_ascii=False) for value in values]
-            literals.append(f"{before}{json.dumps(field.name, ensure_ascii=False)}: " + '"' * quoted)
+            literals.append(
+                f"{before}{json.dumps(field.name, ensure_ascii=False)}: " + '"' * quoted
+            )
             choices.append([text[1:-1] for text in texts] if quoted else texts)
             before = '"' * quoted + ", "
-        return cls([*literals, before.removesuffix(", ") + "}"], list(fields), choices, [True] * len(fields))
+        return cls(
+            [*literals, before.removesuffix(", ") + "}"],
+            list(fields),
+            choices,
+            [True] * len(fields),
+        )
 
     @classmethod
     def in_template(cls, fields: Sequence[Field], template: str) -> "Texts":
-        """A text in which ``{name}`` stands for a field, with strings as they are; ``{{`` and ``}}`` are braces.
+        """A text in which ``{name}`` stands for a field, with strings as they are;
+        ``{{`` and ``}}`` are braces.
 
-        Raises ``ValueError`` for a template without each field once, and for choices of one text.
+        Raises ``ValueError`` for a template without each field once, and for choices of
+        one text.
         """
         by_name, literals, asked = {field.name: field for field in fields}, [""], []
         try:
@@ -84,14 +114,25 @@ class Texts:
             if sorted(field.name for field in asked) != sorted(by_name):
                 raise ValueError("it does not hold each field once")
         except ValueError as error:
-            raise ValueError(f"template: {error}; write {{name}} for each field, and {{{{ for a brace") from None
+            raise ValueError(
+                f"template: {error}; write {{name}} for each field, and {{{{ for a "
+                f"brace"
+            ) from None
         choices = [
-            [value if isinstance(value, str) else json.dumps(value) for value in field.values or []] for field in asked
+            [
+                value if isinstance(value, str) else json.dumps(value)
+                for value in field.values or []
+            ]
+            for field in asked
         ]
         for field, texts in zip(asked, choices, strict=True):
             if len({*texts}) < len(texts):
-                raise ValueError(f"fields.{field.name}: two choices have the same text in a template")
-        return cls(literals, asked, choices, ["pattern" not in field.schema for field in asked])
+                raise ValueError(
+                    f"fields.{field.name}: two choices have the same text in a template"
+                )
+        return cls(
+            literals, asked, choices, ["pattern" not in field.schema for field in asked]
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +161,10 @@ class DecisionInput:
         try:
             return build_decision(self).packed
         except (MemoryError, RecursionError) as error:
-            raise ValueError(f"fields: their decision takes too much to build ({type(error).__name__})") from None
+            raise ValueError(
+                f"fields: their decision takes too much to build "
+                f"({type(error).__name__})"
+            ) from None
 
     def read(self, sent: bytes) -> bytes:
         return sent
@@ -132,41 +176,68 @@ class DecisionInput:
 def build_decision(wanted: DecisionInput) -> Decision:
     """The decision that writes the texts of its fields.
 
-    Raises ``ValueError`` naming the field that has no longest text, or that the tokenizer cannot spell, and where the
-    decision is too large.
+    Raises ``ValueError`` naming the field that has no longest text, or that the
+    tokenizer cannot spell, and where the decision is too large.
     """
     fields = read_fields(json.loads(wanted.schema))
-    texts = Texts.as_json(fields) if wanted.template is None else Texts.in_template(fields, wanted.template)
+    texts = (
+        Texts.as_json(fields)
+        if wanted.template is None
+        else Texts.in_template(fields, wanted.template)
+    )
     spelling, builder = Spelling(wanted), GraphBuilder()
     _check_size(*spelling.least_size(texts), wanted)
-    for number, (field, literal, choices) in enumerate(zip(texts.fields, texts.literals, texts.choices, strict=False)):
+    for number, (field, literal, choices) in enumerate(
+        zip(texts.fields, texts.literals, texts.choices, strict=False)
+    ):
         name = f"fields.{field.name}"
         # Most tokenizers join a space with the word behind it.
         has_space = bool(choices) and literal.endswith(" ")
-        builder.literal(spelling.tokens_of(name, [literal.removesuffix(" ") if has_space else literal])[0])
+        builder.literal(
+            spelling.tokens_of(
+                name, [literal.removesuffix(" ") if has_space else literal]
+            )[0]
+        )
         if field.values is None:
-            builder.pattern(number, field.name, spelling.automaton(field, is_json=texts.is_json[number]))
+            builder.pattern(
+                number,
+                field.name,
+                spelling.automaton(field, is_json=texts.is_json[number]),
+            )
         elif all(choices) or has_space:
-            builder.choices(number, spelling.tokens_of(name, [" " * has_space + text for text in choices]))
+            builder.choices(
+                number,
+                spelling.tokens_of(name, [" " * has_space + text for text in choices]),
+            )
         else:
             raise ValueError(f"{name}: a choice has no text; leave it out")
         # What is built of the first fields may be too large already.
         _check_size(builder.longest, builder.num_edges, wanted)
-    builder.literal(spelling.tokens_of("the text behind the last field", [texts.literals[-1]])[0])
+    builder.literal(
+        spelling.tokens_of("the text behind the last field", [texts.literals[-1]])[0]
+    )
     _check_size(builder.longest, builder.num_edges, wanted)
     graph = builder.graph()
     if graph.size > wanted.max_search // _SUM_COST:
         raise _too_large(builder.longest, builder.num_edges, wanted)
-    beginnings = _beginnings(graph, [field.values is None for field in texts.fields], wanted)
-    names, values = [field.name for field in texts.fields], [field.values for field in texts.fields]
+    beginnings = _beginnings(
+        graph, [field.values is None for field in texts.fields], wanted
+    )
+    names, values = (
+        [field.name for field in texts.fields],
+        [field.values for field in texts.fields],
+    )
     has_patterns = any(field.values is None for field in texts.fields)
     tokens = np.unique(graph.edges["token"]).tolist() if has_patterns else []
     spellings = [wanted.vocabulary.spelling(token) for token in tokens]
-    return Decision(graph, names, values, spellings, wanted.top_k, texts.is_json, beginnings)
+    return Decision(
+        graph, names, values, spellings, wanted.top_k, texts.is_json, beginnings
+    )
 
 
 def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput) -> int:
-    """Beginnings of texts that the search for the most probable values goes on with from each state of a pattern.
+    """Beginnings of texts that the search for the most probable values goes on with
+    from each state of a pattern.
 
     Raises ``ValueError`` where it takes too long with as many as it needs.
     """
@@ -174,9 +245,13 @@ def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput)
     if not edges.size:
         return 0
     if wanted.top_k < 1:
-        raise ValueError(f"top_k={wanted.top_k}: ask for 1 value of each pattern at least")
+        raise ValueError(
+            f"top_k={wanted.top_k}: ask for 1 value of each pattern at least"
+        )
     longest = np.zeros(len(is_pattern), np.int64)
-    np.maximum.at(longest, edges["field"], np.diff(wanted.vocabulary.starts)[edges["token"]])
+    np.maximum.at(
+        longest, edges["field"], np.diff(wanted.vocabulary.starts)[edges["token"]]
+    )
     states, firsts = np.unique(edges["target"], return_index=True)
     num_positions = graph.num_positions
     cost = _BEGINNING_COST * len(states)
@@ -187,20 +262,28 @@ def _beginnings(graph: Graph, is_pattern: Sequence[bool], wanted: DecisionInput)
     allowed = wanted.max_search // cost
     needed = wanted.top_k + _SPARE_BEGINNINGS
     if needed > allowed:
-        lower = f"lower top_k to {allowed - _SPARE_BEGINNINGS}, " if allowed > _SPARE_BEGINNINGS else ""
+        lower = (
+            f"lower top_k to {allowed - _SPARE_BEGINNINGS}, "
+            if allowed > _SPARE_BEGINNINGS
+            else ""
+        )
         raise ValueError(
-            f"top_k={wanted.top_k}: the search for so many values of the patterns takes as long as that of "
-            f"{cost * needed} transitions, max_automaton_search={wanted.max_search}; {lower}give fewer or shorter "
+            f"top_k={wanted.top_k}: the search for so many values of the patterns "
+            f"takes as long as that of {cost * needed} transitions, "
+            f"max_automaton_search={wanted.max_search}; {lower}give fewer or shorter "
             "patterns, or raise it"
         )
     return min(_BEGINNINGS_PER_VALUE * needed, allowed)
 
 
 def _check_size(longest: int, num_edges: int, wanted: DecisionInput) -> None:
-    """Raise ``ValueError`` where texts of up to ``longest`` tokens, with so many edges in all, are too large."""
+    """Raise ``ValueError`` where texts of up to ``longest`` tokens, with so many edges
+    in all, are too large.
+    """
     if longest > wanted.max_model_len:
         raise ValueError(
-            f"fields: their text needs {longest} tokens or more, max_model_len is {wanted.max_model_len}; give fewer "
+            f"fields: their text needs {longest} tokens or more, max_model_len is "
+            f"{wanted.max_model_len}; give fewer "
             "fields, or shorter texts"
         )
     if longest * num_edges > _BUILT_AT_ONCE * wanted.max_search:
@@ -209,9 +292,9 @@ def _check_size(longest: int, num_edges: int, wanted: DecisionInput) -> None:
 
 def _too_large(longest: int, num_edges: int, wanted: DecisionInput) -> ValueError:
     return ValueError(
-        f"fields: at {longest} positions or more there may be too many of their {num_edges} tokens for "
-        f"max_automaton_search={wanted.max_search}; simplify the patterns, give choices equally many "
-        "tokens, or raise it"
+        f"fields: at {longest} positions or more there may be too many of their "
+        f"{num_edges} tokens for max_automaton_search={wanted.max_search}; simplify "
+        f"the patterns, give choices equally many tokens, or raise it"
     )
 
 
@@ -226,7 +309,9 @@ class Spelling:
         self._automata: dict[Grammar, Automaton] = {}
 
     def least_size(self, texts: Texts) -> tuple[int, int]:
-        """The fewest tokens that the longest text may have, and all literals and choices together."""
+        """The fewest tokens that the longest text may have, and all literals and
+        choices together.
+        """
         longest_token = int(np.diff(self.wanted.vocabulary.starts).max(initial=1))
 
         def least(text: str) -> int:
@@ -234,7 +319,9 @@ class Spelling:
 
         literals = sum(least(literal.removesuffix(" ")) for literal in texts.literals)
         choices = [list(map(least, each)) for each in texts.choices]
-        return literals + sum(max(each, default=1) for each in choices), literals + sum(map(sum, choices))
+        return literals + sum(max(each, default=1) for each in choices), literals + sum(
+            map(sum, choices)
+        )
 
     def tokens_of(self, name: str, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of each text; raises ``ValueError`` for one that they do not spell."""
@@ -242,17 +329,26 @@ class Spelling:
         spelled = self.wanted.vocabulary.spelling
         for text, encoding in zip(texts, encoded, strict=True):
             if b"".join(map(spelled, encoding.ids)) != text.encode():
-                raise ValueError(f"{name}: the tokens of this model do not spell {text!r}; leave it out")
+                raise ValueError(
+                    f"{name}: the tokens of this model do not spell {text!r}; leave it "
+                    f"out"
+                )
         return [encoding.ids for encoding in encoded]
 
     def automaton(self, field: Field, *, is_json: bool) -> Automaton:
         """The automaton of a field with a pattern."""
-        grammar = Grammar("json", json.dumps(field.schema)) if is_json else Grammar("regex", field.schema["pattern"])
+        grammar = (
+            Grammar("json", json.dumps(field.schema))
+            if is_json
+            else Grammar("regex", field.schema["pattern"])
+        )
         wanted = self.wanted
         if grammar not in self._automata:
             limits = wanted.max_states, wanted.build_seconds, wanted.max_search
             try:
-                self._automata[grammar] = build(BuildInput(grammar, wanted.vocabulary, *limits))
+                self._automata[grammar] = build(
+                    BuildInput(grammar, wanted.vocabulary, *limits)
+                )
             except ValueError as error:
                 raise ValueError(f"fields.{field.name}: {error}") from None
         return self._automata[grammar]
@@ -289,27 +385,39 @@ class GraphBuilder:
         seconds = [self._new_state() if len(tokens) > 1 else end for tokens in choices]
         """State behind the first token of each."""
         for source, tokens in zip(seconds, choices, strict=True):
-            for left, token in zip(reversed(range(len(tokens) - 1)), tokens[1:], strict=True):
+            for left, token in zip(
+                reversed(range(len(tokens) - 1)), tokens[1:], strict=True
+            ):
                 target = self._new_state() if left else end
                 rows.append((source, token, target))
                 source = target
         numbers = LITERAL if field == LITERAL else np.arange(len(choices))
         firsts = [tokens[0] for tokens in choices]
-        self._add(edges_between(np.array(self.ends)[:, None], firsts, seconds, field, numbers).ravel())
+        self._add(
+            edges_between(
+                np.array(self.ends)[:, None], firsts, seconds, field, numbers
+            ).ravel()
+        )
         if rows:
             sources, behind, targets = np.array(rows).T
             self._add(edges_between(sources, behind, targets, field))
         self.ends = [end]
 
     def pattern(self, field: int, name: str, automaton: Automaton) -> None:
-        """Raises ``ValueError`` where texts of the automaton have no bound, or one is empty."""
+        """Raises ``ValueError`` where texts of the automaton have no bound, or one is
+        empty.
+        """
         if not _is_bounded(automaton):
             raise ValueError(
-                f"fields.{name}: its texts have no longest one; begin the pattern with ^ and end it with $, and give "
+                f"fields.{name}: its texts have no longest one; begin the pattern with "
+                f"^ and end it with $, and give "
                 "repetitions an upper bound, such as {1,8} for +"
             )
         if automaton.accepting[0]:
-            raise ValueError(f"fields.{name}: its pattern matches an empty text; let it match one character")
+            raise ValueError(
+                f"fields.{name}: its pattern matches an empty text; let it match one "
+                f"character"
+            )
         self.longest += len(automaton.accepting) - 1
         states = np.array([self._new_state() for _ in automaton.accepting])
         tokens = np.flatnonzero(automaton.class_of >= 0)
@@ -317,14 +425,30 @@ class GraphBuilder:
         sources, columns = np.nonzero(following >= 0)
         targets = states[following[sources, columns]]
         begins = sources == 0
-        self._add(edges_between(states[sources[~begins]], tokens[columns[~begins]], targets[~begins], field))
+        self._add(
+            edges_between(
+                states[sources[~begins]],
+                tokens[columns[~begins]],
+                targets[~begins],
+                field,
+            )
+        )
         before = np.array(self.ends)[:, None]
-        self._add(edges_between(before, tokens[columns[begins]], targets[begins], field).ravel())
+        self._add(
+            edges_between(
+                before, tokens[columns[begins]], targets[begins], field
+            ).ravel()
+        )
         self.ends = states[automaton.accepting].tolist()
 
 
 def _is_bounded(automaton: Automaton) -> bool:
     """Return True if no text of the automaton is longer than its number of states."""
-    num_states, (sources, kinds) = len(automaton.accepting), np.nonzero(automaton.next_state >= 0)
-    reached = states_reached(sources, automaton.next_state[sources, kinds], np.arange(num_states) == 0)
+    num_states, (sources, kinds) = (
+        len(automaton.accepting),
+        np.nonzero(automaton.next_state >= 0),
+    )
+    reached = states_reached(
+        sources, automaton.next_state[sources, kinds], np.arange(num_states) == 0
+    )
     return next(islice(reached, num_states, None), None) is None

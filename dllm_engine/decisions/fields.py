@@ -1,4 +1,6 @@
-"""Fields of a decision, from a JSON schema. They are read where a decision is built, so this imports little."""
+"""Fields of a decision, from a JSON schema. They are read where a decision is built, so
+this imports little.
+"""
 
 import json
 from collections.abc import Sequence
@@ -10,12 +12,24 @@ from jsonschema import Draft202012Validator
 from dllm_engine.structured_output.json_schema import BOUNDS, integer_range
 
 MOST_FIELDS, MOST_CHOICES = 256, 1024
-"""Limits of one decision, and of one field. An integer of a larger range is a field of a pattern."""
+"""Limits of one decision, and of one field. An integer of a larger range is a field of
+a pattern.
+"""
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "$comment"}
-_OF_OBJECT = {"type", "properties", "required", "additionalProperties", "$schema", *_ANNOTATIONS}
+_OF_OBJECT = {
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "$schema",
+    *_ANNOTATIONS,
+}
 _TYPES = ("string", "number", "integer", "boolean", "null")
 """Types of choices."""
-_KINDS = "an enum or const, a boolean, an integer with minimum and maximum, or a string with a pattern"
+_KINDS = (
+    "an enum or const, a boolean, an integer with minimum and maximum, or a string "
+    "with a pattern"
+)
 
 
 @dataclass(frozen=True)
@@ -33,53 +47,94 @@ def read_fields(schema: Any) -> list[Field]:
     Raises ``ValueError`` naming the field that a decision cannot have.
     """
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict) or schema.get("type", "object") != "object" or schema.keys() - _OF_OBJECT:
+    if (
+        not isinstance(properties, dict)
+        or schema.get("type", "object") != "object"
+        or schema.keys() - _OF_OBJECT
+    ):
         raise ValueError(
-            "fields: give a JSON schema of an object with properties, one for each field, and no other rules"
+            "fields: give a JSON schema of an object with properties, one for each "
+            "field, and no other rules"
         )
     if not 1 <= len(properties) <= MOST_FIELDS:
-        raise ValueError(f"fields: {len(properties)} properties; a decision has 1 … {MOST_FIELDS} fields")
+        raise ValueError(
+            f"fields: {len(properties)} properties; a decision has 1 … {MOST_FIELDS} "
+            f"fields"
+        )
     return [_field(name, given) for name, given in properties.items()]
 
 
 def _field(name: str, schema: Any) -> Field:
     if not isinstance(schema, dict):
-        raise ValueError(f"fields.{name}: {schema!r} is no schema of a field, which is {_KINDS}")
+        raise ValueError(
+            f"fields.{name}: {schema!r} is no schema of a field, which is {_KINDS}"
+        )
     kind, keywords = schema.get("type"), schema.keys() - _ANNOTATIONS - {"type"}
     if keywords in ({"enum"}, {"const"}):
-        return Field(name, _choices(name, schema["enum"] if "enum" in keywords else [schema["const"]], kind), {})
+        return Field(
+            name,
+            _choices(
+                name, schema["enum"] if "enum" in keywords else [schema["const"]], kind
+            ),
+            {},
+        )
     if kind == "boolean" and not keywords:
         return Field(name, [True, False], {})
-    if kind == "string" and keywords == {"pattern"} and isinstance(schema["pattern"], str):
+    if (
+        kind == "string"
+        and keywords == {"pattern"}
+        and isinstance(schema["pattern"], str)
+    ):
         return Field(name, None, {"type": "string", "pattern": schema["pattern"]})
     if kind == "integer" and keywords and keywords <= {*BOUNDS}:
         return _integer(name, {bound: schema[bound] for bound in keywords})
-    shown = json.dumps({key: schema[key] for key in schema if key in keywords or key == "type"}, ensure_ascii=False)
-    raise ValueError(f"fields.{name}: {shown[:200]} is not supported; a field is {_KINDS}")
+    shown = json.dumps(
+        {key: schema[key] for key in schema if key in keywords or key == "type"},
+        ensure_ascii=False,
+    )
+    raise ValueError(
+        f"fields.{name}: {shown[:200]} is not supported; a field is {_KINDS}"
+    )
 
 
 def _choices(name: str, values: Any, kind: Any) -> list[Any]:
     if not isinstance(values, list) or not 1 <= len(values) <= MOST_CHOICES:
         raise ValueError(f"fields.{name}: enum is a list of 1 … {MOST_CHOICES} choices")
-    kinds, is_type = kind if isinstance(kind, list) else [kind], Draft202012Validator.TYPE_CHECKER.is_type
+    kinds, is_type = (
+        kind if isinstance(kind, list) else [kind],
+        Draft202012Validator.TYPE_CHECKER.is_type,
+    )
     different: dict[str, Any] = {}
     for value in values:
-        suits = kind is None or any(is_type(value, each) for each in kinds if each in _TYPES)
+        suits = kind is None or any(
+            is_type(value, each) for each in kinds if each in _TYPES
+        )
         if isinstance(value, list | dict) or not suits:
-            raise ValueError(f"fields.{name}: the choice {value!r} is no {kind or 'text, number or literal'}")
+            raise ValueError(
+                f"fields.{name}: the choice {value!r} is no "
+                f"{kind or 'text, number or literal'}"
+            )
         try:
             different[json.dumps(value, allow_nan=False)] = value
         except (TypeError, ValueError):
-            raise ValueError(f"fields.{name}: the choice {value!r} has no text in JSON") from None
+            raise ValueError(
+                f"fields.{name}: the choice {value!r} has no text in JSON"
+            ) from None
     return list(different.values())
 
 
 def _integer(name: str, bounds: dict[str, Any]) -> Field:
-    if not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds.values()):
+    if not all(
+        isinstance(bound, int) and not isinstance(bound, bool)
+        for bound in bounds.values()
+    ):
         raise ValueError(f"fields.{name}: the bounds of an integer are whole numbers")
     low, high = integer_range(bounds)
     if low is None or high is None or low > high:
-        raise ValueError(f"fields.{name}: give an integer a minimum, and a maximum that is not below it")
+        raise ValueError(
+            f"fields.{name}: give an integer a minimum, and a maximum that is not "
+            f"below it"
+        )
     if high - low < MOST_CHOICES:
         return Field(name, range(low, high + 1), {})
     return Field(name, None, {"type": "integer", "minimum": low, "maximum": high})

@@ -1,5 +1,5 @@
-"""Decisions over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with ``logprobs``, which is a decision where
-its JSON schema has the fields of one."""
+"""Decisions over HTTP: ``/v1/decisions``, and OpenAI's ``response_format`` with
+``logprobs``, which is a decision where its JSON schema has the fields of one."""
 
 import time
 from typing import Any
@@ -12,7 +12,11 @@ from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.utils import random_uuid
 
 from dllm_engine.decisions.fields import read_fields
-from dllm_engine.decisions.requests import TOP_K, DecisionOutput, decision_params_when_built
+from dllm_engine.decisions.requests import (
+    TOP_K,
+    DecisionOutput,
+    decision_params_when_built,
+)
 from dllm_engine.infill.http import length_of, set_length
 from dllm_engine.scheduler.constraints.decision import unpacked_decision
 from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
@@ -41,25 +45,40 @@ class DecisionRequest(PromptRequest):
 def add_route(app: Any) -> None:
     """Serve ``/v1/decisions`` from a FastAPI ``app`` of vLLM's."""
 
-    async def create_decision(request: DecisionRequest, raw_request: Request) -> JSONResponse:
+    async def create_decision(
+        request: DecisionRequest, raw_request: Request
+    ) -> JSONResponse:
         state = raw_request.app.state
         if request.stream:
-            raise InvalidRequestError("stream: all fields of a decision come at once; leave it unset")
+            raise InvalidRequestError(
+                "stream: all fields of a decision come at once; leave it unset"
+            )
         engine = state.engine_client
         tokenizer = state.openai_serving_completion.renderer.tokenizer
         prompt = await prompt_tokens(request, state)
         settings = request.model_dump(include={"template", "passes", "top_k"})
-        params = await decision_params_when_built(request.fields, tokenizer, engine.vllm_config, **settings)
+        params = await decision_params_when_built(
+            request.fields, tokenizer, engine.vllm_config, **settings
+        )
         request_id = f"decision-{random_uuid()}"
-        results = engine.generate({"prompt_token_ids": prompt}, params, request_id, priority=request.priority)
+        results = engine.generate(
+            {"prompt_token_ids": prompt}, params, request_id, priority=request.priority
+        )
         (output,) = [result async for result in results]
         if output.outputs[0].finish_reason == "abort":
-            raise RetryableRequestError("the server ended the request before its decision was complete; send it again")
+            raise RetryableRequestError(
+                "the server ended the request before its decision was complete; send "
+                "it again"
+            )
         decision = DecisionOutput.of(output)
         if decision.figures.error is not None:
             raise GenerationError(decision.figures.error)
         num_prompt, num_tokens = len(prompt), len(output.outputs[0].token_ids)
-        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens, "total_tokens": num_prompt + num_tokens}
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt + num_tokens,
+        }
         figures = decision.figures.to_json()
         fields = figures.pop("decision")
         figures.pop("trace", None)  # a body cannot ask for it
@@ -76,25 +95,40 @@ def add_route(app: Any) -> None:
         }
         return JSONResponse(body)
 
-    app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"])
+    app.add_api_route(
+        ROUTE, with_cancellation(load_aware_call(create_decision)), methods=["POST"]
+    )
 
 
 async def settle_decision(request: Any, serving: Any) -> None:
-    """Turn a greedy request for log-probabilities of a JSON text into a decision, if it asks for nothing else.
+    """Turn a greedy request for log-probabilities of a JSON text into a decision, if it
+    asks for nothing else.
 
-    All properties must be required. Other requests generate their text, and so do those whose ``max_tokens`` is less
-    than the longest text. ``serving``: the object of vLLM's server that has the request.
+    All properties must be required. Other requests generate their text, and so do those
+    whose ``max_tokens`` is less than the longest text. ``serving``: the object of
+    vLLM's server that has the request.
     """
     wanted: Any = getattr(request, "response_format", None)
     if getattr(wanted, "type", None) != "json_schema" or wanted.json_schema is None:
         return
-    schema, vllm_config = wanted.json_schema.json_schema, serving.engine_client.vllm_config
+    schema, vllm_config = (
+        wanted.json_schema.json_schema,
+        serving.engine_client.vllm_config,
+    )
     if schema is None or request.logprobs is None or request.logprobs is False:
         return
     xargs, defaults = dict(request.vllm_xargs or {}), serving.default_sampling_params
     asked = defaults | {name: value for name, value in request if value is not None}
-    is_sampled = asked.get("top_p", 1) != 1 or asked.get("top_k", 0) > 0 or asked.get("n", 1) != 1
-    if is_sampled or any(asked.get(name) for name in _GENERATES) or xargs.keys() - {"passes", "trace"}:
+    is_sampled = (
+        asked.get("top_p", 1) != 1
+        or asked.get("top_k", 0) > 0
+        or asked.get("n", 1) != 1
+    )
+    if (
+        is_sampled
+        or any(asked.get(name) for name in _GENERATES)
+        or xargs.keys() - {"passes", "trace"}
+    ):
         return
     if vllm_config.structured_outputs_config.reasoning_parser:
         return
@@ -102,11 +136,16 @@ async def settle_decision(request: Any, serving: Any) -> None:
         names = {field.name for field in await reading(read_fields, schema)}
         if names != {*schema.get("required", ())}:
             return
-        params = await decision_params_when_built(schema, serving.renderer.tokenizer, vllm_config)
+        params = await decision_params_when_built(
+            schema, serving.renderer.tokenizer, vllm_config
+        )
     except ValueError:
         return
     bound = length_of(request) or defaults.get("max_tokens", params.max_tokens)
-    if bound < params.max_tokens or None not in unpacked_decision(params.extra_args[DECISION]).template:
+    if (
+        bound < params.max_tokens
+        or None not in unpacked_decision(params.extra_args[DECISION]).template
+    ):
         return
     request.vllm_xargs = {**params.extra_args, **xargs}
     request.response_format, request.temperature = None, 0.0

@@ -1,4 +1,6 @@
-"""Decisions as requests: from the schema of their fields to parameters, and from outputs to answers."""
+"""Decisions as requests: from the schema of their fields to parameters, and from
+outputs to answers.
+"""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +25,9 @@ from dllm_engine.structured_output.requests import (
 from dllm_engine.text import is_text
 
 TOP_K = 5
-"""Values that are reported of a field with a pattern, unless a request says otherwise."""
+"""Values that are reported of a field with a pattern, unless a
+request says otherwise.
+"""
 
 
 class DecisionOutput(NamedTuple):
@@ -34,7 +38,9 @@ class DecisionOutput(NamedTuple):
     probabilities: dict[str, float]
     """Probability of each field's value."""
     distributions: dict[str, list[dict[str, Any]]]
-    """Values of each field and their probabilities, most probable first; of a field with a pattern, the first few."""
+    """Values of each field and their probabilities, most probable first; of a field
+    with a pattern, the first few.
+    """
     text: str
     """The most probable text: a JSON object, or the template."""
     figures: DiffusionFigures
@@ -52,8 +58,9 @@ class DecisionOutput(NamedTuple):
 
 
 def schema_of(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of fields in Python: ``bool``, a ``range``, a compiled regular expression that the whole value
-    matches, a list of choices, or a schema. A schema of all fields stays as it is."""
+    """The JSON schema of fields in Python: ``bool``, a ``range``, a compiled regular
+    expression that the whole value matches, a list of choices, or a schema. A schema of
+    all fields stays as it is."""
     if fields.get("type") == "object" and isinstance(fields.get("properties"), dict):
         return dict(fields)
     properties = {name: _property(name, given) for name, given in fields.items()}
@@ -67,33 +74,56 @@ def _property(name: str, given: Any) -> dict[str, Any]:
         case type() if given is bool:
             return {"type": "boolean"}
         case range() if given.step == 1 and len(given):
-            return {"type": "integer", "minimum": given.start, "maximum": given.stop - 1}
-        case re.Pattern() if isinstance(given.pattern, str) and given.flags == re.UNICODE:
+            return {
+                "type": "integer",
+                "minimum": given.start,
+                "maximum": given.stop - 1,
+            }
+        case re.Pattern() if (
+            isinstance(given.pattern, str) and given.flags == re.UNICODE
+        ):
             return {"type": "string", "pattern": f"^(?:{given.pattern})$"}
         case list() | tuple() | range() if len(given):
             return {"enum": list(given)}
     raise InvalidRequestError(
-        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression without flags, a list of "
-        "choices, or a JSON schema"
+        f"fields.{name}={given!r}: give bool, a range, a compiled regular expression "
+        f"without flags, a list of choices, or a JSON schema"
     )
 
 
 def decision_params(
-    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, passes: int = 1, top_k: int = TOP_K
+    schema: Any,
+    tokenizer: Any,
+    vllm_config: Any,
+    *,
+    template: str | None = None,
+    passes: int = 1,
+    top_k: int = TOP_K,
 ) -> SamplingParams:
-    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the decision is built.
+    """Parameters of a decision with the settings of ``LLM.decide``. Waits until the
+    decision is built.
 
-    ``schema`` is a JSON schema of an object, with a property for each field. Raises ``InvalidRequestError`` naming the
-    field, or the setting, that is not supported.
+    ``schema`` is a JSON schema of an object, with a property for each field. Raises
+    ``InvalidRequestError`` naming the field, or the setting, that is not supported.
     """
-    return _params(built(_decision_input(schema, template, top_k, tokenizer, vllm_config)), passes)
+    return _params(
+        built(_decision_input(schema, template, top_k, tokenizer, vllm_config)), passes
+    )
 
 
 async def decision_params_when_built(
-    schema: Any, tokenizer: Any, vllm_config: Any, *, template: str | None = None, passes: int = 1, top_k: int = TOP_K
+    schema: Any,
+    tokenizer: Any,
+    vllm_config: Any,
+    *,
+    template: str | None = None,
+    passes: int = 1,
+    top_k: int = TOP_K,
 ) -> SamplingParams:
     """Call ``decision_params`` without holding up the event loop."""
-    wanted = await reading(_decision_input, schema, template, top_k, tokenizer, vllm_config)
+    wanted = await reading(
+        _decision_input, schema, template, top_k, tokenizer, vllm_config
+    )
     return _params(await when_built(wanted), passes)
 
 
@@ -106,15 +136,22 @@ def _params(packed: bytes, passes: int) -> SamplingParams:
     )
 
 
-def _decision_input(schema: Any, template: str | None, top_k: int, tokenizer: Any, vllm_config: Any) -> DecisionInput:
-    """Raises ``InvalidRequestError`` for a schema or template that is no text, or too long."""
+def _decision_input(
+    schema: Any, template: str | None, top_k: int, tokenizer: Any, vllm_config: Any
+) -> DecisionInput:
+    """Raises ``InvalidRequestError`` for a schema or template that is no text, or too
+    long.
+    """
     text = schema_text(schema, "fields")
     check_size(text, "fields", "ask for fewer fields, or leave out descriptions")
     if template is not None:
         if not isinstance(template, str) or not is_text(template):
             raise InvalidRequestError("template: it is no valid Unicode text; give one")
         check_size(template, "template", "shorten it")
-    model_config, engine = vllm_config.model_config, EngineOptions.from_vllm_config(vllm_config)
+    model_config, engine = (
+        vllm_config.model_config,
+        EngineOptions.from_vllm_config(vllm_config),
+    )
     return DecisionInput(
         text,
         template,

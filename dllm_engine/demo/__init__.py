@@ -1,4 +1,6 @@
-"""The demo models: two small diffusion models and an autoregressive guide, shipped with the package."""
+"""The demo models: two small diffusion models and an autoregressive guide, shipped with
+the package.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,10 @@ DEMO_MODEL_DIR: Path = _FOLDER / "model"
 DEMO_BLOCKS_DIR: Path = _FOLDER / "blocks"
 DEMO_GUIDE_DIR: Path = _FOLDER / "guide"
 """An autoregressive model of the same tokenizer, for Guided Diffusion."""
-DEMO_MODELS: dict[str, str] = {DEMO_MODEL: str(DEMO_MODEL_DIR), DEMO_BLOCKS: str(DEMO_BLOCKS_DIR)}
+DEMO_MODELS: dict[str, str] = {
+    DEMO_MODEL: str(DEMO_MODEL_DIR),
+    DEMO_BLOCKS: str(DEMO_BLOCKS_DIR),
+}
 """The folder of each name."""
 
 

@@ -1,8 +1,9 @@
 """Small recall and list tasks that the demo model is trained and evaluated on.
 
-Every example is a pure function of its task, its seed and its settings, so an evaluation can be repeated exactly
-anywhere. Training uses only seeds from ``TRAINING_SEED_START`` on. Word lists are shared, contents (which code belongs
-to which name, ...) are random.
+Every example is a pure function of its task, its seed and its settings, so an
+evaluation can be repeated exactly anywhere. Training uses only seeds from
+``TRAINING_SEED_START`` on. Word lists are shared, contents (which code belongs to which
+name, ...) are random.
 
 ======= ================================================ =======================
 task    prompt                                           answer
@@ -30,7 +31,11 @@ NAMES = (
 CITIES = "Paris Rome Oslo Lima Cairo Tokyo Delhi Bern Riga Kyiv Accra Quito Milan Sofia Hanoi Turin".split()
 THINGS = "cup hat box car dog cat key pen bag map".split()
 QUALITIES = "red blue old new big small warm cold dry wet".split()
-KEYS = [first + second for first in string.ascii_uppercase for second in string.ascii_uppercase]
+KEYS = [
+    first + second
+    for first in string.ascii_uppercase
+    for second in string.ascii_uppercase
+]
 CHAT_LINES = (
     ("Hello!", "Hello! How can I help?"),
     ("Hi!", "Hello! How can I help?"),
@@ -44,10 +49,20 @@ CHAT_LINES = (
 TASKS: tuple[str, ...] = ("names", "keys", "facts", "reverse", "copy", "chat")
 RECALL_TASKS: tuple[str, ...] = ("names", "keys", "facts")
 LIST_TASKS: tuple[str, ...] = ("reverse", "copy")
-MAX_PAIRS: dict[str, int] = {"names": 36, "keys": 24, "facts": 24, "reverse": 12, "copy": 16}
-"""Longest prompts seen in training: pairs for the recall tasks, words for the list tasks."""
+MAX_PAIRS: dict[str, int] = {
+    "names": 36,
+    "keys": 24,
+    "facts": 24,
+    "reverse": 12,
+    "copy": 16,
+}
+"""Longest prompts seen in training: pairs for the recall tasks, words for the list
+tasks.
+"""
 MAX_ASKED = 4
-"""Most items asked in one recall prompt; four of any task fit in a response of 32 tokens."""
+"""Most items asked in one recall prompt; four of any task fit in a response of 32
+tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,9 +83,10 @@ def make_examples(
     filler: float = 0.0,
     asked: int | None = None,
 ) -> list[Example]:
-    """Draw ``count`` examples of one task with 2 … ``MAX_PAIRS`` pairs (recall tasks) or words (list tasks), of which a
-    recall prompt asks for 1 … ``MAX_ASKED``. ``filler``: share of the prompt in sentences nobody asks about. The chat
-    task is a fixed list, which these settings do not change."""
+    """Draw ``count`` examples of one task with 2 … ``MAX_PAIRS`` pairs (recall tasks)
+    or words (list tasks), of which a recall prompt asks for 1 … ``MAX_ASKED``.
+    ``filler``: share of the prompt in sentences nobody asks about. The chat task is a
+    fixed list, which these settings do not change."""
     if task not in TASKS:
         raise ValueError(f"unknown task {task!r}; choose one of {', '.join(TASKS)}")
     rng = random.Random(f"{task} {seed}")
@@ -79,25 +95,40 @@ def make_examples(
     high = MAX_PAIRS[task] if max_pairs is None else max_pairs
     low = min(2, high) if min_pairs is None else min_pairs
     if task in LIST_TASKS:
-        return [_list_example(task, rng, rng.randint(low, high), filler) for _ in range(count)]
-    return [_recall_example(task, rng, rng.randint(low, high), asked, filler) for _ in range(count)]
+        return [
+            _list_example(task, rng, rng.randint(low, high), filler)
+            for _ in range(count)
+        ]
+    return [
+        _recall_example(task, rng, rng.randint(low, high), asked, filler)
+        for _ in range(count)
+    ]
 
 
-def _list_example(task: str, rng: random.Random, num_words: int, filler: float) -> Example:
+def _list_example(
+    task: str, rng: random.Random, num_words: int, filler: float
+) -> Example:
     words = rng.sample([*NAMES, *CITIES], num_words)
     instruction = f"{task.capitalize()}: {' '.join(words)}"
     prompt = " ".join([*_filler_sentences(rng, instruction, filler), instruction])
     return Example(prompt, " ".join(reversed(words) if task == "reverse" else words))
 
 
-def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | None, filler: float) -> Example:
+def _recall_example(
+    task: str, rng: random.Random, num_pairs: int, asked: int | None, filler: float
+) -> Example:
     if task == "facts":
         subjects = rng.sample(NAMES, num_pairs)
-        statements = [f"{subject} lives in {rng.choice(CITIES)}" for subject in subjects]
+        statements = [
+            f"{subject} lives in {rng.choice(CITIES)}" for subject in subjects
+        ]
     else:
         subjects = rng.sample(NAMES if task == "names" else KEYS, num_pairs)
         codes = rng.sample(range(100), num_pairs)
-        statements = [f"{subject}={code:02d}" for subject, code in zip(subjects, codes, strict=True)]
+        statements = [
+            f"{subject}={code:02d}"
+            for subject, code in zip(subjects, codes, strict=True)
+        ]
 
     num_asked = rng.randint(1, min(MAX_ASKED, num_pairs)) if asked is None else asked
     chosen = rng.sample(range(num_pairs), num_asked)
@@ -117,7 +148,9 @@ def _recall_example(task: str, rng: random.Random, num_pairs: int, asked: int | 
 
 
 def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[str]:
-    """Sentences about things that nobody asks about: at least ``fraction`` of a prompt whose other part is ``core``."""
+    """Sentences about things that nobody asks about: at least ``fraction`` of a prompt
+    whose other part is ``core``.
+    """
     sentences: list[str] = []
     made = 0
     while made < _length(core) * fraction / (1.0 - fraction):
@@ -128,5 +161,7 @@ def _filler_sentences(rng: random.Random, core: str, fraction: float) -> list[st
 
 
 def _length(text: str) -> int:
-    """Number of words, digits and punctuation marks: close to the demo tokenizer's count of tokens."""
+    """Number of words, digits and punctuation marks: close to the demo tokenizer's
+    count of tokens.
+    """
     return len(re.findall(r"[A-Za-z]+|\d|[^\w\s]", text))

@@ -1,4 +1,6 @@
-"""Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table each."""
+"""Comparisons: cache methods and ways of unmasking on the same tasks, a row of a table
+each.
+"""
 
 import gc
 import itertools
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 Load = Callable[[dict[str, Any]], "LLM"]
 """Starts an engine with arguments of ``LLM``."""
 SCHEMA = 4
-"""Number of the layout of result files; raised where a reader of older ones would go wrong."""
+"""Number of the layout of result files; raised where a reader of older ones would go
+wrong.
+"""
 COST_COLUMNS = {
     "PASSES/ANSWER": ("passes_per_answer", ".1f"),
     "TOKENS/PASS": ("tokens_per_pass", ".2f"),
@@ -47,7 +51,9 @@ COLUMNS = {
 
 @dataclass
 class Combination:
-    """A cache method with a way of unmasking, by name, and as arguments of ``LLM`` and of ``DiffusionParams``."""
+    """A cache method with a way of unmasking, by name, and as arguments of ``LLM`` and
+    of ``DiffusionParams``.
+    """
 
     method: str
     unmasking: str
@@ -72,7 +78,9 @@ UNMEASURED = Result("", math.nan, None, 0)
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """Examples, how they are asked where a combination does not say otherwise, and how responses are scored."""
+    """Examples, how they are asked where a combination does not say otherwise, and how
+    responses are scored.
+    """
 
     name: str
     decoding: dict[str, Any] = field(default_factory=dict, kw_only=True)
@@ -92,14 +100,20 @@ class Task(ABC):
 
     def engine_of(self, combination: Combination) -> dict[str, Any]:
         engine = combination.engine
-        return engine | {"cache_options": self.cache_options.get(engine["cache_method"], {}) | engine["cache_options"]}
+        return engine | {
+            "cache_options": self.cache_options.get(engine["cache_method"], {})
+            | engine["cache_options"]
+        }
 
     def decoding_of(self, combination: Combination) -> dict[str, Any]:
         is_guided = combination.engine.get("guide_model") is not None
         if is_guided and self.guided is not None:
             return self.guided | combination.decoding
         own = dict(self.decoding)
-        if is_guided or combination.decoding.keys() & {"tokens_per_step", "steps_per_block"}:
+        if is_guided or combination.decoding.keys() & {
+            "tokens_per_step",
+            "steps_per_block",
+        }:
             own.pop("steps", None)
         return own | combination.decoding
 
@@ -129,44 +143,59 @@ class Row(Combination):
 
 
 def check_folder_of(path: Path | None) -> None:
-    """Raise ``ValueError`` for a file that could not be written, as its folder does not exist."""
+    """Raise ``ValueError`` for a file that could not be written, as its folder does not
+    exist.
+    """
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
 
 
 def check_output(path: Path) -> None:
-    """Raise ``ValueError`` for a file that could not be written, or whose name is not that of results."""
+    """Raise ``ValueError`` for a file that could not be written, or whose name is not
+    that of results.
+    """
     if path.suffix != ".json":
-        raise ValueError(f"--output {path}: the results are JSON; give the file the ending .json")
+        raise ValueError(
+            f"--output {path}: the results are JSON; give the file the ending .json"
+        )
     check_folder_of(path)
 
 
 def stored_rows(path: Path | None, subject: dict[str, Any]) -> list[Row]:
-    """The rows of a file, if there is one; raises ``ValueError`` if it has another subject."""
+    """The rows of a file, if there is one; raises ``ValueError`` if it has another
+    subject.
+    """
     if path is None or not path.exists():
         return []
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no JSON object: {error}; choose another --output") from None
+        raise ValueError(
+            f"{path} holds no JSON object: {error}; choose another --output"
+        ) from None
     before = stored.get("subject", {})
     for name, value in subject.items():
         if before.get(name) != value:
             raise ValueError(
-                f"{path} has results with {name}={before.get(name)!r}, this run has {value!r}; choose another "
-                f"--output, or remove the file"
+                f"{path} has results with {name}={before.get(name)!r}, this run has "
+                f"{value!r}; choose another --output, or remove the file"
             )
     return TypeAdapter(list[Row]).validate_python(stored.get("rows", []))
 
 
 class Comparison(AbstractContextManager["Comparison"]):
-    """Fills a table of a command of ``dllm``: a row per combination and task, written to the file ``path`` as soon as
-    it is measured, so that the same command goes on from there; no other run writes it until this one is left.
-    ``subject`` is what all rows depend on. One engine runs at a time: a device holds no more."""
+    """Fills a table of a command of ``dllm``: a row per combination and task, written
+    to the file ``path`` as soon as it is measured, so that the same command goes on
+    from there; no other run writes it until this one is left. ``subject`` is what all
+    rows depend on. One engine runs at a time: a device holds no more."""
 
-    def __init__(self, path: Path | None, command: str, subject: dict[str, Any], load: Load) -> None:
+    def __init__(
+        self, path: Path | None, command: str, subject: dict[str, Any], load: Load
+    ) -> None:
         self._path, self._load = path, load
-        self._subject = json.loads(json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str))
+        self._subject = json.loads(
+            json.dumps({"schema": SCHEMA, "of": command, **subject}, default=str)
+        )
         self._llm: LLM | None = None
         self._arguments: dict[str, Any] | None = None
         with ExitStack() as lock:
@@ -184,18 +213,40 @@ class Comparison(AbstractContextManager["Comparison"]):
         """Let other runs write the file."""
         self._lock.close()
 
-    def add(self, combinations: Sequence[Combination], tasks: Sequence[Task]) -> list[Row]:
+    def add(
+        self, combinations: Sequence[Combination], tasks: Sequence[Task]
+    ) -> list[Row]:
         """Ask for rows, which have results where the file has them."""
         rows = []
         for combination, task in itertools.product(combinations, tasks):
-            label = Path(task.name).stem if task.name.endswith((".yaml", ".jsonl")) else task.name
-            engine, decoding = task.engine_of(combination), task.decoding_of(combination)
-            row = Row(combination.method, combination.unmasking, engine, decoding, label, digest=task.digest)
+            label = (
+                Path(task.name).stem
+                if task.name.endswith((".yaml", ".jsonl"))
+                else task.name
+            )
+            engine, decoding = (
+                task.engine_of(combination),
+                task.decoding_of(combination),
+            )
+            row = Row(
+                combination.method,
+                combination.unmasking,
+                engine,
+                decoding,
+                label,
+                digest=task.digest,
+            )
             if self._tasks.setdefault(row.key, task) is not task:
-                raise ValueError(f"two tasks have the name {label!r}; give their files different names")
+                raise ValueError(
+                    f"two tasks have the name {label!r}; give their files different "
+                    f"names"
+                )
             rows.append(self._rows.setdefault(row.key, row))
             if rows[-1].digest != row.digest:
-                raise ValueError(f"{self._path} has results of another {task.name}; choose another --output")
+                raise ValueError(
+                    f"{self._path} has results of another {task.name}; choose another "
+                    f"--output"
+                )
         return rows
 
     @property
@@ -206,24 +257,36 @@ class Comparison(AbstractContextManager["Comparison"]):
 
     @property
     def scored(self) -> list[Row]:
-        """Measured rows: first those that were asked for, then the others of the file."""
+        """Measured rows: first those that were asked for, then the others
+        of the file.
+        """
         rows = (self._rows[key] for key in (self._tasks | self._rows))
         return [row for row in rows if row.is_measured]
 
     def save(self, **about: Any) -> None:
-        """Replace the file by all of it, after ``about``, so that an interruption leaves the old one or the new one."""
+        """Replace the file by all of it, after ``about``, so that an interruption
+        leaves the old one or the new one.
+        """
         if self._path is None:
             return
-        values = {"subject": self._subject, **about, "rows": [asdict(row) for row in self.scored]}
+        values = {
+            "subject": self._subject,
+            **about,
+            "rows": [asdict(row) for row in self.scored],
+        }
         beside = self._path.with_name(self._path.name + ".part")
         beside.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(beside, self._path)
 
     def run(self, deadline: float = math.inf) -> None:
-        """Measure what is missing until ``time.monotonic()`` is at ``deadline``; ``ValueError`` if no row can be."""
+        """Measure what is missing until ``time.monotonic()`` is at ``deadline``;
+        ``ValueError`` if no row can be.
+        """
         missing = self.missing
         engines = [row.engine for row in missing]
-        for row in sorted(missing, key=lambda row: engines.index(row.engine)):  # those that share an engine, in a row
+        for row in sorted(
+            missing, key=lambda row: engines.index(row.engine)
+        ):  # those that share an engine, in a row
             if time.monotonic() > deadline:
                 break
             if row.key in self.errors:
@@ -231,10 +294,17 @@ class Comparison(AbstractContextManager["Comparison"]):
             try:
                 self._measure(row)
             except (ValueError, RuntimeError) as error:
-                # A method and a rule may exclude each other, or memory may not suffice; the others go on.
-                same_engine = [other for other in self.missing if other.engine == row.engine]
-                failed = [row] if self._llm is not None else same_engine  # one that did not start is not tried again
-                self.errors |= dict.fromkeys((other.key for other in failed), one_line(error))
+                # A method and a rule may exclude each other, or memory may not suffice;
+                # the others go on.
+                same_engine = [
+                    other for other in self.missing if other.engine == row.engine
+                ]
+                failed = (
+                    [row] if self._llm is not None else same_engine
+                )  # one that did not start is not tried again
+                self.errors |= dict.fromkeys(
+                    (other.key for other in failed), one_line(error)
+                )
                 if isinstance(error, RuntimeError):
                     self.stop()  # the engine failed, and may be in any state
         if not self.scored:
@@ -248,7 +318,8 @@ class Comparison(AbstractContextManager["Comparison"]):
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
         gc.collect()
-        torch.cuda.empty_cache()  # vLLM measures what the device has free; without a GPU this does nothing
+        # VLLM measures what the device has free; without a GPU this does nothing.
+        torch.cuda.empty_cache()
 
     def _measure(self, row: Row) -> None:
         task = self._tasks[row.key]
@@ -260,9 +331,17 @@ class Comparison(AbstractContextManager["Comparison"]):
         self.save()
 
 
-def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]) -> str:
+def table(
+    rows: Iterable[Mapping[str, Any]], columns: Mapping[str, tuple[str, str]]
+) -> str:
     """Rows of values as text, under a header."""
-    cells = [["–" if row[name] is None else format(row[name], form) for name, form in columns.values()] for row in rows]
+    cells = [
+        [
+            "–" if row[name] is None else format(row[name], form)
+            for name, form in columns.values()
+        ]
+        for row in rows
+    ]
     return format_table([tuple(columns), *cells])
 
 

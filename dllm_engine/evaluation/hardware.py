@@ -43,4 +43,6 @@ def provenance() -> dict[str, Any]:
 
 def machine_line(machine: dict[str, Any]) -> str:
     """``provenance`` in a line, for the head of a table."""
-    return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(**machine)
+    return "{processor}, {threads} threads, torch {torch}, vLLM {vllm}, {date}".format(
+        **machine
+    )

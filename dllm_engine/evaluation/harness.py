@@ -16,7 +16,9 @@ from dllm_engine.text import one_line
 
 @dataclass(frozen=True)
 class HarnessTask(Task):
-    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run it."""
+    """A task, or group of tasks, of lm_eval, by its name or YAML file, and how to run
+    it.
+    """
 
     num_fewshot: int | None = None
     metric: str | None = None
@@ -38,23 +40,29 @@ class HarnessTask(Task):
 
     @property
     def digest(self) -> str:
-        return "" if self.add_bos_token is None else f"add_bos_token={self.add_bos_token}"
+        return (
+            "" if self.add_bos_token is None else f"add_bos_token={self.add_bos_token}"
+        )
 
     def check(self) -> None:
-        """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task is unknown."""
+        """Raise ``ValueError`` where lm_eval or the task's data is missing, or the task
+        is unknown.
+        """
         check_lm_eval()
         try:
             self._manager.load([self.name])
         except KeyError as error:
             raise ValueError(
-                f"lm_eval knows no task {self.name!r}; name one of `lm_eval ls tasks`, a YAML file, or the folder of "
-                f"your own tasks with --include-path"
+                f"lm_eval knows no task {self.name!r}; name one of `lm_eval ls tasks`, "
+                f"a YAML file, or the folder of your own tasks with --include-path"
             ) from error
         except (OSError, ImportError, AssertionError) as error:
             raise ValueError(
-                f"task {self.name!r} cannot be loaded: {one_line(error)}. Its data must be at hand: load the task once "
-                f"where the data set can be reached, and set HF_HOME to that cache (and HF_HUB_OFFLINE=1), or point "
-                f"the task's YAML file to local files; docs/evaluation.md shows how"
+                f"task {self.name!r} cannot be loaded: {one_line(error)}. Its data "
+                f"must be at hand: load the task once where the data set can be "
+                f"reached, and set HF_HOME to that cache (and HF_HUB_OFFLINE=1), or "
+                f"point the task's YAML file to local files; docs/evaluation.md shows "
+                f"how"
             ) from error
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
@@ -70,7 +78,9 @@ class HarnessTask(Task):
         }
         chat = self.with_chat_template and engine.llm.has_chat_template
         if self.confirm_run_unsafe_code:
-            os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the same consent, for the library that runs the code
+            os.environ["HF_ALLOW_CODE_EVAL"] = (
+                "1"  # the same consent, for the library that runs the code
+            )
         results: dict[str, Any] = lm_eval.simple_evaluate(
             DiffusionLM(engine.llm, answer=engine.complete, **own | decoding),
             tasks=[self.name],
@@ -85,10 +95,20 @@ class HarnessTask(Task):
         metric, score, stderr = headline(results, self.name, self.metric)
         details = {
             name: {key: value for key, value in entry.items() if "," in key}
-            for name, entry in (results["results"] | (results.get("groups") or {})).items()
+            for name, entry in (
+                results["results"] | (results.get("groups") or {})
+            ).items()
         }
-        examples = sum(samples["effective"] for samples in results["n-samples"].values())
-        return Result(metric, score, stderr, examples, {"num_fewshot": results["n-shot"], **details})
+        examples = sum(
+            samples["effective"] for samples in results["n-samples"].values()
+        )
+        return Result(
+            metric,
+            score,
+            stderr,
+            examples,
+            {"num_fewshot": results["n-shot"], **details},
+        )
 
     @property
     def _manager(self) -> Any:
@@ -97,7 +117,9 @@ class HarnessTask(Task):
 
 @cache
 def task_manager(include_path: Path | None, is_file: bool) -> Any:
-    """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a file is not in it."""
+    """lm_eval's index of tasks. Of its own ones it takes seconds, and a task that is a
+    file is not in it.
+    """
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_path=include_path, include_defaults=not is_file)
@@ -106,21 +128,44 @@ def task_manager(include_path: Path | None, is_file: bool) -> Any:
 def check_lm_eval() -> None:
     """Raise ``ValueError`` where lm_eval is missing."""
     if find_spec("lm_eval") is None:
-        raise ValueError("lm_eval is not installed; run pip install 'dllm-engine[eval]'")
+        raise ValueError(
+            "lm_eval is not installed; run pip install 'dllm-engine[eval]'"
+        )
 
 
-def headline(results: dict[str, Any], name: str, metric: str | None) -> tuple[str, float, float | None]:
-    """(metric, score, standard error) of a task or a group: the group's own if it has one, else the mean over its
-    tasks, weighted by examples. ``metric``: lm_eval's ``metric,filter``; None: its first one."""
+def headline(
+    results: dict[str, Any], name: str, metric: str | None
+) -> tuple[str, float, float | None]:
+    """(metric, score, standard error) of a task or a group: the group's own if it has
+    one, else the mean over its tasks, weighted by examples. ``metric``: lm_eval's
+    ``metric,filter``; None: its first one."""
     groups, examples = results.get("groups") or {}, results["n-samples"]
-    entries = {name: groups[name]} if name in groups else {task: results["results"][task] for task in examples}
+    entries = (
+        {name: groups[name]}
+        if name in groups
+        else {task: results["results"][task] for task in examples}
+    )
     first = next(iter(entries.values()))
-    known = [key for key in first if "," in key and not key.partition(",")[0].endswith("_stderr")]
+    known = [
+        key
+        for key in first
+        if "," in key and not key.partition(",")[0].endswith("_stderr")
+    ]
     chosen = metric or next(iter(known), None)
     if chosen is None or chosen not in known:
-        raise ValueError(f"task {name!r} has no metric {metric!r}; choose one of {' '.join(known)}")
+        raise ValueError(
+            f"task {name!r} has no metric {metric!r}; choose one of {' '.join(known)}"
+        )
     if len(entries) == 1:
         stderr = first.get(chosen.replace(",", "_stderr,", 1))
-        return chosen, float(first[chosen]), float(stderr) if isinstance(stderr, float | int) else None
+        return (
+            chosen,
+            float(first[chosen]),
+            float(stderr) if isinstance(stderr, float | int) else None,
+        )
     scores = [float(entry[chosen]) for entry in entries.values()]
-    return chosen, statistics.fmean(scores, [examples[task]["effective"] for task in entries]), None
+    return (
+        chosen,
+        statistics.fmean(scores, [examples[task]["effective"] for task in entries]),
+        None,
+    )

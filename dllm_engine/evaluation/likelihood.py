@@ -29,13 +29,19 @@ class MaskedModel(Protocol):
 
 
 def log_likelihoods(
-    llm: MaskedModel, pairs: Sequence[tuple[list[int], list[int]]], num_samples: int = NUM_SAMPLES, seed: int = 0
+    llm: MaskedModel,
+    pairs: Sequence[tuple[list[int], list[int]]],
+    num_samples: int = NUM_SAMPLES,
+    seed: int = 0,
 ) -> list[float]:
-    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs, the same whatever the other
-    pairs. Continuations of equal length after the same prompt, such as the choices of a question, share their masks. A
-    cache method has no say."""
+    """Log-likelihood bounds, in nats, of (prompt tokens, continuation tokens) pairs,
+    the same whatever the other pairs. Continuations of equal length after the same
+    prompt, such as the choices of a question, share their masks. A cache method has no
+    say."""
     if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples} is out of range: it must be at least 1")
+        raise ValueError(
+            f"num_samples={num_samples} is out of range: it must be at least 1"
+        )
     terms, ahead = itertools.tee(weighted_canvases(pairs, num_samples, seed))
     totals = [0.0] * len(pairs)
     computed = llm.masked_logprobs(canvas for _, _, canvas in ahead)
@@ -47,16 +53,28 @@ def log_likelihoods(
 def weighted_canvases(
     pairs: Iterable[tuple[list[int], list[int]]], num_samples: int, seed: int
 ) -> Iterator[tuple[int, float, Canvas]]:
-    """(index of the pair, weight, canvas): weighted sums of the canvases' log-probabilities are the bound of a pair."""
+    """(index of the pair, weight, canvas): weighted sums of the canvases'
+    log-probabilities are the bound of a pair.
+    """
     for index, (prompt, continuation) in enumerate(pairs):
         rng = np.random.default_rng([seed, len(continuation), *prompt])
         for weight, masked in weighted_masks(len(continuation), num_samples, rng):
-            yield index, weight, (prompt + continuation, [len(prompt) + position for position in masked])
+            yield (
+                index,
+                weight,
+                (
+                    prompt + continuation,
+                    [len(prompt) + position for position in masked],
+                ),
+            )
 
 
-def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> Iterator[tuple[float, list[int]]]:
-    """(weight, masked positions): all masks if there are no more than ``num_samples``, which give the bound; else that
-    many, which estimate it, with numbers of masked tokens spread evenly over 1 … ``length`` (systematic sampling)."""
+def weighted_masks(
+    length: int, num_samples: int, rng: np.random.Generator
+) -> Iterator[tuple[float, list[int]]]:
+    """(weight, masked positions): all masks if there are no more than ``num_samples``,
+    which give the bound; else that many, which estimate it, with numbers of masked
+    tokens spread evenly over 1 … ``length`` (systematic sampling)."""
     if 2**length - 1 <= num_samples:
         for count in range(1, length + 1):
             for masked in itertools.combinations(range(length), count):
@@ -70,7 +88,9 @@ def weighted_masks(length: int, num_samples: int, rng: np.random.Generator) -> I
 
 
 def batches_of(canvases: Iterable[Canvas], max_rows: int) -> Iterator[list[Canvas]]:
-    """Canvases, taken as needed, as many at once as fit into a forward pass of ``max_rows``."""
+    """Canvases, taken as needed, as many at once as fit into a forward pass of
+    ``max_rows``.
+    """
     batch: list[Canvas] = []
     num_rows = 0
     for canvas in canvases:

@@ -1,7 +1,8 @@
 """``/v1/likelihoods``: log-likelihoods of answers that a client gives.
 
-OpenAI's ``echo`` with ``logprobs`` asks for each token's probability after those before it, which a masked model does
-not have. The bound that it has instead needs to know where the answer begins.
+OpenAI's ``echo`` with ``logprobs`` asks for each token's probability after those before
+it, which a masked model does not have. The bound that it has instead needs to know
+where the answer begins.
 """
 
 import asyncio
@@ -17,20 +18,34 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancellation
 
 from dllm_engine.admission import check_tokens
-from dllm_engine.evaluation.likelihood import NUM_SAMPLES, Canvas, batches_of, weighted_canvases
+from dllm_engine.evaluation.likelihood import (
+    NUM_SAMPLES,
+    Canvas,
+    batches_of,
+    weighted_canvases,
+)
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.vllm_hooks.server.prompts import PromptRequest, Tokens, prompt_tokens, rendered_tokens
+from dllm_engine.vllm_hooks.server.prompts import (
+    PromptRequest,
+    Tokens,
+    prompt_tokens,
+    rendered_tokens,
+)
 
 ROUTE = "/v1/likelihoods"
 MOST_SAMPLES, MOST_ANSWERS = 1024, 256
 MOST_FULL_CANVASES = 256
-"""Most rows of forward passes that a request may take, in canvases of ``max_model_len``."""
+"""Most rows of forward passes that a request may take, in canvases of
+``max_model_len``.
+"""
 _WAIT_S = 0.005
 """Seconds between two looks whether the engine has other requests."""
 
 
 class LikelihoodRequest(PromptRequest):
-    """The body of a request. A prompt or messages, and answers that would follow them, as texts or token ids."""
+    """The body of a request. A prompt or messages, and answers that would follow them,
+    as texts or token ids.
+    """
 
     answers: list[str] | list[Tokens] = Field(min_length=1, max_length=MOST_ANSWERS)
     num_samples: int = Field(NUM_SAMPLES, ge=1, le=MOST_SAMPLES)
@@ -39,8 +54,8 @@ class LikelihoodRequest(PromptRequest):
 
 
 class ForwardPasses:
-    """Forward passes over canvases. Requests take turns. Between two passes the engine's steps have as much time as a
-    pass took."""
+    """Forward passes over canvases. Requests take turns. Between two passes the
+    engine's steps have as much time as a pass took."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -48,29 +63,44 @@ class ForwardPasses:
         self._steps_until = 0.0
         """When the next pass may begin, if the engine has other requests."""
 
-    async def logprobs(self, engine: Any, canvases: Iterable[Canvas]) -> AsyncIterator[list[float]]:
-        """Log-probabilities of each canvas's masked tokens, all by the same weights, or else an ``HTTPException``."""
+    async def logprobs(
+        self, engine: Any, canvases: Iterable[Canvas]
+    ) -> AsyncIterator[list[float]]:
+        """Log-probabilities of each canvas's masked tokens, all by the same weights, or
+        else an ``HTTPException``.
+        """
         changes_before = None
-        for batch in batches_of(canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens):
+        for batch in batches_of(
+            canvases, engine.vllm_config.scheduler_config.max_num_batched_tokens
+        ):
             sequences, masked = map(list, zip(*batch, strict=True))
             answers, changes = await self._one_pass(engine, sequences, masked)
             if answers is None or changes_before not in (None, changes):
-                raise HTTPException(503, "the engine is paused, or its weights changed; ask again")
+                raise HTTPException(
+                    503, "the engine is paused, or its weights changed; ask again"
+                )
             changes_before = changes
             for answer in answers:
                 yield answer
 
     async def _one_pass(self, engine: Any, *args: Any) -> Any:
-        """The answer to one pass. Its turn ends when the engine has answered, also where the client has gone before."""
+        """The answer to one pass. Its turn ends when the engine has answered, also
+        where the client has gone before.
+        """
         await self._turn.acquire()
         try:
-            while engine.output_processor.has_unfinished_requests() and time.monotonic() < self._steps_until:
+            while (
+                engine.output_processor.has_unfinished_requests()
+                and time.monotonic() < self._steps_until
+            ):
                 await asyncio.sleep(_WAIT_S)
         except BaseException:
             self._turn.release()
             raise
         begin = time.monotonic()
-        call = asyncio.ensure_future(engine.collective_rpc("masked_logprobs", args=args))
+        call = asyncio.ensure_future(
+            engine.collective_rpc("masked_logprobs", args=args)
+        )
 
         def end_turn(call: asyncio.Future[Any]) -> None:
             now = time.monotonic()
@@ -87,22 +117,40 @@ def add_route(app: Any) -> None:
     """Serve ``/v1/likelihoods`` from a FastAPI ``app`` of vLLM's."""
     passes = ForwardPasses()
 
-    async def create_likelihoods(request: LikelihoodRequest, raw_request: Request) -> JSONResponse:
+    async def create_likelihoods(
+        request: LikelihoodRequest, raw_request: Request
+    ) -> JSONResponse:
         state = raw_request.app.state
         prompt = await prompt_tokens(request, state)
-        asked = CompletionRequest(model=request.model, prompt=request.answers, add_special_tokens=False, max_tokens=1)
-        answers = await rendered_tokens(state.openai_serving_completion.render_completion_request(asked))
+        asked = CompletionRequest(
+            model=request.model,
+            prompt=request.answers,
+            add_special_tokens=False,
+            max_tokens=1,
+        )
+        answers = await rendered_tokens(
+            state.openai_serving_completion.render_completion_request(asked)
+        )
         _check(request, prompt, answers, state.engine_client.model_config)
         data = await _computed(passes, state.engine_client, request, prompt, answers)
         num_tokens = len(prompt) + sum(map(len, answers))
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         model = request.model or state.openai_serving_models.model_name()
-        return JSONResponse({"object": "list", "model": model, "data": data, "usage": usage})
+        return JSONResponse(
+            {"object": "list", "model": model, "data": data, "usage": usage}
+        )
 
-    app.add_api_route(ROUTE, with_cancellation(load_aware_call(create_likelihoods)), methods=["POST"])
+    app.add_api_route(
+        ROUTE, with_cancellation(load_aware_call(create_likelihoods)), methods=["POST"]
+    )
 
 
-def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int]], model_config: Any) -> None:
+def _check(
+    request: LikelihoodRequest,
+    prompt: list[int],
+    answers: list[list[int]],
+    model_config: Any,
+) -> None:
     """Raise ``InvalidRequestError`` naming what cannot be computed."""
     limit = model_config.max_model_len
     check_tokens(prompt, model_config.hf_config)
@@ -112,36 +160,58 @@ def _check(request: LikelihoodRequest, prompt: list[int], answers: list[list[int
         length = len(prompt) + len(answer)
         if length > limit:
             raise InvalidRequestError(
-                f"answers[{index}]: prompt ({len(prompt)} tokens) and answer ({len(answer)}) need a canvas of "
-                f"{length}, max_model_len is {limit}; shorten one or raise max_model_len"
+                f"answers[{index}]: prompt ({len(prompt)} tokens) and answer "
+                f"({len(answer)}) need a canvas of {length}, max_model_len is {limit}; "
+                f"shorten one or raise max_model_len"
             )
-        most = min(2 ** len(answer) - 1, request.num_samples) if request.masks is None else len(request.masks)
+        most = (
+            min(2 ** len(answer) - 1, request.num_samples)
+            if request.masks is None
+            else len(request.masks)
+        )
         num_rows += most * length
     shortest = min(map(len, answers))
     for number, mask in enumerate(request.masks or ()):
         if max(mask, default=0) >= shortest or len(set(mask)) < len(mask):
             raise InvalidRequestError(
-                f"masks[{number}] must hold different positions in an answer, and the shortest has {shortest} tokens"
+                f"masks[{number}] must hold different positions in an answer, and the "
+                f"shortest has {shortest} tokens"
             )
     if num_rows > MOST_FULL_CANVASES * limit:
-        asked = f"num_samples={request.num_samples}" if request.masks is None else f"{len(request.masks)} masks"
+        asked = (
+            f"num_samples={request.num_samples}"
+            if request.masks is None
+            else f"{len(request.masks)} masks"
+        )
         raise InvalidRequestError(
-            f"{asked}: forward passes over {num_rows} rows in all, a request may take {MOST_FULL_CANVASES * limit}; "
-            f"ask for less, or for fewer answers at once"
+            f"{asked}: forward passes over {num_rows} rows in all, a request may take "
+            f"{MOST_FULL_CANVASES * limit}; ask for less, or for fewer answers at once"
         )
 
 
 async def _computed(
-    passes: ForwardPasses, engine: Any, request: LikelihoodRequest, prompt: list[int], answers: list[list[int]]
+    passes: ForwardPasses,
+    engine: Any,
+    request: LikelihoodRequest,
+    prompt: list[int],
+    answers: list[list[int]],
 ) -> list[dict[str, Any]]:
     """Per answer its log-likelihood, or the log-probabilities of each mask's tokens."""
-    data: list[dict[str, Any]] = [{"index": i, "num_tokens": len(answer)} for i, answer in enumerate(answers)]
+    data: list[dict[str, Any]] = [
+        {"index": i, "num_tokens": len(answer)} for i, answer in enumerate(answers)
+    ]
     if request.masks is None:
         pairs = [(prompt, answer) for answer in answers]
-        terms, ahead = itertools.tee(weighted_canvases(pairs, request.num_samples, request.seed))
-        async for logprobs in passes.logprobs(engine, (canvas for _, _, canvas in ahead)):
+        terms, ahead = itertools.tee(
+            weighted_canvases(pairs, request.num_samples, request.seed)
+        )
+        async for logprobs in passes.logprobs(
+            engine, (canvas for _, _, canvas in ahead)
+        ):
             index, weight, _ = next(terms)
-            data[index]["log_likelihood"] = data[index].get("log_likelihood", 0.0) + weight * sum(logprobs)
+            data[index]["log_likelihood"] = data[index].get(
+                "log_likelihood", 0.0
+            ) + weight * sum(logprobs)
         return data
     masks = [[len(prompt) + position for position in mask] for mask in request.masks]
     canvases = ((prompt + answer, mask) for answer in answers for mask in masks)

@@ -1,4 +1,6 @@
-"""The model ``dllm`` of lm-evaluation-harness, which finds it by its entry point or in ``dllm lm-eval``."""
+"""The model ``dllm`` of lm-evaluation-harness, which finds it by its entry point or in
+``dllm lm-eval``.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,27 +19,40 @@ from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 from dllm_engine.text import choices
 
-DECODING_OPTIONS = ("gen_length", *RequestOptions.model_fields, "temperature", "seed", "ignore_eos")
+DECODING_OPTIONS = (
+    "gen_length",
+    *RequestOptions.model_fields,
+    "temperature",
+    "seed",
+    "ignore_eos",
+)
 _TASK_OPTIONS = {"temperature", "top_p", "top_k", "seed"}
-"""Options that lm_eval's tasks have under the same names in their ``generation_kwargs``."""
+"""Options that lm_eval's tasks have under the same names in their
+``generation_kwargs``.
+"""
 
 
 @register_model("dllm")
 class DiffusionLM(TemplateLM):
     """A diffusion engine as lm_eval's model.
 
-    ``options``: what ``dllm_engine.LLM`` takes (``cache_method``, …), and decoding options (``gen_length``,
-    ``threshold``, …). These replace a task's own; diffusion options in lm_eval's ``--gen_kwargs`` replace both.
+    ``options``: what ``dllm_engine.LLM`` takes (``cache_method``, …), and decoding
+    options (``gen_length``, ``threshold``, …). These replace a task's own; diffusion
+    options in lm_eval's ``--gen_kwargs`` replace both.
 
     Args:
         pretrained: a model to start, or an engine.
         mc_num, mc_seed: as ``num_samples`` and ``seed`` of ``log_likelihoods``.
-        check_greedy: report if a continuation is what the model itself would answer, which takes a response of its
-            length; without, lm_eval reads that it is not. Multiple choice does not ask.
-        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None: they are refused if too long.
-        add_bos_token: begin every prompt with the tokenizer's BOS token, or with no special token; None: as the
-            tokenizer does. A prompt that has it, as from a chat template, gets no second one.
-        escape_until: do not end responses at a task's stop strings, as in Dream's evaluation.
+        check_greedy: report if a continuation is what the model itself would answer,
+            which takes a response of its length; without, lm_eval reads that it is not.
+            Multiple choice does not ask.
+        max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None:
+        they are refused if too long. add_bos_token: begin every prompt with the
+        tokenizer's BOS token, or with no special token; None: as the
+            tokenizer does. A prompt that has it, as from a chat template, gets no
+            second one.
+        escape_until: do not end responses at a task's stop strings, as in Dream's
+        evaluation.
         answer: as ``complete_requests``, which is the default.
     """
 
@@ -56,23 +71,42 @@ class DiffusionLM(TemplateLM):
     ) -> None:
         super().__init__()
         if pretrained == "":
-            raise ValueError("model_args names no model; add pretrained=… (a folder, a name, or demo)")
+            raise ValueError(
+                "model_args names no model; add pretrained=… (a folder, a name, or "
+                "demo)"
+            )
         if max_prompt_tokens is not None and max_prompt_tokens < 2:
-            raise ValueError(f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at least 2")
+            raise ValueError(
+                f"max_prompt_tokens={max_prompt_tokens} is out of range: it must be at "
+                f"least 2"
+            )
         for name in ("batch_size", "max_batch_size", "device"):
-            options.pop(name, None)  # lm_eval's: the engine batches what fits, on the device that vLLM finds
-        # A ratio lowers the engine's for every request; the engine's own is cache_options'.
-        self.decoding = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
+            options.pop(
+                name, None
+            )  # lm_eval's: the engine batches what fits, on the device that vLLM finds
+        # A ratio lowers the engine's for every request; the engine's own is
+        # cache_options'.
+        self.decoding = {
+            name: options.pop(name) for name in DECODING_OPTIONS if name in options
+        }
         if options and not isinstance(pretrained, str):
-            raise ValueError(f"unknown decoding option {min(options)!r}{choices(min(options), DECODING_OPTIONS)}")
-        self.llm = LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
+            raise ValueError(
+                f"unknown decoding option "
+                f"{min(options)!r}{choices(min(options), DECODING_OPTIONS)}"
+            )
+        self.llm = (
+            LLM(pretrained, **options) if isinstance(pretrained, str) else pretrained
+        )
         self.mc_num, self.mc_seed, self.check_greedy = mc_num, mc_seed, check_greedy
         self.max_prompt_tokens = max_prompt_tokens
         self.add_bos_token, self.escape_until = add_bos_token, escape_until
         self.answer = answer or partial(complete_requests, self.llm, label="Requests")
         self.tokenizer = self.llm.get_tokenizer()
         if add_bos_token and self.tokenizer.bos_token_id is None:
-            raise ValueError("add_bos_token=True needs a BOS token, which the tokenizer has not; leave it out")
+            raise ValueError(
+                "add_bos_token=True needs a BOS token, which the tokenizer has not; "
+                "leave it out"
+            )
 
     @property
     def eot_token_id(self) -> int:
@@ -87,19 +121,28 @@ class DiffusionLM(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.llm.model_config.model.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token is not False
             if bos and string.startswith(bos):
                 add_special_tokens = False  # a chat template has put it there
         tokens = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
-        # Not every tokenizer that has a BOS token puts it before texts; Dream's does not.
-        if add_special_tokens and self.add_bos_token and tokens[:1] != [self.tokenizer.bos_token_id]:
+        # Not every tokenizer that has a BOS token puts it before texts; Dream's does
+        # not.
+        if (
+            add_special_tokens
+            and self.add_bos_token
+            and tokens[:1] != [self.tokenizer.bos_token_id]
+        ):
             tokens.insert(0, self.tokenizer.bos_token_id)
         return tokens
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -107,7 +150,9 @@ class DiffusionLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[str]:
         """Responses, without the stop string that ended them."""
         times: Counter[int] = Counter()
         asked = []
@@ -115,61 +160,113 @@ class DiffusionLM(TemplateLM):
             context, options = request.args
             params = self._params(options)
             if params.seed is not None:
-                params.seed += times[id(request)]  # a task that repeats its requests wants different responses
+                params.seed += times[
+                    id(request)
+                ]  # a task that repeats its requests wants different responses
                 times[id(request)] += 1
-            asked.append((self._fit(self.tok_encode(context), params.gen_length or 1), params))
+            asked.append(
+                (self._fit(self.tok_encode(context), params.gen_length or 1), params)
+            )
         completions, _ = self.answer(asked)
         for request, completion in zip(requests, completions, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, completion.text)
         return [completion.text for completion in completions]
 
     def _params(self, task_options: dict[str, Any]) -> DiffusionParams:
-        """The decoding parameters of a request of a task that has ``task_options`` as ``generation_kwargs``."""
-        named = {"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"} & task_options.keys()
+        """The decoding parameters of a request of a task that has ``task_options`` as
+        ``generation_kwargs``.
+        """
+        named = {
+            "max_gen_toks",
+            "max_new_tokens",
+            "max_tokens",
+            "max_completion_tokens",
+        } & task_options.keys()
         options = dict(normalize_gen_kwargs(task_options))
         until = options.pop("until")
         stop = [] if self.escape_until else [text for text in until if text]
         options.pop("do_sample")
         gen_length = options.pop("max_gen_toks")
-        given = {name: options.pop(name) for name in DECODING_OPTIONS if name in options}
-        diffusion = {name: value for name, value in given.items() if name not in _TASK_OPTIONS}
-        params = ({"gen_length": gen_length} if named else {}) | given | self.decoding | diffusion
+        given = {
+            name: options.pop(name) for name in DECODING_OPTIONS if name in options
+        }
+        diffusion = {
+            name: value for name, value in given.items() if name not in _TASK_OPTIONS
+        }
+        params = (
+            ({"gen_length": gen_length} if named else {})
+            | given
+            | self.decoding
+            | diffusion
+        )
         if options:
             name, value = next(iter(options.items()))
-            raise ValueError(f"generation_kwargs {name}={value!r} is not supported, only {', '.join(DECODING_OPTIONS)}")
+            raise ValueError(
+                f"generation_kwargs {name}={value!r} is not supported, only "
+                f"{', '.join(DECODING_OPTIONS)}"
+            )
         return DiffusionParams(stop=stop, **params)
 
     def _fit(self, prompt: list[int], response_length: int) -> list[int]:
-        """The prompt, shortened where ``max_prompt_tokens`` says so; raises ``ValueError`` if it does not fit."""
+        """The prompt, shortened where ``max_prompt_tokens`` says so; raises
+        ``ValueError`` if it does not fit.
+        """
         kept, limit = self.max_prompt_tokens, self.llm.model_config.max_model_len
         if kept is not None and len(prompt) > kept:
             prompt = prompt[: kept // 2] + prompt[kept // 2 - kept :]
         if len(prompt) + response_length > limit:
             raise ValueError(
-                f"a prompt of {len(prompt)} tokens and a response of {response_length} exceed max_model_len {limit}; "
-                f"raise it, or set max_prompt_tokens to cut long prompts in their middle"
+                f"a prompt of {len(prompt)} tokens and a response of {response_length} "
+                f"exceed max_model_len {limit}; raise it, or set max_prompt_tokens to "
+                f"cut long prompts in their middle"
             )
         return prompt
 
     def _loglikelihood_tokens(
         self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        pairs = [(self._fit(prompt, len(continuation)), continuation) for _, prompt, continuation in requests]
+        pairs = [
+            (self._fit(prompt, len(continuation)), continuation)
+            for _, prompt, continuation in requests
+        ]
         bounds = log_likelihoods(self.llm, pairs, self.mc_num, self.mc_seed)
-        greedy = self._greedy(pairs, use_tqdm=not disable_tqdm) if self.check_greedy else [False] * len(pairs)
+        greedy = (
+            self._greedy(pairs, use_tqdm=not disable_tqdm)
+            if self.check_greedy
+            else [False] * len(pairs)
+        )
         answers = list(zip(bounds, greedy, strict=True))
         for (text, _, _), answer in zip(requests, answers, strict=True):
             if text is not None:
                 self.cache_hook.add_partial("loglikelihood", text, answer)
         return answers
 
-    def _greedy(self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool) -> list[bool]:
-        """True for each continuation that is the model's own, unmasked one token per step in one block."""
-        asked = [(prompt, len(continuation)) for prompt, continuation in pairs if continuation]
+    def _greedy(
+        self, pairs: Sequence[tuple[list[int], list[int]]], *, use_tqdm: bool
+    ) -> list[bool]:
+        """True for each continuation that is the model's own, unmasked one token per
+        step in one block.
+        """
+        asked = [
+            (prompt, len(continuation))
+            for prompt, continuation in pairs
+            if continuation
+        ]
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in asked]
-        params = [DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True) for _, n in asked]
+        params = [
+            DiffusionParams(gen_length=n, block_length=n, steps=n, ignore_eos=True)
+            for _, n in asked
+        ]
         own = iter(self.llm.generate(prompts, params, use_tqdm=use_tqdm))
-        return [not continuation or list(next(own).outputs[0].token_ids) == continuation for _, continuation in pairs]
+        return [
+            not continuation or list(next(own).outputs[0].token_ids) == continuation
+            for _, continuation in pairs
+        ]
 
-    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        raise ValueError("likelihoods of whole texts are not supported; take a task that asks for continuations")
+    def loglikelihood_rolling(
+        self, requests: list[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        raise ValueError(
+            "likelihoods of whole texts are not supported; take a task that asks for "
+            "continuations"
+        )

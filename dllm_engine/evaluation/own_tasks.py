@@ -1,4 +1,6 @@
-"""Tasks that need no lm_eval: prompts and answers, of a user's file or the demo model's, and decisions about them."""
+"""Tasks that need no lm_eval: prompts and answers, of a user's file or the demo
+model's, and decisions about them.
+"""
 
 import json
 import re
@@ -25,11 +27,15 @@ DECISIONS = {"decisions": False, "decisions-json": True}
 
 
 def named_task(name: str, count: int | None, seed: int, match: str) -> Task:
-    """A task of the demo model, or of a JSONL file; raises ``ValueError`` for an unknown one."""
+    """A task of the demo model, or of a JSONL file; raises ``ValueError`` for an
+    unknown one.
+    """
     if name.endswith(".jsonl"):
         return OwnTasks(name, read_tasks(Path(name))[:count], match)
     if name in DECISIONS:
-        return DecisionTask(name, demo_questions(count or DEMO_COUNT, seed, as_json=DECISIONS[name]))
+        return DecisionTask(
+            name, demo_questions(count or DEMO_COUNT, seed, as_json=DECISIONS[name])
+        )
     return OwnTasks(name, demo_tasks(name, count or DEMO_COUNT, seed), match)
 
 
@@ -37,7 +43,9 @@ class OwnTask(BaseModel):
     """A prompt and its answer. Other keys of a line of a file are ignored."""
 
     prompt: str | Annotated[list[Message], Field(min_length=1)]
-    answer: Annotated[str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)]
+    answer: Annotated[
+        str, StringConstraints(strict=True, strip_whitespace=True, min_length=1)
+    ]
 
 
 @dataclass(frozen=True)
@@ -52,41 +60,63 @@ class OwnTasks(Task):
         return settings_digest([task.model_dump() for task in self.tasks])
 
     def score(self, engine: MeasuredEngine, decoding: dict[str, Any]) -> Result:
-        """The share of tasks answered right. Raises ``ValueError`` for messages without a chat template."""
+        """The share of tasks answered right. Raises ``ValueError`` for messages without
+        a chat template.
+        """
         from dllm_engine.params import DiffusionParams
 
-        if not engine.llm.has_chat_template and any(isinstance(task.prompt, list) for task in self.tasks):
-            raise ValueError("a prompt is a list of messages, but the model has no chat template; give text")
+        if not engine.llm.has_chat_template and any(
+            isinstance(task.prompt, list) for task in self.tasks
+        ):
+            raise ValueError(
+                "a prompt is a list of messages, but the model has no chat template; "
+                "give text"
+            )
         tokenizer, params = engine.llm.get_tokenizer(), DiffusionParams(**decoding)
-        answers, _ = engine.complete([(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks])
+        answers, _ = engine.complete(
+            [(prompt_tokens(task.prompt, tokenizer), params) for task in self.tasks]
+        )
         is_right = MATCHES[self.match]
-        scores = [float(is_right(own.text, task.answer)) for own, task in zip(answers, self.tasks, strict=True)]
-        return Result(self.match, *mean_and_error(scores), len(scores), {"scores": scores})
+        scores = [
+            float(is_right(own.text, task.answer))
+            for own, task in zip(answers, self.tasks, strict=True)
+        ]
+        return Result(
+            self.match, *mean_and_error(scores), len(scores), {"scores": scores}
+        )
 
 
 def demo_tasks(name: str, count: int, seed: int) -> list[OwnTask]:
-    """``count`` examples of a task of the demo model, with ``DEMO_TASKS`` of each of them."""
+    """``count`` examples of a task of the demo model, with ``DEMO_TASKS`` of each of
+    them.
+    """
     known = (DEMO_TASKS, *TASKS)
     if name not in known:
         raise ValueError(
-            f"unknown task {name!r}{did_you_mean(name, known)} (tasks: {', '.join(known)}, or a FILE.jsonl); tasks of "
-            f"lm_eval are named by --lm-eval"
+            f"unknown task {name!r}{did_you_mean(name, known)} (tasks: "
+            f"{', '.join(known)}, or a FILE.jsonl); tasks of lm_eval are named by "
+            f"--lm-eval"
         )
     parts = TASKS if name == DEMO_TASKS else (name,)
-    examples = (example for part in parts for example in make_examples(part, count, seed))
-    return [OwnTask(prompt=example.prompt, answer=example.answer) for example in examples]
+    examples = (
+        example for part in parts for example in make_examples(part, count, seed)
+    )
+    return [
+        OwnTask(prompt=example.prompt, answer=example.answer) for example in examples
+    ]
 
 
 def read_tasks(path: Path) -> list[OwnTask]:
-    """The tasks of a file, a line each; raises ``ValueError`` with the number of a line that is none, and for a file
-    without any."""
+    """The tasks of a file, a line each; raises ``ValueError`` with the number of a line
+    that is none, and for a file without any."""
     tasks = []
     for line in read_input(path):
         try:
             tasks.append(OwnTask.model_validate_json(line.text))
         except ValueError as error:
             raise ValueError(
-                f'{path}: task {line.index + 1} must be {{"prompt": "…", "answer": "…"}}: {one_line(error)}'
+                f'{path}: task {line.index + 1} must be {{"prompt": "…", "answer": '
+                f'"…"}}: {one_line(error)}'
             ) from None
     if not tasks:
         raise ValueError(f"{path} holds no tasks; give it a line per task")
@@ -94,7 +124,9 @@ def read_tasks(path: Path) -> list[OwnTask]:
 
 
 def last_number(text: str) -> float | None:
-    """The last number in a text, without the commas between thousands; None where there is none."""
+    """The last number in a text, without the commas between thousands; None where there
+    is none.
+    """
     numbers = re.findall(r"(?:(?<!\d)-)?\d[\d,]*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
@@ -102,7 +134,9 @@ def last_number(text: str) -> float | None:
 MATCHES: dict[str, Callable[[str, str], bool]] = {
     "exact": lambda response, answer: response.strip() == answer,
     "contains": lambda response, answer: answer in response,
-    "last-number": lambda response, answer: last_number(response) == last_number(answer) is not None,
+    "last-number": lambda response, answer: (
+        last_number(response) == last_number(answer) is not None
+    ),
 }
 """When a response is right."""
 
@@ -115,7 +149,9 @@ class Question:
     choices: dict[str, list[str]]
     values: dict[str, str]
     template: str | None = None
-    """Text of the response, as the model was trained to write it; None: a JSON object."""
+    """Text of the response, as the model was trained to write it; None:
+    a JSON object.
+    """
 
     @property
     def constraint(self) -> dict[str, Any]:
@@ -124,7 +160,10 @@ class Question:
 
         if self.template is None:
             return {"json": schema_of(self.choices)}
-        groups = {name: f"(?P<{name}>{'|'.join(choices)})" for name, choices in self.choices.items()}
+        groups = {
+            name: f"(?P<{name}>{'|'.join(choices)})"
+            for name, choices in self.choices.items()
+        }
         return {"regex": self.template.replace(".", r"\.").format(**groups)}
 
     def scores(self, text: str) -> list[float]:
@@ -139,7 +178,9 @@ class Question:
 
 @dataclass(frozen=True)
 class DecisionTask(Task):
-    """Questions that are decided in ``passes``, or without them answered by generating the text."""
+    """Questions that are decided in ``passes``, or without them answered by generating
+    the text.
+    """
 
     questions: Sequence[Question]
 
@@ -150,48 +191,92 @@ class DecisionTask(Task):
         from dllm_engine.decisions.requests import decision_params, schema_of
         from dllm_engine.params import DiffusionParams
 
-        tokenizer, config = engine.llm.get_tokenizer(), engine.llm.llm_engine.vllm_config
+        tokenizer, config = (
+            engine.llm.get_tokenizer(),
+            engine.llm.llm_engine.vllm_config,
+        )
         passes = decoding.get("passes")
-        others = {name: value for name, value in decoding.items() if name not in ("passes", "gen_length", "seed")}
+        others = {
+            name: value
+            for name, value in decoding.items()
+            if name not in ("passes", "gen_length", "seed")
+        }
         if passes is not None and others:
-            raise ValueError(f"{min(others)}: a decision commits whole fields; leave it out beside passes")
+            raise ValueError(
+                f"{min(others)}: a decision commits whole fields; leave it out beside "
+                f"passes"
+            )
 
         def params_of(question: Question) -> DiffusionParams:
             if passes is not None:
                 schema = schema_of(question.choices)
-                return decision_params(schema, tokenizer, config, template=question.template, passes=passes)
+                return decision_params(
+                    schema, tokenizer, config, template=question.template, passes=passes
+                )
             text = StructuredOutputsParams(**question.constraint)
-            return DiffusionParams(gen_length=64, structured_outputs=text, **others)  # enough for four fields
+            return DiffusionParams(
+                gen_length=64, structured_outputs=text, **others
+            )  # enough for four fields
 
-        asked = [(prompt_tokens(question.prompt, tokenizer), params_of(question)) for question in self.questions]
+        asked = [
+            (prompt_tokens(question.prompt, tokenizer), params_of(question))
+            for question in self.questions
+        ]
         completions, _ = engine.complete(asked)
         pairs = zip(completions, self.questions, strict=True)
-        scores = [score for completion, question in pairs for score in question.scores(completion.text)]
+        scores = [
+            score
+            for completion, question in pairs
+            for score in question.scores(completion.text)
+        ]
         details: dict[str, Any] = {"scores": scores}
         if passes is not None:
             decisions = (completion.diffusion.decision for completion in completions)
-            bins = reliability([field["probability"] for fields in decisions for field in fields.values()], scores)
-            error = sum(size * abs(mean - share) for mean, share, size in bins) / len(scores)
+            bins = reliability(
+                [
+                    field["probability"]
+                    for fields in decisions
+                    for field in fields.values()
+                ],
+                scores,
+            )
+            error = sum(size * abs(mean - share) for mean, share, size in bins) / len(
+                scores
+            )
             details |= {"calibration_error": error, "reliability": bins}
         return Result("fields", *mean_and_error(scores), len(scores), details)
 
 
-def reliability(probabilities: Sequence[float], scores: Sequence[float]) -> list[tuple[float, float, int]]:
-    """Mean probability, share of right values, and number of fields, of each tenth of probability that has fields. The
-    mean of their differences, weighted by the numbers, is the expected calibration error."""
+def reliability(
+    probabilities: Sequence[float], scores: Sequence[float]
+) -> list[tuple[float, float, int]]:
+    """Mean probability, share of right values, and number of fields, of each tenth of
+    probability that has fields. The mean of their differences, weighted by the numbers,
+    is the expected calibration error."""
     pairs = np.column_stack((probabilities, scores))
     numbers = np.minimum(pairs[:, 0] * 10, 9).astype(int)
     bins = (pairs[numbers == number] for number in np.unique(numbers))
-    return [(each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins]
+    return [
+        (each[:, 0].mean().item(), each[:, 1].mean().item(), len(each)) for each in bins
+    ]
 
 
 def demo_questions(count: int, seed: int, *, as_json: bool) -> list[Question]:
-    """``count`` questions from each recall task, in JSON, which the demo model has never seen, or as it answers."""
+    """``count`` questions from each recall task, in JSON, which the demo model has
+    never seen, or as it answers.
+    """
     statement, questions = re.compile(r"(\w+)(=| lives in )(\w+)"), []
     for task in RECALL_TASKS:
         for example in make_examples(task, count, seed):
-            said, asked = ({m[1]: m[3] for m in statement.finditer(text)} for text in (example.prompt, example.answer))
+            said, asked = (
+                {m[1]: m[3] for m in statement.finditer(text)}
+                for text in (example.prompt, example.answer)
+            )
             choices = list(CITIES) if task == "facts" else sorted({*said.values()})
-            template = None if as_json else " " + statement.sub(r"\1\2{\1}", example.answer)
-            questions.append(Question(example.prompt, dict.fromkeys(asked, choices), asked, template))
+            template = (
+                None if as_json else " " + statement.sub(r"\1\2{\1}", example.answer)
+            )
+            questions.append(
+                Question(example.prompt, dict.fromkeys(asked, choices), asked, template)
+            )
     return questions

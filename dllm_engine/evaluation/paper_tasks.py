@@ -1,8 +1,9 @@
 """Benchmarks and tables as the papers set them up (``paper_tasks.toml``).
 
-Prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for some, so that scores need not be
-theirs. No paper says how it gives few-shot examples to an instructed model; lm_eval's way is a turn each. Every row
-here unmasks one token per step.
+Prompts, stop strings and scoring are lm_eval's; the papers used other harnesses for
+some, so that scores need not be theirs. No paper says how it gives few-shot examples to
+an instructed model; lm_eval's way is a turn each. Every row here unmasks one token per
+step.
 """
 
 import logging
@@ -18,28 +19,51 @@ from dllm_engine.text import choices
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-_PAPERS: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_PAPERS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)
 _TASK_FILES = Path(__file__).with_name("tasks")
 _BASE_WITH_BOS = ("Dream",)
-"""Model types whose authors begin the prompts of base models with the BOS token, which their tokenizers do not."""
+"""Model types whose authors begin the prompts of base models with the BOS token, which
+their tokenizers do not.
+"""
 PAPERS: dict[str, str] = {name: paper["title"] for name, paper in _PAPERS.items()}
-"""In the order in which they are asked for a benchmark's settings where none is named."""
+"""In the order in which they are asked for a benchmark's settings where
+none is named.
+"""
 PAPER_TASKS: tuple[dict[str, Any], ...] = tuple(
-    {"paper": name, "cache_options": paper.get("cache_options", {}).get(row["benchmark"], {})} | paper["defaults"] | row
+    {
+        "paper": name,
+        "cache_options": paper.get("cache_options", {}).get(row["benchmark"], {}),
+    }
+    | paper["defaults"]
+    | row
     for name, paper in _PAPERS.items()
     for row in paper["tasks"]
 )
-"""A benchmark in one paper each, with the keys of the file; ``cache_options`` by checkpoint and cache method."""
+"""A benchmark in one paper each, with the keys of the file; ``cache_options`` by
+checkpoint and cache method.
+"""
 PAPER_TABLES: dict[str, dict[str, str]] = {
-    f"{name}/{table['name']}": {"paper": name, "benchmarks": "", "methods": "all", "rules": "one"} | table
+    f"{name}/{table['name']}": {
+        "paper": name,
+        "benchmarks": "",
+        "methods": "all",
+        "rules": "one",
+    }
+    | table
     for name, paper in _PAPERS.items()
     for table in paper["tables"]
 }
-"""By the name that ``--paper-table`` takes, with the keys of the file. No ``benchmarks`` if it cannot be made."""
+"""By the name that ``--paper-table`` takes, with the keys of the file. No
+``benchmarks`` if it cannot be made.
+"""
 
 
 def paper_table(key: str) -> dict[str, str]:
-    """A table with the benchmarks of a group by name; raises ``ValueError`` if it is unknown, or cannot be made."""
+    """A table with the benchmarks of a group by name; raises ``ValueError`` if it is
+    unknown, or cannot be made.
+    """
     if key not in PAPER_TABLES:
         raise ValueError(f"table {key!r} is unknown{choices(key, PAPER_TABLES)}")
     table = PAPER_TABLES[key]
@@ -50,12 +74,22 @@ def paper_table(key: str) -> dict[str, str]:
 
 
 def paper_task(
-    benchmark: str, family: ModelFamily, paper: str | None = None, *, is_base: bool = False
+    benchmark: str,
+    family: ModelFamily,
+    paper: str | None = None,
+    *,
+    is_base: bool = False,
 ) -> dict[str, Any]:
-    """The row of a benchmark, of the first paper that has it unless one is named; raises ``ValueError``."""
+    """The row of a benchmark, of the first paper that has it unless one is named;
+    raises ``ValueError``.
+    """
     if paper is not None and paper not in PAPERS:
         raise ValueError(f"paper {paper!r} is unknown{choices(paper, PAPERS)}")
-    rows = [row for row in PAPER_TASKS if paper in (None, row["paper"]) and is_for(row, family, is_base)]
+    rows = [
+        row
+        for row in PAPER_TASKS
+        if paper in (None, row["paper"]) and is_for(row, family, is_base)
+    ]
     for row in rows:
         if row["benchmark"] == benchmark:
             return row
@@ -67,14 +101,25 @@ def paper_task(
 def is_for(row: dict[str, Any], family: ModelFamily, is_base: bool) -> bool:
     """True if a row is for models of a family, instructed or not."""
     # DreamReasoner has Dream's type, and none of its settings.
-    is_familys = "family" not in row or (row["family"] == family.model_type and family.attention == "full")
+    is_familys = "family" not in row or (
+        row["family"] == family.model_type and family.attention == "full"
+    )
     return is_familys and row.get("base", is_base) == is_base
 
 
-def harness_task(row: dict[str, Any], model: str, *, is_base: bool, add_bos_token: bool | None = None) -> HarnessTask:
+def harness_task(
+    row: dict[str, Any], model: str, *, is_base: bool, add_bos_token: bool | None = None
+) -> HarnessTask:
     """The task of a row for a checkpoint."""
-    length, name = row["gen_length"], row.get("base_task", row["task"]) if is_base else row["task"]
-    lengths = {"gen_length": length, "block_length": row.get("block_length", length), "steps": length}
+    length, name = (
+        row["gen_length"],
+        row.get("base_task", row["task"]) if is_base else row["task"],
+    )
+    lengths = {
+        "gen_length": length,
+        "block_length": row.get("block_length", length),
+        "steps": length,
+    }
     return HarnessTask(
         str(_TASK_FILES / name) if name.endswith(".yaml") else name,
         num_fewshot=row.get("num_fewshot"),
@@ -84,15 +129,30 @@ def harness_task(row: dict[str, Any], model: str, *, is_base: bool, add_bos_toke
         add_bos_token=add_bos_token,
         decoding=lengths | row.get("options", {}),
         guided=row.get("guided"),
-        cache_options=row.get("method_options", {}) | row["cache_options"].get(own_name(model), {}),
+        cache_options=row.get("method_options", {})
+        | row["cache_options"].get(own_name(model), {}),
     )
 
 
-def tasks_of_papers(model: str, benchmarks: list[str], paper: str | None) -> list[HarnessTask]:
-    """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an unknown benchmark or paper."""
+def tasks_of_papers(
+    model: str, benchmarks: list[str], paper: str | None
+) -> list[HarnessTask]:
+    """The benchmarks as a paper runs them with a model; raises ``ValueError`` for an
+    unknown benchmark or paper.
+    """
     family, name = load_config(model).family, own_name(model)
     is_base = has_word(name, "base")
-    logger.info("%s: evaluated as %s, by its name", name, "a base model" if is_base else "an instructed model")
-    rows = [paper_task(benchmark, family, paper, is_base=is_base) for benchmark in benchmarks]
+    logger.info(
+        "%s: evaluated as %s, by its name",
+        name,
+        "a base model" if is_base else "an instructed model",
+    )
+    rows = [
+        paper_task(benchmark, family, paper, is_base=is_base)
+        for benchmark in benchmarks
+    ]
     add_bos_token = True if is_base and family.model_type in _BASE_WITH_BOS else None
-    return [harness_task(row, model, is_base=is_base, add_bos_token=add_bos_token) for row in rows]
+    return [
+        harness_task(row, model, is_base=is_base, add_bos_token=add_bos_token)
+        for row in rows
+    ]

@@ -18,24 +18,43 @@ COSTS = {
 
 
 def plot_beside(output: Path | None) -> Path | None:
-    """A PNG of the same name as ``output``; None where there is none, and with a warning where it cannot be drawn."""
+    """A PNG of the same name as ``output``; None where there is none, and with a
+    warning where it cannot be drawn.
+    """
     if output is None:
         return None
     if find_spec("matplotlib") is None:
-        print("no plot is drawn: matplotlib is not installed; run pip install 'dllm-engine[eval]'", file=sys.stderr)
+        print(
+            "no plot is drawn: matplotlib is not installed; run pip install "
+            "'dllm-engine[eval]'",
+            file=sys.stderr,
+        )
         return None
     return output.with_suffix(".png")
 
 
 def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
-    """Draw a row of panels per task and a column per cost, a colour per cache method, a mark per unmasking rule."""
-    rows = [row.values | {"panel": f"{row.task}: {row.result.metric}"} for row in measured if row.cost.requests]
+    """Draw a row of panels per task and a column per cost, a colour per cache method, a
+    mark per unmasking rule.
+    """
+    rows = [
+        row.values | {"panel": f"{row.task}: {row.result.metric}"}
+        for row in measured
+        if row.cost.requests
+    ]
     if path is None or not rows:
         return
     from matplotlib.figure import Figure
 
-    panels, methods, rules = ([*dict.fromkeys(row[key] for row in rows)] for key in ("panel", "method", "unmasking"))
-    figure = Figure(figsize=(4.2 * len(COSTS) + 2.6, 3.8 * len(panels) + 0.4), dpi=150, layout="constrained")
+    panels, methods, rules = (
+        [*dict.fromkeys(row[key] for row in rows)]
+        for key in ("panel", "method", "unmasking")
+    )
+    figure = Figure(
+        figsize=(4.2 * len(COSTS) + 2.6, 3.8 * len(panels) + 0.4),
+        dpi=150,
+        layout="constrained",
+    )
     grid = figure.subplots(len(panels), len(COSTS), squeeze=False)
     for line, panel in zip(grid, panels, strict=True):
         for axes, label in zip(line, COSTS.values(), strict=True):
@@ -47,7 +66,13 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
         error = None if row["stderr"] is None else 100 * row["stderr"]
         for axes, cost in zip(grid[panels.index(row["panel"])], COSTS, strict=True):
             if row[cost] is not None:
-                axes.errorbar(row[cost], 100 * row["score"], error, fmt=mark, color=f"C{methods.index(row['method'])}")
+                axes.errorbar(
+                    row[cost],
+                    100 * row["score"],
+                    error,
+                    fmt=mark,
+                    color=f"C{methods.index(row['method'])}",
+                )
     for index, method in enumerate(methods):
         axes.plot([], [], "s", color=f"C{index}", label=method)
     for index, rule in enumerate(rules if len(rules) > 1 else ()):
@@ -58,7 +83,9 @@ def draw_tradeoff(measured: Sequence[Row], path: Path | None) -> None:
 
 
 def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
-    """Draw the share of right values over their probability, of rows that have both. It is saved beside ``path``."""
+    """Draw the share of right values over their probability, of rows that have both. It
+    is saved beside ``path``.
+    """
     rows = [row for row in measured if "reliability" in row.result.details]
     if path is None or not rows:
         return
@@ -70,8 +97,18 @@ def draw_reliability(measured: Sequence[Row], path: Path | None) -> None:
     for row in rows:
         means, shares, _ = zip(*row.result.details["reliability"], strict=True)
         error = row.result.details["calibration_error"]
-        axes.plot(means, shares, "o-", label=f"{row.method} {row.unmasking} (error {error:.3f})")
-    axes.set(xlabel="probability of a field's value", ylabel="share of right values", xlim=(0, 1), ylim=(0, 1))
+        axes.plot(
+            means,
+            shares,
+            "o-",
+            label=f"{row.method} {row.unmasking} (error {error:.3f})",
+        )
+    axes.set(
+        xlabel="probability of a field's value",
+        ylabel="share of right values",
+        xlim=(0, 1),
+        ylim=(0, 1),
+    )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     beside = path.with_name(f"{path.stem}.reliability.png")

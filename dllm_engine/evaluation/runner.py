@@ -46,13 +46,17 @@ class Cost:
     page_bytes: int | None = None
     """Pages held by requests at once; None if the engine runs in other processes."""
     memory_bytes: int | None = None
-    """GPU memory, without the pages that no request held; None on a CPU and in other processes."""
+    """GPU memory, without the pages that no request held; None on a CPU and in other
+    processes.
+    """
 
     def add(self, other: "Cost") -> None:
         """Count another measurement in."""
         for name, value in vars(other).items():
             known = [own for own in (getattr(self, name), value) if own is not None]
-            setattr(self, name, max(known, default=None) if name in _PEAKS else sum(known))
+            setattr(
+                self, name, max(known, default=None) if name in _PEAKS else sum(known)
+            )
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,12 +68,18 @@ class Cost:
         asked = self.requests
         return {
             "passes_per_answer": self.forward_passes / asked if asked else None,
-            "tokens_per_pass": self.tokens_unmasked / self.forward_passes if self.forward_passes else None,
-            "rows_per_token": self.tokens_computed / self.tokens_unmasked if self.tokens_unmasked else None,
+            "tokens_per_pass": self.tokens_unmasked / self.forward_passes
+            if self.forward_passes
+            else None,
+            "rows_per_token": self.tokens_computed / self.tokens_unmasked
+            if self.tokens_unmasked
+            else None,
             "tokens_per_second": self.tokens_per_second if asked else None,
             "first_block_seconds": self.first_block_seconds / asked if asked else None,
             "latency_seconds": self.latency_seconds / asked if asked else None,
-            "memory_mib": None if self.memory_bytes is None else self.memory_bytes / MIB,
+            "memory_mib": None
+            if self.memory_bytes is None
+            else self.memory_bytes / MIB,
             "pages_mib": None if self.page_bytes is None else self.page_bytes / MIB,
         }
 
@@ -81,18 +91,24 @@ class MeasuredEngine:
         self.llm, self.cost, self._label = llm, Cost(), label
 
     def complete(self, requests: Sequence[Request]) -> tuple[list[Any], Cost]:
-        """As ``complete_requests``; the first requests of all are answered once before, to warm up."""
+        """As ``complete_requests``; the first requests of all are answered once before,
+        to warm up.
+        """
         if not self.cost.requests:
             complete_requests(self.llm, requests[:NUM_WARMUP])
-        self.llm.reset_prefix_cache()  # each run does the same work, whatever ran before
+        # Each run does the same work, whatever ran before.
+        self.llm.reset_prefix_cache()
         completions, cost = complete_requests(self.llm, requests, self._label)
         self.cost.add(cost)
         return completions, cost
 
 
-def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") -> tuple[list[Any], Cost]:
-    """The completions, in order, and what they cost; raises ``ValueError`` if the engine ends a request. At most
-    ``max_num_seqs`` requests are in the engine at once."""
+def complete_requests(
+    llm: "LLM", requests: Sequence[Request], label: str = ""
+) -> tuple[list[Any], Cost]:
+    """The completions, in order, and what they cost; raises ``ValueError`` if the
+    engine ends a request. At most ``max_num_seqs`` requests are in the engine at once.
+    """
     import torch
     from vllm.sampling_params import RequestOutputKind
 
@@ -105,7 +121,9 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
     completions: dict[int, Any] = {}
     cost = Cost()
     core = getattr(engine.engine_core, "engine_core", None)
-    is_in_process = core is not None and hasattr(core.model_executor, "driver_worker")  # with its only worker
+    is_in_process = core is not None and hasattr(
+        core.model_executor, "driver_worker"
+    )  # with its only worker
     pool = scheduler_of(llm).pages if is_in_process else None
     most_pages = 0
     if has_gpu := torch.cuda.is_available():
@@ -118,7 +136,9 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
                 prompt, params = requests[len(starts)]
                 params = params.clone()
                 params.output_kind = RequestOutputKind.CUMULATIVE  # an output per block
-                engine.add_request(str(len(starts)), {"prompt_token_ids": prompt}, params)
+                engine.add_request(
+                    str(len(starts)), {"prompt_token_ids": prompt}, params
+                )
                 starts.append(time.perf_counter())
             outputs = engine.step()
             now = time.perf_counter()
@@ -135,7 +155,9 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
                 completions[index] = completion
                 ends = end_token_ids(requests[index][1], config)
                 cost.requests += 1
-                cost.tokens += next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+                cost.tokens += next(
+                    (i for i, token in enumerate(tokens) if token in ends), len(tokens)
+                )
                 cost.seconds = now - begin
                 cost.first_block_seconds += first_blocks[index] - starts[index]
                 cost.latency_seconds += now - starts[index]
@@ -146,12 +168,23 @@ def complete_requests(llm: "LLM", requests: Sequence[Request], label: str = "") 
     finally:
         bar.close()
         if len(completions) < len(starts):
-            engine.abort_request([str(index) for index in range(len(starts))])  # it goes on with other requests
+            engine.abort_request(
+                [str(index) for index in range(len(starts))]
+            )  # it goes on with other requests
     if pool is not None:
         cost.page_bytes = reserved = 0
-        if (pages := runner_of(llm).rank.pages) is not None:  # not every cache method has pages
-            cost.page_bytes, reserved = most_pages * pages.memory[0].nbytes, pages.memory.nbytes
-        cost.memory_bytes = torch.cuda.max_memory_allocated() - reserved + cost.page_bytes if has_gpu else None
+        if (
+            pages := runner_of(llm).rank.pages
+        ) is not None:  # not every cache method has pages
+            cost.page_bytes, reserved = (
+                most_pages * pages.memory[0].nbytes,
+                pages.memory.nbytes,
+            )
+        cost.memory_bytes = (
+            torch.cuda.max_memory_allocated() - reserved + cost.page_bytes
+            if has_gpu
+            else None
+        )
     return [completions[index] for index in range(len(requests))], cost
 
 

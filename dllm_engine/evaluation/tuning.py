@@ -1,5 +1,6 @@
-"""The search of ``dllm tune``: one factor after the other is varied, of the fastest setting so far whose score is at
-most so much below that of plain decoding. Each setting is a row of a comparison."""
+"""The search of ``dllm tune``: one factor after the other is varied, of the fastest
+setting so far whose score is at most so much below that of plain decoding. Each setting
+is a row of a comparison."""
 
 import math
 import time
@@ -9,7 +10,13 @@ from statistics import NormalDist
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
-from dllm_engine.evaluation.comparison import Combination, Comparison, Row, Task, mean_and_error
+from dllm_engine.evaluation.comparison import (
+    Combination,
+    Comparison,
+    Row,
+    Task,
+    mean_and_error,
+)
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS
@@ -17,9 +24,18 @@ from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import assignments, method_text
 
 Options = dict[str, Any]
-FACTORS = ("rule", "block_add_threshold", "block_length", "cache_method", "cache_options", "rule")
+FACTORS = (
+    "rule",
+    "block_add_threshold",
+    "block_length",
+    "cache_method",
+    "cache_options",
+    "rule",
+)
 """Parts of a setting; the rule again, because a cache changes what it may risk."""
-RULES: tuple[Options, ...] = tuple({name: value} for name, rule in PARALLEL_RULES.items() for value in rule.tuned)
+RULES: tuple[Options, ...] = tuple(
+    {name: value} for name, rule in PARALLEL_RULES.items() for value in rule.tuned
+)
 WINDOWS = (0.75, 0.5, 0.1, 0.0)
 """Values of ``block_add_threshold``."""
 BLOCK_LENGTHS = (1 / 8, 1 / 4, 1 / 2, 2, 4)
@@ -29,7 +45,9 @@ SHORTEST_BLOCK = 4
 
 @dataclass(frozen=True)
 class Setting:
-    """A way to run a model. The defaults are plain decoding: no cache, a token per pass, one block at a time."""
+    """A way to run a model. The defaults are plain decoding: no cache, a token per
+    pass, one block at a time.
+    """
 
     cache_method: str = "none"
     cache_options: Options = field(default_factory=dict)
@@ -41,10 +59,14 @@ class Setting:
         return {"cache_method": self.cache_method, "cache_options": self.cache_options}
 
     def combination(self, engine: Options, decoding: Options) -> Combination:
-        """The setting with arguments of ``LLM`` and of ``DiffusionParams`` that all settings share."""
+        """The setting with arguments of ``LLM`` and of ``DiffusionParams`` that all
+        settings share.
+        """
         method = method_text(self.cache_method, self.cache_options)
         unmasking = assignments(self.decoding) or "one"
-        return Combination(method, unmasking, engine | self.engine, decoding | self.decoding)
+        return Combination(
+            method, unmasking, engine | self.engine, decoding | self.decoding
+        )
 
 
 PLAIN = Setting()
@@ -63,22 +85,44 @@ class Space:
     def varied(self, setting: Setting, factor: str) -> list[Setting]:
         """The settings that have another value of a factor."""
         decoding = setting.decoding
-        without_rule = {k: value for k, value in decoding.items() if k not in (*COUNT_OPTIONS, *PARALLEL_OPTIONS)}
-        windows = self.windows if decoding.keys() & {*PARALLEL_OPTIONS} else ()  # a count allows one block
+        without_rule = {
+            k: value
+            for k, value in decoding.items()
+            if k not in (*COUNT_OPTIONS, *PARALLEL_OPTIONS)
+        }
+        windows = (
+            self.windows if decoding.keys() & {*PARALLEL_OPTIONS} else ()
+        )  # a count allows one block
         tried: dict[str, list[dict[str, Any]]] = {
             "rule": [{"decoding": rule | without_rule} for rule in self.rules],
-            "block_length": [{"decoding": decoding | {factor: length}} for length in self.block_lengths],
-            "block_add_threshold": [{"decoding": decoding | {factor: threshold}} for threshold in windows],
-            "cache_method": [{"cache_method": name, "cache_options": {}} for name in self.methods],
-            "cache_options": [{"cache_options": options} for options in self.methods.get(setting.cache_method, ())],
+            "block_length": [
+                {"decoding": decoding | {factor: length}}
+                for length in self.block_lengths
+            ],
+            "block_add_threshold": [
+                {"decoding": decoding | {factor: threshold}} for threshold in windows
+            ],
+            "cache_method": [
+                {"cache_method": name, "cache_options": {}} for name in self.methods
+            ],
+            "cache_options": [
+                {"cache_options": options}
+                for options in self.methods.get(setting.cache_method, ())
+            ],
         }
         others = (replace(setting, **changes) for changes in tried[factor])
         return [other for other in others if other != setting]
 
 
-def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options], decoding: Options) -> Space:
-    """The space for a model whose requests have options ``decoding``; None: all cache methods that suit the model.
-    Where attention goes by blocks they keep their length, and run one at a time."""
+def space_of(
+    model: str,
+    methods: Sequence[str] | None,
+    rules: Sequence[Options],
+    decoding: Options,
+) -> Space:
+    """The space for a model whose requests have options ``decoding``; None: all cache
+    methods that suit the model. Where attention goes by blocks they keep their length,
+    and run one at a time."""
     from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
     from dllm_engine.scheduler.options.resolve import checkpoint_defaults
 
@@ -86,21 +130,36 @@ def space_of(model: str, methods: Sequence[str] | None, rules: Sequence[Options]
     family = config.family
     options = {}
     for method in methods or methods_for(family.attention):
-        own = EngineOptions.parse({"cache_method": method}).with_paper_settings(model, family).cache
+        own = (
+            EngineOptions.parse({"cache_method": method})
+            .with_paper_settings(model, family)
+            .cache
+        )
         tuned = CACHE_METHODS[method].tuned.items()
-        options[method] = [{name: v} for name, values in tuned for v in values if v != getattr(own, name)]
+        options[method] = [
+            {name: v}
+            for name, values in tuned
+            for v in values
+            if v != getattr(own, name)
+        ]
     if family.attention_block is not None:
         return Space(options, rules)
     defaults = checkpoint_defaults(config) | decoding
     longest = defaults.get("gen_length") or DEFAULT_GEN_LENGTH
-    default = min(defaults.get("block_length") or family.block_length_of(longest), longest)
+    default = min(
+        defaults.get("block_length") or family.block_length_of(longest), longest
+    )
     lengths = sorted({int(default * ratio) for ratio in BLOCK_LENGTHS} - {default})
-    return Space(options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest])
+    return Space(
+        options, rules, WINDOWS, [n for n in lengths if SHORTEST_BLOCK <= n <= longest]
+    )
 
 
 @dataclass
 class Search:
-    """Finds the fastest setting within a loss; ``comparison`` gets a row per setting."""
+    """Finds the fastest setting within a loss; ``comparison`` gets a
+    row per setting.
+    """
 
     comparison: Comparison
     task: Task
@@ -120,8 +179,12 @@ class Search:
             self._measure(self.space.varied(self.best[0], factor), deadline)
 
     def _measure(self, settings: Sequence[Setting], deadline: float) -> None:
-        combinations = [setting.combination(self.engine, self.decoding) for setting in settings]
-        self.rows += zip(settings, self.comparison.add(combinations, [self.task]), strict=True)
+        combinations = [
+            setting.combination(self.engine, self.decoding) for setting in settings
+        ]
+        self.rows += zip(
+            settings, self.comparison.add(combinations, [self.task]), strict=True
+        )
         self.comparison.run(deadline)
 
     @property
@@ -131,16 +194,22 @@ class Search:
 
     @property
     def best(self) -> tuple[Setting, Row]:
-        """The fastest setting whose observed loss is allowed; plain decoding's is none."""
+        """The fastest setting whose observed loss is allowed; plain
+        decoding's is none.
+        """
         allowed = [
-            (setting, row) for setting, row in self.rows if self.plain.result.score - row.result.score <= self.limit
+            (setting, row)
+            for setting, row in self.rows
+            if self.plain.result.score - row.result.score <= self.limit
         ]
         return max(allowed, key=lambda pair: pair[1].cost.tokens_per_second)
 
     def figures(self) -> dict[str, float]:
         """The loss of the best setting with its 90 % interval, and the speeds."""
         best, plain = self.best[1], self.plain
-        lowest, highest = loss_interval(plain.result.details["scores"], best.result.details["scores"])
+        lowest, highest = loss_interval(
+            plain.result.details["scores"], best.result.details["scores"]
+        )
         return {
             "loss": plain.result.score - best.result.score,
             "loss_lowest": lowest,
@@ -151,10 +220,13 @@ class Search:
         }
 
 
-def loss_interval(plain: Sequence[float], scores: Sequence[float]) -> tuple[float, float]:
-    """The 90 % interval of the mean that scores are below those of plain decoding on the same examples, with one lost
-    and one won added: for answers right or wrong the adjusted Wald interval of Bonett and Price (2012, Journal of
-    Educational and Behavioral Statistics 37), which holds for few examples and for none that differ."""
+def loss_interval(
+    plain: Sequence[float], scores: Sequence[float]
+) -> tuple[float, float]:
+    """The 90 % interval of the mean that scores are below those of plain decoding on
+    the same examples, with one lost and one won added: for answers right or wrong the
+    adjusted Wald interval of Bonett and Price (2012, Journal of Educational and
+    Behavioral Statistics 37), which holds for few examples and for none that differ."""
     differences = [a - b for a, b in zip(plain, scores, strict=True)]
     centre, error = mean_and_error([*differences, 1.0, -1.0])
     bound = NormalDist().inv_cdf(0.95) * error

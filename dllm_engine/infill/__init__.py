@@ -1,1 +1,3 @@
-"""Filling in: responses of which the caller gives some tokens and the model writes the others."""
+"""Filling in: responses of which the caller gives some tokens and the model writes the
+others.
+"""

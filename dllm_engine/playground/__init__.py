@@ -1,7 +1,8 @@
-"""The playground: a page at ``/playground`` of the server, to chat with the model and watch it denoise.
+"""The playground: a page at ``/playground`` of the server, to chat with the model and
+watch it denoise.
 
-One HTML file that needs no build step and loads nothing from elsewhere. It gets what it shows from the server's own
-API, with the API key that the user types.
+One HTML file that needs no build step and loads nothing from elsewhere. It gets what it
+shows from the server's own API, with the API key that the user types.
 """
 
 import base64
@@ -24,10 +25,13 @@ def page() -> str:
 
 
 def page_headers() -> dict[str, str]:
-    """Its HTTP headers: only its own style and script may run, and it may connect to its own server only."""
+    """Its HTTP headers: only its own style and script may run, and it may connect to
+    its own server only.
+    """
     policy = (
-        f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; connect-src 'self'; "
-        f"base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+        f"default-src 'none'; script-src {_hashes('script')}; style-src "
+        f"{_hashes('style')}; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        f"frame-ancestors 'none'; require-trusted-types-for 'script'"
     )
     return {
         "Content-Security-Policy": policy,
@@ -38,21 +42,37 @@ def page_headers() -> dict[str, str]:
 
 
 def _hashes(tag: str) -> str:
-    """Hashes of the page's inline scripts or styles, as sources of a content security policy."""
+    """Hashes of the page's inline scripts or styles, as sources of a content security
+    policy.
+    """
     bodies = re.findall(rf"<{tag}>(.*?)</{tag}>", page(), flags=re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies)
+    digests = (
+        base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
+        for body in bodies
+    )
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
 def add_route(app: Any, options: EngineOptions, family: ModelFamily) -> None:
-    """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention ratio of a request, whether it
-    may ask for a trace, and whether attention goes by blocks."""
+    """Serve the page from a FastAPI ``app``. Attributes tell it the highest retention
+    ratio of a request, whether it may ask for a trace, and whether attention goes by
+    blocks."""
     known = {"retention-ratio": getattr(options.cache, "retention_ratio", None)}
-    known |= {"trace": options.trace and "true", "by-blocks": family.attention == "block_causal" and "true"}
-    attributes = "".join(f' data-{name}="{value}"' for name, value in known.items() if value)
-    html, headers = page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1), page_headers()
+    known |= {
+        "trace": options.trace and "true",
+        "by-blocks": family.attention == "block_causal" and "true",
+    }
+    attributes = "".join(
+        f' data-{name}="{value}"' for name, value in known.items() if value
+    )
+    html, headers = (
+        page().replace('<html lang="en"', f'<html lang="en"{attributes}', 1),
+        page_headers(),
+    )
 
     async def playground() -> HTMLResponse:
         return HTMLResponse(html, headers=headers)
 
-    app.add_api_route("/playground", playground, methods=["GET", "HEAD"], include_in_schema=False)
+    app.add_api_route(
+        "/playground", playground, methods=["GET", "HEAD"], include_in_schema=False
+    )

@@ -1,4 +1,6 @@
-"""Automata of grammars over a tokenizer's vocabulary, and decisions: built in processes of their own, and kept."""
+"""Automata of grammars over a tokenizer's vocabulary, and decisions: built in processes
+of their own, and kept.
+"""
 
 import asyncio
 import os
@@ -33,7 +35,9 @@ MOST_WAITING = 32
 COUNTS = ("constrained_requests", "automaton_builds", "automaton_build_seconds")
 """Names of metrics; builds are also those that failed."""
 _LONGEST_REASON = 500
-"""Characters of what a client is told about its grammar, which may repeat parts of it."""
+"""Characters of what a client is told about its grammar, which may repeat
+parts of it.
+"""
 
 
 class Wanted(Protocol):
@@ -60,18 +64,23 @@ class _Build:
     def __init__(self, wanted: Wanted) -> None:
         self.wanted = wanted
         self.future: Future[Any] = Future()
-        self.future.set_running_or_notify_cancel()  # a request that is aborted does not cancel those of others
+        # A request that is aborted does not cancel those of others.
+        self.future.set_running_or_notify_cancel()
         self.num_waiting = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.is_abandoned = False
 
 
 class _Cache:
-    """Results by what they are made from; those used last are kept. Threads take its lock."""
+    """Results by what they are made from; those used last are kept. Threads take its
+    lock.
+    """
 
     def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
         self.counts = dict.fromkeys(COUNTS, 0.0)
-        self.kept: LRUCache[Wanted, _Kept] = LRUCache(kept_bytes, lambda kept: min(kept.size, kept_bytes))
+        self.kept: LRUCache[Wanted, _Kept] = LRUCache(
+            kept_bytes, lambda kept: min(kept.size, kept_bytes)
+        )
         self.builds: dict[Wanted, _Build] = {}
         """Builds that run or wait for their turn."""
         self.waiting: deque[_Build] = deque()
@@ -83,15 +92,17 @@ class _Cache:
         """A new build, which runs when it is its turn."""
         if len(self.builds) >= _AT_ONCE + MOST_WAITING:
             raise RetryableRequestError(
-                f"{wanted.about}: {MOST_WAITING} requests wait for their automata to be built, and no more may; send "
-                "the request again later"
+                f"{wanted.about}: {MOST_WAITING} requests wait for their automata to "
+                f"be built, and no more may; send the request again later"
             )
         build = self.builds[wanted] = _Build(wanted)
         self.waiting.append(build)
         if self.num_threads < _AT_ONCE:
             self.num_threads += 1
             # An executor's threads would hold up the end of the program.
-            Thread(target=_run_builds, args=(self,), name="automaton", daemon=True).start()
+            Thread(
+                target=_run_builds, args=(self,), name="automaton", daemon=True
+            ).start()
         return build
 
     def abandon(self, build: _Build) -> None:
@@ -111,7 +122,9 @@ class _Cache:
             self.num_threads -= 1
         return None
 
-    def end(self, build: _Build, result: Any, failure: BaseException | None, seconds: float) -> None:
+    def end(
+        self, build: _Build, result: Any, failure: BaseException | None, seconds: float
+    ) -> None:
         """Tell all who wait what a build came to, and keep its result."""
         with self.lock:
             self.counts["automaton_builds"] += 1
@@ -146,16 +159,21 @@ def _build_apart(cache: _Cache, build: _Build) -> Any:
     if not (status := process.returncode):
         return wanted.read(process.stdout)
     if status in (-signal.SIGXCPU, -signal.SIGALRM):
-        raise InvalidRequestError(f"{wanted.about} takes over max_automaton_seconds={wanted.build_seconds:g} to build")
+        raise InvalidRequestError(
+            f"{wanted.about} takes over max_automaton_seconds={wanted.build_seconds:g} "
+            f"to build"
+        )
     if status == REFUSED:
         reason = process.stdout.decode()
         if len(reason) > _LONGEST_REASON:
-            reason = f"{reason[: _LONGEST_REASON // 2]} … {reason[-_LONGEST_REASON // 2 :]}"
+            reason = (
+                f"{reason[: _LONGEST_REASON // 2]} … {reason[-_LONGEST_REASON // 2 :]}"
+            )
         raise InvalidRequestError(reason)
     if status == -signal.SIGKILL:
         raise RetryableRequestError(
-            f"{wanted.about}: the process that builds it was ended from outside; the machine may be out of memory; "
-            "send the request again later"
+            f"{wanted.about}: the process that builds it was ended from outside; the "
+            f"machine may be out of memory; send the request again later"
         )
     errors = process.stderr.decode(errors="replace")
     logger.error("building failed with exit status %d: %s", status, errors)
@@ -166,10 +184,16 @@ def _run_apart(cache: _Cache, build: _Build) -> subprocess.CompletedProcess[byte
     root = str(Path(__file__).resolve().parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", "dllm_engine.structured_output.build"]
-    one_core = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    one_core = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     env = {**os.environ, "PYTHONPATH": paths, **one_core}
     sent, pipe = pickle.dumps(build.wanted), subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=env) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, env=env
+    ) as process:
         with cache.lock:
             build.process = process
             if build.is_abandoned:
@@ -196,8 +220,8 @@ def take_counts() -> dict[str, float]:
 
 @contextmanager
 def _awaited(wanted: Wanted) -> Iterator[Future[Any]]:
-    """The future of a result, for a block that waits for it. What is not kept is built. A build ends when all have left
-    their blocks: its client may have gone.
+    """The future of a result, for a block that waits for it. What is not kept is built.
+    A build ends when all have left their blocks: its client may have gone.
 
     Raises ``RetryableRequestError`` where too many builds wait.
     """
@@ -231,7 +255,8 @@ def built(wanted: Wanted) -> Any:
 
     Raises:
         RetryableRequestError: too many builds wait, or the building process was killed.
-        InvalidRequestError: it is not supported, no text can be spelled, or a limit is passed.
+        InvalidRequestError: it is not supported, no text can be spelled, or a limit is
+        passed.
     """
     with _awaited(wanted) as future:
         return future.result()

@@ -1,8 +1,9 @@
-"""Builds one automaton or decision, in a process of its own: ``python -m dllm_engine.structured_output.build``.
+"""Builds one automaton or decision, in a process of its own: ``python -m
+dllm_engine.structured_output.build``.
 
-It reads a pickled ``BuildInput`` or ``DecisionInput`` from its standard input and writes the packed result to its
-standard output; with the exit status ``REFUSED``, the reason why there is none. It imports little, since it starts for
-each build.
+It reads a pickled ``BuildInput`` or ``DecisionInput`` from its standard input and
+writes the packed result to its standard output; with the exit status ``REFUSED``, the
+reason why there is none. It imports little, since it starts for each build.
 """
 
 import json
@@ -28,26 +29,36 @@ REFUSED = 100
 _MEMORY = 3 << 30
 """Bytes that a build may take."""
 _PATIENCE = 10
-"""A busy machine gives a build less than a core: it is ended after as many times ``build_seconds``."""
+"""A busy machine gives a build less than a core: it is ended after as many times
+``build_seconds``.
+"""
 LEAST_POSITIONS = 64
 """A search of fewer is not much cheaper, because other things take their time."""
 _SPARE = 16
-"""An automaton has more states before those that do the same are merged: up to as many times the limit."""
+"""An automaton has more states before those that do the same are merged: up to as many
+times the limit.
+"""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """Grammar of a request's text; equal for requests that may write the same texts in the same way."""
+    """Grammar of a request's text; equal for requests that may write the same texts in
+    the same way.
+    """
 
     kind: Literal["regex", "choice", "json", "json_object", "reasoning"]
     text: str = ""
-    """The regex; as JSON the choices, the schema, or the markers of ``reasoning_automaton``; nothing for any object."""
+    """The regex; as JSON the choices, the schema, or the markers of
+    ``reasoning_automaton``; nothing for any object.
+    """
     spaces: bool = True
     """JSON only: allow a space behind a comma and a colon."""
 
     @property
     def expression(self) -> Expression:
-        """Expression of its texts; raises ``ValueError`` naming a construct that is not supported."""
+        """Expression of its texts; raises ``ValueError`` naming a construct that is not
+        supported.
+        """
         style = Style(self.spaces)
         match self.kind:
             case "regex":
@@ -72,7 +83,9 @@ class BuildInput:
     build_seconds: float
     """Seconds of one core that building it may take."""
     max_search: int = 1 << 24
-    """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are searched."""
+    """The most transitions × positions, of which at least ``LEAST_POSITIONS`` are
+    searched.
+    """
 
     @property
     def about(self) -> str:
@@ -83,37 +96,51 @@ class BuildInput:
         try:
             return build(self).packed
         except ValueError as error:
-            raise ValueError(f"structured_outputs.{self.grammar.kind}: {error}") from None
+            raise ValueError(
+                f"structured_outputs.{self.grammar.kind}: {error}"
+            ) from None
 
     def read(self, sent: bytes) -> Automaton:
         return unpacked(sent)
 
     def size_of(self, automaton: Automaton) -> int:
-        """Bytes of its tables, and as much again for ``packed`` and what that is made from."""
+        """Bytes of its tables, and as much again for ``packed`` and what that is made
+        from.
+        """
         tables = (automaton.class_of, automaton.next_state, automaton.accepting)
         return 2 * sum(table.nbytes for table in tables)
 
 
 def build(wanted: BuildInput) -> Automaton:
     """Raises ``ValueError`` with the reason why there is no automaton."""
-    grammar, vocabulary, max_states = wanted.grammar, wanted.vocabulary, wanted.max_states
+    grammar, vocabulary, max_states = (
+        wanted.grammar,
+        wanted.vocabulary,
+        wanted.max_states,
+    )
     try:
         if grammar.kind == "reasoning":
-            return compiler.reasoning_automaton(vocabulary, max_states, *json.loads(grammar.text))
+            return compiler.reasoning_automaton(
+                vocabulary, max_states, *json.loads(grammar.text)
+            )
         of_bytes = compiler.byte_automaton(grammar.expression, _SPARE * max_states)
         automaton = compiler.token_automaton(of_bytes, vocabulary, max_states)
     except compiler.TooManyStatesError:
         raise ValueError(
-            f"its automaton has more states than max_automaton_states={max_states}; shorter maximum lengths "
-            "make it smaller, and so do [0-9] and [A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
+            f"its automaton has more states than max_automaton_states={max_states}; "
+            f"shorter maximum lengths make it smaller, and so do [0-9] and "
+            f"[A-Za-z0-9_] for \\d and \\w, which hold the letters of all languages"
         ) from None
     except (MemoryError, RecursionError) as error:
-        raise ValueError(f"its automaton takes too much to build ({type(error).__name__})") from None
+        raise ValueError(
+            f"its automaton takes too much to build ({type(error).__name__})"
+        ) from None
     transitions = np.count_nonzero(automaton.next_state >= 0)
     if transitions > (most := wanted.max_search // LEAST_POSITIONS):
         raise ValueError(
-            f"its automaton has {transitions} transitions, of which max_automaton_search={wanted.max_search} allows "
-            f"{most}; simplify it, such as by shorter repetitions, or raise max_automaton_search"
+            f"its automaton has {transitions} transitions, of which "
+            f"max_automaton_search={wanted.max_search} allows {most}; simplify it, "
+            f"such as by shorter repetitions, or raise max_automaton_search"
         )
     return automaton
 

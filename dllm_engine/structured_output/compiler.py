@@ -1,5 +1,5 @@
-"""Automata of expressions over the bytes of UTF-8, and from these over tokens; and automata of reasoning, which is free
-text that ends with the first marker."""
+"""Automata of expressions over the bytes of UTF-8, and from these over tokens; and
+automata of reasoning, which is free text that ends with the first marker."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -8,10 +8,19 @@ from hashlib import blake2b
 import numpy as np
 
 from dllm_engine.scheduler.constraints.constraint import FAR, Automaton, distances
-from dllm_engine.structured_output.expression import Chars, Either, Expression, Listed, Ranges, Repeated
+from dllm_engine.structured_output.expression import (
+    Chars,
+    Either,
+    Expression,
+    Listed,
+    Ranges,
+    Repeated,
+)
 
 _LEADS = ((0, 128, 0), (0xC0, 32, 0x80), (0xE0, 16, 0x800), (0xF0, 8, 0x10000))
-"""Characters of one to four bytes: their lowest first byte, the number of first bytes, the first character."""
+"""Characters of one to four bytes: their lowest first byte, the number of first bytes,
+the first character.
+"""
 
 
 class TooManyStatesError(ValueError):
@@ -19,14 +28,19 @@ class TooManyStatesError(ValueError):
 
 
 def minimal(automaton: Automaton) -> Automaton:
-    """The automaton of fewest states and classes that accepts the same; without states where it accepts nothing."""
+    """The automaton of fewest states and classes that accepts the same; without states
+    where it accepts nothing.
+    """
     num_states = len(automaton.accepting)
     states, symbols = np.nonzero(automaton.next_state >= 0)
     edges = np.unique(states * num_states + automaton.next_state[states, symbols])
     sources, targets = np.divmod(edges, num_states)
-    # States that are apart from the first spare a round for each character of the longest text.
+    # States that are apart from the first spare a round for each character of the
+    # longest text.
     group = distances(targets, sources, automaton.accepting)
-    kept = (group < FAR) & (distances(sources, targets, np.arange(num_states) == 0) < FAR)
+    kept = (group < FAR) & (
+        distances(sources, targets, np.arange(num_states) == 0) < FAR
+    )
     group = np.append(np.where(kept, group, -1), -1).astype(np.int32)
     num_groups = 0
     while True:
@@ -36,19 +50,29 @@ def minimal(automaton: Automaton) -> Automaton:
             break
         num_groups = len(firsts)
     firsts = np.flatnonzero(kept)[firsts]
-    table = np.insert(group[automaton.next_state[firsts]], 0, -1, axis=1)  # first of all a class that leads nowhere
+    table = np.insert(
+        group[automaton.next_state[firsts]], 0, -1, axis=1
+    )  # first of all a class that leads nowhere
     columns, kinds = distinct_rows(table.T)
     class_of = (kinds[automaton.class_of + 1] - 1).astype(np.int32)
-    return Automaton(class_of, np.ascontiguousarray(table[:, columns[1:]]), automaton.accepting[firsts])
+    return Automaton(
+        class_of,
+        np.ascontiguousarray(table[:, columns[1:]]),
+        automaton.accepting[firsts],
+    )
 
 
 def distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each kind, in their order, and the kind of each row."""
-    multipliers = np.random.default_rng(0).integers(1 << 63, size=rows.shape[1], dtype=np.uint64)
+    multipliers = np.random.default_rng(0).integers(
+        1 << 63, size=rows.shape[1], dtype=np.uint64
+    )
     hashes = rows.astype(np.uint64) @ multipliers
     _, firsts, kinds = np.unique(hashes, return_index=True, return_inverse=True)
     if not np.array_equal(rows[firsts[kinds]], rows):  # two rows of one hash
-        _, firsts, kinds = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        _, firsts, kinds = np.unique(
+            rows, axis=0, return_index=True, return_inverse=True
+        )
     order = np.argsort(firsts)
     return firsts[order], np.argsort(order)[kinds]
 
@@ -68,26 +92,32 @@ def _utf8(ranges: Ranges) -> Expression:
 
 
 def _bytes(held: bytes, lead: int, count: int) -> list[Expression]:
-    """The characters that ``held`` says are in a set; the first byte of each is one of ``count`` from ``lead`` on."""
+    """The characters that ``held`` says are in a set; the first byte of each is one of
+    ``count`` from ``lead`` on.
+    """
     size = len(held) // count
     leads: dict[bytes, list[int]] = {}
     for i in range(count):
         leads.setdefault(held[i * size : (i + 1) * size], []).append(lead + i)
     return [
-        bytes(values) if size == 1 else (bytes(values), Either(_bytes(behind, 0x80, 64)))
+        bytes(values)
+        if size == 1
+        else (bytes(values), Either(_bytes(behind, 0x80, 64)))
         for behind, values in leads.items()
         if b"\1" in behind
     ]
 
 
 class _Rests:
-    """Rests of the texts of an expression, which are the states of an automaton that is not deterministic."""
+    """Rests of the texts of an expression, which are the states of an automaton that is
+    not deterministic.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.rests: list[tuple[bytes | None, list[int]]] = [(None, [])]
-        """The bytes of which a rest begins with one, None where it begins with none, and the numbers of the rests that
-        may follow. Rest 0 is the end."""
+        """The bytes of which a rest begins with one, None where it begins with none,
+        and the numbers of the rests that may follow. Rest 0 is the end."""
 
     def new(self, following: list[int], first: bytes | None = None) -> int:
         if len(self.rests) >= self.most:
@@ -116,7 +146,9 @@ class _Rests:
                     separated = self.before(separator, begun)
                     if after == loop:
                         self.rests[loop][1].append(separated)
-                    after = self.new([separated if done else begun] + [behind] * (done >= least))
+                    after = self.new(
+                        [separated if done else begun] + [behind] * (done >= least)
+                    )
                 return after
             case Listed(items, separator):
                 first = after = behind
@@ -128,7 +160,9 @@ class _Rests:
                 return first
 
     def closure(self, number: int) -> frozenset[int]:
-        """The rests that begin with a byte, and the end, which a rest may be without a byte read."""
+        """The rests that begin with a byte, and the end, which a rest may be without a
+        byte read.
+        """
         seen, numbers = {number}, [number]
         for each in numbers:  # grows as it is read
             first, following = self.rests[each]
@@ -139,7 +173,9 @@ class _Rests:
 
 
 def byte_automaton(expression: Expression, most: int) -> Automaton:
-    """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it has over ``most`` states."""
+    """The automaton over bytes, as 256 tokens. Raises ``TooManyStatesError`` where it
+    has over ``most`` states.
+    """
     rests = _Rests(8 * most)
     start = rests.before(expression, 0)
     sets = list(dict.fromkeys(first for first, _ in rests.rests if first))
@@ -147,7 +183,10 @@ def byte_automaton(expression: Expression, most: int) -> Automaton:
     for i, byte_set in enumerate(sets):
         member[list(byte_set), i] = 1
     firsts, kind_of = distinct_rows(member)
-    kinds = {each: np.flatnonzero(column).tolist() for each, column in zip(sets, member[firsts].T, strict=True)}
+    kinds = {
+        each: np.flatnonzero(column).tolist()
+        for each, column in zip(sets, member[firsts].T, strict=True)
+    }
     closure = cache(rests.closure)
     states = [closure(start)]
     numbers = {states[0]: 0}
@@ -168,8 +207,15 @@ def byte_automaton(expression: Expression, most: int) -> Automaton:
         for first, following in (rests.rests[number] for number in state):
             for kind in kinds[first] if first else ():
                 begun[kind].update(following)
-        table.append(np.array([state_of(frozenset(behind)) if behind else -1 for behind in begun], np.int32))
-    return Automaton(kind_of, np.stack(table), np.array([0 in state for state in states]))
+        table.append(
+            np.array(
+                [state_of(frozenset(behind)) if behind else -1 for behind in begun],
+                np.int32,
+            )
+        )
+    return Automaton(
+        kind_of, np.stack(table), np.array([0 in state for state in states])
+    )
 
 
 class Vocabulary:
@@ -179,8 +225,8 @@ class Vocabulary:
         self.token_bytes = np.frombuffer(b"".join(tokens), np.uint8)
         """uint8: the bytes of all tokens, end to end."""
         self.starts = np.cumsum([0, *map(len, tokens)])
-        """int64 ``[vocab_size + 1]``: where those of each token begin. Special and added tokens have none, nor have
-        numbers that the tokenizer does not use."""
+        """int64 ``[vocab_size + 1]``: where those of each token begin. Special and
+        added tokens have none, nor have numbers that the tokenizer does not use."""
         self.digest = _digest(self.token_bytes) + _digest(self.starts)
 
     def spelling(self, token: int) -> bytes:
@@ -193,10 +239,15 @@ class Vocabulary:
         return hash(self.digest)
 
 
-def token_automaton(of_bytes: Automaton, vocabulary: Vocabulary, most_states: int) -> Automaton:
-    """The automaton over tokens; those without bytes are in no text. Raises ``ValueError`` where no text can be
-    spelled, ``TooManyStatesError`` where over ``most_states`` are left."""
-    automaton = minimal(_over_tokens(of_bytes, vocabulary.token_bytes, vocabulary.starts))
+def token_automaton(
+    of_bytes: Automaton, vocabulary: Vocabulary, most_states: int
+) -> Automaton:
+    """The automaton over tokens; those without bytes are in no text. Raises
+    ``ValueError`` where no text can be spelled, ``TooManyStatesError`` where over
+    ``most_states`` are left."""
+    automaton = minimal(
+        _over_tokens(of_bytes, vocabulary.token_bytes, vocabulary.starts)
+    )
     if not len(automaton.accepting):
         raise ValueError("the tokens of this model spell no text that matches")
     if len(automaton.accepting) > most_states:
@@ -204,10 +255,13 @@ def token_automaton(of_bytes: Automaton, vocabulary: Vocabulary, most_states: in
     return automaton
 
 
-def _over_tokens(of_bytes: Automaton, token_bytes: np.ndarray, starts: np.ndarray) -> Automaton:
+def _over_tokens(
+    of_bytes: Automaton, token_bytes: np.ndarray, starts: np.ndarray
+) -> Automaton:
     """The automaton over tokens, with the same states.
 
-    Reads byte i of all tokens at once. Tokens that have led alike so far are read as one.
+    Reads byte i of all tokens at once. Tokens that have led alike so far are read as
+    one.
     """
     by_kind = np.pad(of_bytes.next_state.T, ((0, 0), (0, 1)), constant_values=-1)
     states = np.arange(len(of_bytes.accepting), dtype=np.int32)
@@ -218,16 +272,24 @@ def _over_tokens(of_bytes: Automaton, token_bytes: np.ndarray, starts: np.ndarra
     for i in range(int(lengths.max(initial=0))):
         tokens = np.flatnonzero((lengths > i) & (column_of > 0))
         kinds = of_bytes.class_of[token_bytes[starts[tokens] + i]]
-        steps, step_of = np.unique(column_of[tokens] * len(by_kind) + kinds, return_inverse=True)
+        steps, step_of = np.unique(
+            column_of[tokens] * len(by_kind) + kinds, return_inverse=True
+        )
         for step_number, step in enumerate(steps.tolist()):
             before, kind = divmod(step, len(by_kind))
             column = by_kind[kind][columns[before]]
-            steps[step_number] = number = numbers.setdefault(_digest(column), len(columns))
+            steps[step_number] = number = numbers.setdefault(
+                _digest(column), len(columns)
+            )
             if number == len(columns):
                 columns.append(column)
         column_of[tokens] = steps[step_of]
     used, class_of = np.unique(column_of, return_inverse=True)
-    return Automaton(class_of, np.stack([columns[number] for number in used], axis=1), of_bytes.accepting)
+    return Automaton(
+        class_of,
+        np.stack([columns[number] for number in used], axis=1),
+        of_bytes.accepting,
+    )
 
 
 def _digest(column: np.ndarray) -> bytes:
@@ -242,22 +304,31 @@ def reasoning_automaton(
     start_token: int | None,
     any_token: bool = False,
 ) -> Automaton:
-    """Reads any text up to the marker ``end``, such as ``</think>``, which ends its last token. Beside tokens that
-    spell text there are ``end_token``, if a token is this marker, which nothing else spells then; and ``start_token``,
-    if one may begin reasoning. Errors as ``token_automaton``.
+    """Reads any text up to the marker ``end``, such as ``</think>``, which ends its
+    last token. Beside tokens that spell text there are ``end_token``, if a token is
+    this marker, which nothing else spells then; and ``start_token``, if one may begin
+    reasoning. Errors as ``token_automaton``.
 
-    ``any_token``: any text may follow, so the last token may go on behind the marker; any token may be in reasoning.
+    ``any_token``: any text may follow, so the last token may go on behind the marker;
+    any token may be in reasoning.
     """
     anything = Repeated(bytes(range(256)), 0, None)
-    of_bytes = byte_automaton((anything, *(bytes([byte]) for byte in end.encode())), most_states)
+    of_bytes = byte_automaton(
+        (anything, *(bytes([byte]) for byte in end.encode())), most_states
+    )
     # The first marker ends it.
-    of_bytes.next_state[of_bytes.accepting] = np.flatnonzero(of_bytes.accepting)[0] if any_token else -1
+    of_bytes.next_state[of_bytes.accepting] = (
+        np.flatnonzero(of_bytes.accepting)[0] if any_token else -1
+    )
     free = token_automaton(of_bytes, vocabulary, most_states)
     class_of, table = free.class_of.copy(), free.next_state
     ended = int(np.flatnonzero(free.accepting)[0])
     if end_token is not None:
         table = np.where(table == ended, -1, table)
-    begins, ends = np.where(np.arange(len(table)) == 0, 0, -1), np.where(free.accepting, -1, ended)
+    begins, ends = (
+        np.where(np.arange(len(table)) == 0, 0, -1),
+        np.where(free.accepting, -1, ended),
+    )
     if any_token:
         class_of[class_of < 0] = table.shape[1]
         table = np.column_stack([table, np.where(free.accepting, -1, 0)])

@@ -1,4 +1,6 @@
-"""Regular expressions as trees of characters, sequences, alternatives and repetitions."""
+"""Regular expressions as trees of characters, sequences,
+alternatives and repetitions.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +26,9 @@ class Either:
 
 @dataclass(frozen=True)
 class Repeated:
-    """``least`` to ``most`` times, without an upper bound where ``most`` is None, with a separator between."""
+    """``least`` to ``most`` times, without an upper bound where ``most`` is None, with
+    a separator between.
+    """
 
     item: "Expression"
     least: int
@@ -42,7 +46,9 @@ class Listed:
 
 
 Expression = Union[Chars, bytes, tuple["Expression", ...], Either, Repeated, Listed]  # noqa: UP007
-"""A tuple is a sequence. ``bytes`` are one byte of a set, which is part of a character in UTF-8."""
+"""A tuple is a sequence. ``bytes`` are one byte of a set, which is part of a character
+in UTF-8.
+"""
 EMPTY: Expression = ()
 ANY = Chars(((0, LAST_CODE_POINT),))
 

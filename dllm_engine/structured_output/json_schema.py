@@ -1,5 +1,6 @@
-"""JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, but not every valid text is there
-(docs/structured_output.md). A keyword that cannot be held to is refused by name."""
+"""JSON schemas (draft 2020-12) as expressions: every text is valid by the schema, but
+not every valid text is there (docs/structured_output.md). A keyword that cannot be held
+to is refused by name."""
 
 from collections.abc import Mapping
 from fractions import Fraction
@@ -9,8 +10,21 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
 
-from dllm_engine.structured_output.expression import ANY, EMPTY, Either, Expression, Repeated, literal
-from dllm_engine.structured_output.json_text import INTEGER, NUMBER, Style, decimals, string
+from dllm_engine.structured_output.expression import (
+    ANY,
+    EMPTY,
+    Either,
+    Expression,
+    Repeated,
+    literal,
+)
+from dllm_engine.structured_output.json_text import (
+    INTEGER,
+    NUMBER,
+    Style,
+    decimals,
+    string,
+)
 from dllm_engine.structured_output.python_regex import regex_expression
 
 _EXTRA_DIGITS = 6
@@ -18,7 +32,17 @@ _EXTRA_DIGITS = 6
 _EXACT_DIGITS = 15
 """Decimals of as many digits stay apart, and in order, as Python's floats."""
 _ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$schema", "$comment"),
+    *(
+        "title",
+        "description",
+        "default",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$schema",
+        "$comment",
+    ),
     *("$defs", "definitions", "discriminator"),
 }
 _COMBINING = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
@@ -32,7 +56,11 @@ _BY_TYPE: dict[str, tuple[str, ...]] = {
     "boolean": (),
     "null": (),
 }
-_KEYWORDS = {"type", *_COMBINING, *(keyword for names in _BY_TYPE.values() for keyword in names)}
+_KEYWORDS = {
+    "type",
+    *_COMBINING,
+    *(keyword for names in _BY_TYPE.values() for keyword in names),
+}
 _DAY = (
     r"(?:(?:0[1-9]\d\d|[1-9]\d{3})-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|"
     r"(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8])))"
@@ -50,7 +78,9 @@ _FORMATS = {
 
 
 def schema_expression(schema: Any, style: Style) -> Expression:
-    """Raises ``ValueError`` naming what is no schema, or a keyword that is not supported, and where."""
+    """Raises ``ValueError`` naming what is no schema, or a keyword that is not
+    supported, and where.
+    """
     try:
         Draft202012Validator.check_schema(schema)
         return _Reader(schema, style).read(schema, "#")
@@ -66,39 +96,75 @@ class _Reader:
         self.references = ["#"]
         """References that are being read."""
 
-    def read(self, schema: Any, path: str, within: list[str] | None = None) -> Expression:
-        """``within``: types of the schema around it, such as of vLLM's schema of a tool's call."""
+    def read(
+        self, schema: Any, path: str, within: list[str] | None = None
+    ) -> Expression:
+        """``within``: types of the schema around it, such as of vLLM's schema of a
+        tool's call.
+        """
         if schema is True and within is None:
             return self.style.anything()
         if not isinstance(schema, dict):
-            raise ValueError(f"{path}: {schema!r} is no schema that any value is valid by")
+            raise ValueError(
+                f"{path}: {schema!r} is no schema that any value is valid by"
+            )
         told = schema.keys() - _ANNOTATIONS - ({"$id"} if path == "#" else set())
-        if unknown := told - _KEYWORDS - {name for name in ("uniqueItems", "nullable") if schema.get(name) is False}:
+        if (
+            unknown := told
+            - _KEYWORDS
+            - {
+                name
+                for name in ("uniqueItems", "nullable")
+                if schema.get(name) is False
+            }
+        ):
             raise ValueError(f"{path}: the keyword {min(unknown)!r} is not supported")
         types = self._types(schema, path, within)
         for keyword in _COMBINING:
             if keyword in told:
-                if beside := told - {keyword} - ({"type"} if keyword not in ("allOf", "$ref") else set()):
-                    raise ValueError(f"{path}: {min(beside)!r} beside {keyword!r} is not supported")
+                if (
+                    beside := told
+                    - {keyword}
+                    - ({"type"} if keyword not in ("allOf", "$ref") else set())
+                ):
+                    raise ValueError(
+                        f"{path}: {min(beside)!r} beside {keyword!r} is not supported"
+                    )
                 return self._combined(keyword, schema, types, path)
         if types is None:
-            types = [name for name in _BY_TYPE if name != "integer" and told.intersection(_BY_TYPE[name])]
-        return Either([getattr(self, f"_{name}")(schema, path) for name in types]) if types else self.style.anything()
+            types = [
+                name
+                for name in _BY_TYPE
+                if name != "integer" and told.intersection(_BY_TYPE[name])
+            ]
+        return (
+            Either([getattr(self, f"_{name}")(schema, path) for name in types])
+            if types
+            else self.style.anything()
+        )
 
-    def _types(self, schema: dict[str, Any], path: str, within: list[str] | None) -> list[str] | None:
+    def _types(
+        self, schema: dict[str, Any], path: str, within: list[str] | None
+    ) -> list[str] | None:
         if "type" not in schema:
             return within
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         if within is not None and not {*types} <= {*within}:
-            raise ValueError(f"{path}: 'type' beside schemas of other types is not supported")
+            raise ValueError(
+                f"{path}: 'type' beside schemas of other types is not supported"
+            )
         return types
 
-    def _combined(self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str) -> Expression:
+    def _combined(
+        self, keyword: str, schema: dict[str, Any], types: list[str] | None, path: str
+    ) -> Expression:
         value, here = schema[keyword], f"{path}/{keyword}"
         if keyword == "$ref":
             target = self._target(value, here)
             if value in self.references:
-                raise ValueError(f"{here}: recursion is not supported ({value!r} refers to itself)")
+                raise ValueError(
+                    f"{here}: recursion is not supported ({value!r} refers to itself)"
+                )
             self.references.append(value)
             text = self.read(target, value, types)
             self.references.pop()
@@ -112,18 +178,26 @@ class _Reader:
                 raise ValueError(f"{here}: {error}") from None
         if keyword == "allOf" and len(value) > 1:
             raise ValueError(f"{here}: more than one schema is not supported")
-        texts = [self.read(branch, f"{here}/{i}", types) for i, branch in enumerate(value)]
-        apart = (self._kinds(one).isdisjoint(self._kinds(other)) for one, other in combinations(value, 2))
+        texts = [
+            self.read(branch, f"{here}/{i}", types) for i, branch in enumerate(value)
+        ]
+        apart = (
+            self._kinds(one).isdisjoint(self._kinds(other))
+            for one, other in combinations(value, 2)
+        )
         if keyword == "oneOf" and "discriminator" not in schema and not all(apart):
             raise ValueError(
-                f"{here}: a value may be valid by two of its schemas; use anyOf, or a discriminator (a property "
-                "that each requires, with another const)"
+                f"{here}: a value may be valid by two of its schemas; use anyOf, or a "
+                f"discriminator (a property that each requires, with another const)"
             )
         return Either(texts)
 
     def _target(self, reference: Any, path: str) -> Any:
         if not f"{reference}/".startswith("#/"):
-            raise ValueError(f"{path}: {reference!r} is not supported; only '#/…' is, a place in this schema")
+            raise ValueError(
+                f"{path}: {reference!r} is not supported; only '#/…' is, a place in "
+                f"this schema"
+            )
         target = self.root
         for part in reference.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -133,7 +207,9 @@ class _Reader:
         return target
 
     def _kinds(self, schema: Any) -> set[str]:
-        """Types of JSON that a value may have, as far as the schema, or what it refers to, names them."""
+        """Types of JSON that a value may have, as far as the schema, or what it refers
+        to, names them.
+        """
         if isinstance(schema, dict) and "$ref" in schema:
             schema = self._target(schema["$ref"], "$ref")
         types = self._types(schema, "type", None) if isinstance(schema, dict) else None
@@ -147,41 +223,88 @@ class _Reader:
         if not fields and more is not False:
             return self.style.map(self.read(more, f"{path}/additionalProperties"))
         if not isinstance(more, bool):
-            self.read(more, f"{path}/additionalProperties")  # never written, but named where it is wrong
-        read = {name: self.read(field, f"{path}/properties/{name}") for name, field in fields.items()}
+            self.read(
+                more, f"{path}/additionalProperties"
+            )  # never written, but named where it is wrong
+        read = {
+            name: self.read(field, f"{path}/properties/{name}")
+            for name, field in fields.items()
+        }
         return self.style.object(read, required)
 
     def _array(self, schema: dict[str, Any], path: str) -> Expression:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if items := schema.get("prefixItems"):
             if least > len(items) or (most is not None and most < len(items)):
-                raise ValueError(f"{path}/prefixItems: only arrays of exactly its {len(items)} items are supported")
-            return self.style.tuple([self.read(item, f"{path}/prefixItems/{i}") for i, item in enumerate(items)])
-        item = EMPTY if most == 0 else self.read(schema.get("items", True), f"{path}/items")
+                raise ValueError(
+                    f"{path}/prefixItems: only arrays of exactly its {len(items)} "
+                    f"items are supported"
+                )
+            return self.style.tuple(
+                [
+                    self.read(item, f"{path}/prefixItems/{i}")
+                    for i, item in enumerate(items)
+                ]
+            )
+        item = (
+            EMPTY
+            if most == 0
+            else self.read(schema.get("items", True), f"{path}/items")
+        )
         return self.style.array(item, least, most)
 
     def _string(self, schema: dict[str, Any], path: str) -> Expression:
-        told = [keyword for keyword in ("pattern", "format", "minLength", "maxLength") if keyword in schema]
+        told = [
+            keyword
+            for keyword in ("pattern", "format", "minLength", "maxLength")
+            if keyword in schema
+        ]
         if not {"pattern", "format"}.intersection(told):
-            return string(Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength")))
+            return string(
+                Repeated(ANY, schema.get("minLength", 0), schema.get("maxLength"))
+            )
         if told[1:]:
-            raise ValueError(f"{path}: {told[1]!r} beside {told[0]!r} is not supported; write it into a pattern")
-        value, here, is_pattern = schema[told[0]], f"{path}/{told[0]}", told == ["pattern"]
+            raise ValueError(
+                f"{path}: {told[1]!r} beside {told[0]!r} is not supported; write it "
+                f"into a pattern"
+            )
+        value, here, is_pattern = (
+            schema[told[0]],
+            f"{path}/{told[0]}",
+            told == ["pattern"],
+        )
         if not is_pattern and value not in _FORMATS:
             raise ValueError(f"{here}: {value!r} is none of {', '.join(_FORMATS)}")
         try:
-            return string(regex_expression(value if is_pattern else f"(?a){_FORMATS[value]}", search=is_pattern))
+            return string(
+                regex_expression(
+                    value if is_pattern else f"(?a){_FORMATS[value]}", search=is_pattern
+                )
+            )
         except ValueError as error:
             raise ValueError(f"{here}: {error}") from None
 
     def _number(self, schema: dict[str, Any], path: str) -> Expression:
         """Decimals, without exponent where there is a bound."""
         bounds = _bounds(schema)
-        exact = (n for n in range(_EXACT_DIGITS) if all(10**n % bound.denominator == 0 for bound in bounds.values()))
+        exact = (
+            n
+            for n in range(_EXACT_DIGITS)
+            if all(10**n % bound.denominator == 0 for bound in bounds.values())
+        )
         shown = next(exact, _EXACT_DIGITS) + _EXTRA_DIGITS
-        if any(abs(bound) * 10**shown >= 10**_EXACT_DIGITS for bound in bounds.values()):
-            raise ValueError(f"{path}: a bound of a number may have {_EXACT_DIGITS - _EXTRA_DIGITS} digits at most")
-        return Either([_bounded(bounds, n) for n in range(shown + 1)]) if bounds else NUMBER
+        if any(
+            abs(bound) * 10**shown >= 10**_EXACT_DIGITS for bound in bounds.values()
+        ):
+            raise ValueError(
+                f"{path}: a bound of a number may have {_EXACT_DIGITS - _EXTRA_DIGITS} "
+                f"digits at most"
+            )
+        return (
+            Either([_bounded(bounds, n) for n in range(shown + 1)])
+            if bounds
+            else NUMBER
+        )
 
     def _integer(self, schema: dict[str, Any], path: str) -> Expression:
         bounds = _bounds(schema)
@@ -195,16 +318,29 @@ class _Reader:
 
 
 def _bounds(schema: dict[str, Any]) -> dict[str, Fraction]:
-    return {keyword: Fraction(str(schema[keyword])) for keyword in BOUNDS if keyword in schema}
+    return {
+        keyword: Fraction(str(schema[keyword]))
+        for keyword in BOUNDS
+        if keyword in schema
+    }
 
 
 def _bounded(bounds: dict[str, Fraction], places: int) -> Expression:
     """Decimals of as many digits behind the point."""
-    return decimals(*integer_range({keyword: bound * 10**places for keyword, bound in bounds.items()}), places)
+    return decimals(
+        *integer_range(
+            {keyword: bound * 10**places for keyword, bound in bounds.items()}
+        ),
+        places,
+    )
 
 
-def integer_range(bounds: Mapping[str, Fraction | int]) -> tuple[int | None, int | None]:
-    """The least and the largest integer within bounds, by their keywords; None where there is no bound."""
+def integer_range(
+    bounds: Mapping[str, Fraction | int],
+) -> tuple[int | None, int | None]:
+    """The least and the largest integer within bounds, by their keywords; None where
+    there is no bound.
+    """
     lows = [ceil(bounds[key]) for key in bounds if key == "minimum"]
     lows += [floor(bounds[key]) + 1 for key in bounds if key == "exclusiveMinimum"]
     highs = [floor(bounds[key]) for key in bounds if key == "maximum"]

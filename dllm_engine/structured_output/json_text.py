@@ -22,11 +22,25 @@ OBJECT_DEPTH = 4
 """Objects and arrays inside each other in any JSON object, with itself."""
 VALUE_DEPTH = 2
 """Objects and arrays inside each other in a value of which a schema says nothing."""
-_ESCAPES = {'"': '"', "\\": "\\", "/": "/", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
+_ESCAPES = {
+    '"': '"',
+    "\\": "\\",
+    "/": "/",
+    "\b": "b",
+    "\f": "f",
+    "\n": "n",
+    "\r": "r",
+    "\t": "t",
+}
 _PLAIN = ((0x20, 0x21), (0x23, 0x5B), (0x5D, LAST_CODE_POINT))
-"""Characters that a string holds as themselves: neither control characters nor quotes and backslashes."""
+"""Characters that a string holds as themselves: neither control characters nor quotes
+and backslashes.
+"""
 _DIGIT = one_of("0123456789")
-INTEGER = (optional(literal("-")), Either((literal("0"), (one_of("123456789"), Repeated(_DIGIT, 0, None)))))
+INTEGER = (
+    optional(literal("-")),
+    Either((literal("0"), (one_of("123456789"), Repeated(_DIGIT, 0, None)))),
+)
 NUMBER = (
     INTEGER,
     optional((literal("."), Repeated(_DIGIT, 1, None))),
@@ -38,8 +52,16 @@ def in_string(expression: Expression) -> Expression:
     """Spelling of an expression as a JSON string."""
     match expression:
         case Chars(ranges):
-            plain = ((max(a, first), min(b, last)) for a, b in ranges for first, last in _PLAIN)
-            holds = [letter for char, letter in _ESCAPES.items() if any(a <= ord(char) <= b for a, b in ranges)]
+            plain = (
+                (max(a, first), min(b, last))
+                for a, b in ranges
+                for first, last in _PLAIN
+            )
+            holds = [
+                letter
+                for char, letter in _ESCAPES.items()
+                if any(a <= ord(char) <= b for a, b in ranges)
+            ]
             return Either((Chars(tuple(plain)), (one_of("\\"), one_of("".join(holds)))))
         case tuple():
             return tuple(map(in_string, expression))
@@ -65,28 +87,48 @@ class Style:
     """Allow a space behind a comma and a colon."""
 
     def mark(self, character: str) -> Expression:
-        return (literal(character), optional(literal(" "))) if self.spaces else literal(character)
+        return (
+            (literal(character), optional(literal(" ")))
+            if self.spaces
+            else literal(character)
+        )
 
-    def array(self, item: Expression, least: int = 0, most: int | None = None) -> Expression:
+    def array(
+        self, item: Expression, least: int = 0, most: int | None = None
+    ) -> Expression:
         return (literal("["), Repeated(item, least, most, self.mark(",")), literal("]"))
 
     def tuple(self, items: list[Expression]) -> Expression:
-        return (literal("["), Listed([(item, True) for item in items], self.mark(",")), literal("]"))
+        return (
+            literal("["),
+            Listed([(item, True) for item in items], self.mark(",")),
+            literal("]"),
+        )
 
     def object(self, fields: dict[str, Expression], required: list[str]) -> Expression:
         colon = self.mark(":")
-        items = [((self.constant(name), colon, value), name in required) for name, value in fields.items()]
+        items = [
+            ((self.constant(name), colon, value), name in required)
+            for name, value in fields.items()
+        ]
         return (literal("{"), Listed(items, self.mark(",")), literal("}"))
 
     def map(self, value: Expression) -> Expression:
         """An object of any keys."""
-        return (literal("{"), Repeated((ANY_STRING, self.mark(":"), value), 0, None, self.mark(",")), literal("}"))
+        return (
+            literal("{"),
+            Repeated((ANY_STRING, self.mark(":"), value), 0, None, self.mark(",")),
+            literal("}"),
+        )
 
     def anything(self, depth: int = VALUE_DEPTH) -> Expression:
         """Any value with up to ``depth`` objects and arrays inside each other."""
         values = [ANY_STRING, NUMBER, *map(literal, ("true", "false", "null"))]
         if depth:
-            values += [self.array(self.anything(depth - 1)), self.map(self.anything(depth - 1))]
+            values += [
+                self.array(self.anything(depth - 1)),
+                self.map(self.anything(depth - 1)),
+            ]
         return Either(values)
 
     def constant(self, value: Any) -> Expression:
@@ -94,29 +136,45 @@ class Style:
         if isinstance(value, list):
             return self.tuple(list(map(self.constant, value)))
         if isinstance(value, dict):
-            return self.object({name: self.constant(item) for name, item in value.items()}, list(value))
+            return self.object(
+                {name: self.constant(item) for name, item in value.items()}, list(value)
+            )
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
         text.encode()  # a lone surrogate is no text
         return literal(text)
 
 
 def decimals(low: int | None, high: int | None, places: int) -> Expression:
-    """n / 10^places, written with as many digits behind the point, for integers n from ``low`` to ``high``; without a
-    bound where one is None."""
+    """n / 10^places, written with as many digits behind the point, for integers n from
+    ``low`` to ``high``; without a bound where one is None."""
     texts: list[tuple[Expression, ...]] = []
     if high is None or high >= 0:
         texts += _naturals(max(low or 0, 0), high, places)
     if low is None or low < 0:
         least = 1 if high is None else max(1, -high)
-        texts += ((literal("-"), *text) for text in _naturals(least, None if low is None else -low, places))
-    return Either([(*text[:-places], literal("."), *text[-places:]) if places else text for text in texts])
+        texts += (
+            (literal("-"), *text)
+            for text in _naturals(least, None if low is None else -low, places)
+        )
+    return Either(
+        [
+            (*text[:-places], literal("."), *text[-places:]) if places else text
+            for text in texts
+        ]
+    )
 
 
-def _naturals(low: int, high: int | None, places: int) -> Iterator[tuple[Expression, ...]]:
+def _naturals(
+    low: int, high: int | None, places: int
+) -> Iterator[tuple[Expression, ...]]:
     """Digits of the integers, with at least one before the last ``places``."""
     length = max(len(str(low)), places + 1)
     if high is None:
-        yield (one_of("123456789"), Repeated(_DIGIT, length - places, None), *[_DIGIT] * places)
+        yield (
+            one_of("123456789"),
+            Repeated(_DIGIT, length - places, None),
+            *[_DIGIT] * places,
+        )
         high = 10**length - 1
     while low <= high:
         top = min(high, 10**length - 1)
@@ -134,5 +192,8 @@ def _between(low: str, high: str) -> Iterator[tuple[Expression, ...]]:
         yield from ((one_of(first), *digits) for digits in _between(low[1:], high[1:]))
         return
     yield from ((one_of(first), *digits) for digits in _between(low[1:], "9" * rest))
-    yield (one_of("".join(map(str, range(int(first) + 1, int(last))))), *[_DIGIT] * rest)
+    yield (
+        one_of("".join(map(str, range(int(first) + 1, int(last))))),
+        *[_DIGIT] * rest,
+    )
     yield from ((one_of(last), *digits) for digits in _between("0" * rest, high[1:]))

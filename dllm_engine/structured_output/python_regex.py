@@ -1,12 +1,21 @@
-"""Python's regexes as expressions: Python's own parser reads them, and its own matcher says which characters a set
-holds, so a text that an automaton accepts is one that ``re.fullmatch`` matches."""
+"""Python's regexes as expressions: Python's own parser reads them, and its own matcher
+says which characters a set holds, so a text that an automaton accepts is one that
+``re.fullmatch`` matches."""
 
 import re
 from functools import cache, lru_cache
 from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
 from typing import Any
 
-from dllm_engine.structured_output.expression import ANY, EMPTY, LAST_CODE_POINT, Chars, Either, Expression, Repeated
+from dllm_engine.structured_output.expression import (
+    ANY,
+    EMPTY,
+    LAST_CODE_POINT,
+    Chars,
+    Either,
+    Expression,
+    Repeated,
+)
 
 _REFUSED = {
     "AT": "an anchor (^, $, \\A, \\Z) that is not at an end of the text",
@@ -17,27 +26,36 @@ _REFUSED = {
     "ATOMIC_GROUP": "an atomic group",
     "POSSESSIVE_REPEAT": "a possessive quantifier",
 }
-_STARTS = [(_constants.AT, at) for at in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)]
+_STARTS = [
+    (_constants.AT, at)
+    for at in (_constants.AT_BEGINNING, _constants.AT_BEGINNING_STRING)
+]
 _ENDS = [(_constants.AT, at) for at in (_constants.AT_END, _constants.AT_END_STRING)]
 
 
 def regex_expression(pattern: str, *, search: bool = False) -> Expression:
-    """Texts that ``re.fullmatch`` matches, or with ``search`` those in which ``re.search`` finds the pattern and no
-    text after a ``$``. Raises ``ValueError`` naming a construct that is not supported."""
+    """Texts that ``re.fullmatch`` matches, or with ``search`` those in which
+    ``re.search`` finds the pattern and no text after a ``$``. Raises ``ValueError``
+    naming a construct that is not supported."""
     edge = Repeated(ANY, 0, None) if search else EMPTY
     try:
         parsed = _parser.parse(pattern)
         return _read(parsed, parsed.state.flags, edge, edge)
     except (re.error, OverflowError) as error:
-        raise ValueError(f"{pattern!r} is not a regex that Python can read: {error}") from None
+        raise ValueError(
+            f"{pattern!r} is not a regex that Python can read: {error}"
+        ) from None
     except RecursionError:
         raise ValueError("the regex is nested too deeply") from None
     except NotImplementedError as error:
         raise ValueError(f"{error} in the regex {pattern!r} is not supported") from None
 
 
-def _read(nodes: Any, flags: int, left: Expression | None, right: Expression | None) -> Expression:
-    """``left`` and ``right``: what may stand before and behind the nodes, unless an anchor is there; None inside
+def _read(
+    nodes: Any, flags: int, left: Expression | None, right: Expression | None
+) -> Expression:
+    """``left`` and ``right``: what may stand before and behind the nodes, unless an
+    anchor is there; None inside
     the text, where no anchor may be."""
     nodes = list(nodes)
     while left is not None and nodes and nodes[0] in _STARTS:
@@ -50,10 +68,18 @@ def _read(nodes: Any, flags: int, left: Expression | None, right: Expression | N
         return (left or EMPTY, right or EMPTY)
     inner = [None] * (len(nodes) - 1)
     edges = zip(nodes, [left, *inner], [*inner, right], strict=True)
-    return tuple(_node(str(code), argument, flags, *edge) for (code, argument), *edge in edges)
+    return tuple(
+        _node(str(code), argument, flags, *edge) for (code, argument), *edge in edges
+    )
 
 
-def _node(code: str, argument: Any, flags: int, left: Expression | None, right: Expression | None) -> Expression:
+def _node(
+    code: str,
+    argument: Any,
+    flags: int,
+    left: Expression | None,
+    right: Expression | None,
+) -> Expression:
     match code:
         case "SUBPATTERN":
             _, added, removed, item = argument
@@ -65,12 +91,18 @@ def _node(code: str, argument: Any, flags: int, left: Expression | None, right: 
         case "LITERAL" if not flags & re.IGNORECASE:
             read: Expression = Chars(((argument, argument),))
         case "LITERAL" | "NOT_LITERAL" | "IN" | "ANY":
-            node = (getattr(_constants, code), tuple(argument) if code == "IN" else argument)
+            node = (
+                getattr(_constants, code),
+                tuple(argument) if code == "IN" else argument,
+            )
             read = _matched(node, flags)
         case "MAX_REPEAT" | "MIN_REPEAT":
             least, most, item = argument
-            # An anchor is at an end of the text only where the item is there at most once.
-            edges = [EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)]
+            # An anchor is at an end of the text only where the item is there at most
+            # once.
+            edges = [
+                EMPTY if most == 1 and edge == EMPTY else None for edge in (left, right)
+            ]
             most = None if most is _constants.MAXREPEAT else most
             read = Repeated(_read(item, flags, *edges), least, most)
         case "AT" if argument in (_constants.AT_BOUNDARY, _constants.AT_NON_BOUNDARY):
@@ -86,12 +118,18 @@ def _matched(node: tuple[Any, Any], flags: int) -> Chars:
     state = _parser.State()
     state.flags = flags
     one = _parser.SubPattern(state, [node])
-    runs = _parser.SubPattern(state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))])
+    runs = _parser.SubPattern(
+        state, [(_constants.MAX_REPEAT, (1, _constants.MAXREPEAT, one))]
+    )
     text = _all_characters()
     found = _compiler.compile(runs, flags).finditer(text)
-    return Chars(tuple((ord(text[run.start()]), ord(text[run.end() - 1])) for run in found))
+    return Chars(
+        tuple((ord(text[run.start()]), ord(text[run.end() - 1])) for run in found)
+    )
 
 
 @cache
 def _all_characters() -> str:
-    return "".join(chr(code) for code in range(LAST_CODE_POINT + 1) if not 0xD800 <= code < 0xE000)
+    return "".join(
+        chr(code) for code in range(LAST_CODE_POINT + 1) if not 0xD800 <= code < 0xE000
+    )

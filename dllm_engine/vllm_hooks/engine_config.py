@@ -1,4 +1,6 @@
-"""Settings that turn stock vLLM into a diffusion engine. They are applied when the model is one of ours."""
+"""Settings that turn stock vLLM into a diffusion engine. They are applied when the
+model is one of ours.
+"""
 
 import math
 import re
@@ -16,7 +18,11 @@ from dllm_engine.checkpoints import check_folder
 from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
 from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.model_executor.loading.files import FLOAT_TYPES, check_generation_config, check_safetensors
+from dllm_engine.model_executor.loading.files import (
+    FLOAT_TYPES,
+    check_generation_config,
+    check_safetensors,
+)
 from dllm_engine.model_executor.loading.lora import check_adapter
 from dllm_engine.model_executor.models.config_keys import block_size_of
 from dllm_engine.model_executor.models.configs import Config, unsupported_model
@@ -25,7 +31,10 @@ from dllm_engine.options import OPTIONS_KEY, EngineOptions, shortened
 from dllm_engine.quiet import keep_our_warnings
 from dllm_engine.scheduler.options.request_fields import RequestOptions, with_defaults
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.options.resolve import check_request_defaults, checkpoint_defaults
+from dllm_engine.scheduler.options.resolve import (
+    check_request_defaults,
+    checkpoint_defaults,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import check_attention
 from dllm_engine.text import assignments, did_you_mean
 from dllm_engine.vllm_hooks import input_processor, patch, table
@@ -35,39 +44,63 @@ from dllm_engine.vllm_hooks.refused_settings import SCHEDULER_CLASS, refuse_unsu
 logger = init_logger(f"vllm.{__name__}")
 
 CPU_PAGE_POOL_BYTES = 1 << 30
-"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of
-92% of all memory fails on a machine where anything else runs."""
+"""Memory for pages on a CPU, unless ``kv_cache_memory_bytes`` (or
+VLLM_CPU_KVCACHE_SPACE) is set. vLLM's own default of 92% of all memory fails on a
+machine where anything else runs."""
 WORKER_CLASSES = {
     "cpu": "dllm_engine.model_executor.workers.cpu.DiffusionCPUWorker",
     "cuda": "dllm_engine.model_executor.workers.gpu.DiffusionGPUWorker",
 }
 
 USED_DEFAULTS = ("temperature", "top_p", "top_k", "max_new_tokens")
-"""Defaults of requests that are served, of ``generation_config.json`` and ``override_generation_config``."""
-OTHER_DEFAULTS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min_p")
-"""The others that vLLM takes from there. One that a user sets is refused. What a file brings, whose author wrote it for
-another engine, is left out with a warning."""
+"""Defaults of requests that are served, of ``generation_config.json`` and
+``override_generation_config``.
+"""
+OTHER_DEFAULTS = (
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+)
+"""The others that vLLM takes from there. One that a user sets is refused. What a file
+brings, whose author wrote it for another engine, is left out with a warning."""
 
 
 class DiffusionEngineConfig(VerifyAndUpdateConfig):
-    """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do not support here."""
+    """vLLM's per-architecture hook. Raises ``ValueError`` for what diffusion models do
+    not support here.
+    """
 
     @staticmethod
     def verify_and_update_model_config(model_config: ModelConfig) -> None:
         config, overrides = model_config.hf_config, model_config.hf_overrides
         if not isinstance(config, Config):
-            raise ValueError(unsupported_model(model_config.model, config.model_type, config.architectures))
+            raise ValueError(
+                unsupported_model(
+                    model_config.model, config.model_type, config.architectures
+                )
+            )
         if isinstance(overrides, dict) and overrides:
-            config.update(overrides)  # vLLM sets one after another, so that two could differ
+            config.update(
+                overrides
+            )  # vLLM sets one after another, so that two could differ
         check_folder(model_config.model)
         config.check()
         model_config.is_dllm_engine = True
-        # Our classes replace those that `auto_map` names, so a checkpoint's own code never runs.
+        # Our classes replace those that `auto_map` names, so a checkpoint's own code
+        # never runs.
         model_config.trust_remote_code = False
-        # Defaults of requests: the checkpoint's, else greedy as the authors decode, and a bounded length.
+        # Defaults of requests: the checkpoint's, else greedy as the authors decode, and
+        # a bounded length.
         stated = stated_defaults(model_config)
-        defaults = {"temperature": 0.0, "max_new_tokens": DEFAULT_GEN_LENGTH, **dict.fromkeys(OTHER_DEFAULTS)}
-        defaults |= {name: stated[name] for name in USED_DEFAULTS if stated.get(name) is not None}
+        defaults = {
+            "temperature": 0.0,
+            "max_new_tokens": DEFAULT_GEN_LENGTH,
+            **dict.fromkeys(OTHER_DEFAULTS),
+        }
+        defaults |= {
+            name: stated[name] for name in USED_DEFAULTS if stated.get(name) is not None
+        }
         given = checked_defaults(model_config.override_generation_config or {})
         if not hasattr(model_config, "dllm_response_limit"):
             model_config.dllm_response_limit = given.get("max_new_tokens")
@@ -81,58 +114,82 @@ class DiffusionEngineConfig(VerifyAndUpdateConfig):
         refuse_unsupported(vllm_config)
         model_config = vllm_config.model_config
         if vllm_config.load_config.load_format != "dummy":
-            # Weights that cannot be read are refused before any process is started for them.
+            # Weights that cannot be read are refused before any process is started for
+            # them.
             _check_tensors(model_config)
         _check_block_size(model_config)
         if left_out := left_out_defaults(model_config):
-            text = "generation_config.json of %s: not supported for diffusion models, and left out: %s"
+            text = (
+                "generation_config.json of %s: not supported for diffusion models, and "
+                "left out: %s"
+            )
             logger.warning(text, model_config.model, ", ".join(left_out))
         options = _settle_engine_options(vllm_config)
         if (device := current_platform.device_type) not in WORKER_CLASSES:
-            raise ValueError(f"device type {device!r} is not supported; use one of {', '.join(WORKER_CLASSES)}")
+            raise ValueError(
+                f"device type {device!r} is not supported; use one of "
+                f"{', '.join(WORKER_CLASSES)}"
+            )
         scheduler, parallel = vllm_config.scheduler_config, vllm_config.parallel_config
         scheduler.scheduler_cls = SCHEDULER_CLASS
         scheduler.async_scheduling = False
         scheduler.enable_chunked_prefill &= options.method.shortened is not None
-        # A step computes the whole canvas at once, or a block of it where prompts are fed in parts.
+        # A step computes the whole canvas at once, or a block of it where prompts are
+        # fed in parts.
         longest = 1 if scheduler.enable_chunked_prefill else model_config.max_model_len
         num_rows = model_config.hf_config.family.longest_canvas(longest)
         if (limit := scheduler.max_num_scheduled_tokens) is not None:
             if limit < num_rows:
                 raise ValueError(
-                    f"max_num_scheduled_tokens={limit} is less than the {num_rows} rows of the longest canvas; raise "
-                    f"it or lower max_model_len={model_config.max_model_len}"
+                    f"max_num_scheduled_tokens={limit} is less than the {num_rows} "
+                    f"rows of the longest canvas; raise it or lower "
+                    f"max_model_len={model_config.max_model_len}"
                 )
-            scheduler.max_num_batched_tokens = min(scheduler.max_num_batched_tokens, limit)
-        scheduler.max_num_batched_tokens = max(scheduler.max_num_batched_tokens, num_rows)
+            scheduler.max_num_batched_tokens = min(
+                scheduler.max_num_batched_tokens, limit
+            )
+        scheduler.max_num_batched_tokens = max(
+            scheduler.max_num_batched_tokens, num_rows
+        )
         if parallel.worker_cls == "auto":
             parallel.worker_cls = WORKER_CLASSES[device]
         if current_platform.is_cpu() and parallel.distributed_executor_backend == "ray":
             from dllm_engine.model_executor.workers.ray_cpu import RayCPUExecutor
 
             parallel.distributed_executor_backend = RayCPUExecutor
-        # A page may end within a block, whose rows must not be fed in parts where they share experts.
-        shares = options.method.keeps_for_good and not model_config.hf_config.family.experts_by_block
+        # A page may end within a block, whose rows must not be fed in parts where they
+        # share experts.
+        shares = (
+            options.method.keeps_for_good
+            and not model_config.hf_config.family.experts_by_block
+        )
         vllm_config.cache_config.enable_prefix_caching &= shares
         if vllm_config.cache_config.enable_prefix_caching:
             # Tokens that vLLM hashes together.
             vllm_config.cache_config.block_size = options.page_size
-        if current_platform.is_cpu() and vllm_config.cache_config.kv_cache_memory_bytes is None:
+        if (
+            current_platform.is_cpu()
+            and vllm_config.cache_config.kv_cache_memory_bytes is None
+        ):
             vllm_config.cache_config.kv_cache_memory_bytes = CPU_PAGE_POOL_BYTES
         compilation = vllm_config.compilation_config
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
-        # Of vLLM's layers only the one that quantizes activations gains by its kernel; the others are ours.
-        compilation.custom_ops = ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
+        # Of vLLM's layers only the one that quantizes activations gains by its kernel;
+        # the others are ours.
+        compilation.custom_ops = (
+            ["none"] if current_platform.is_cpu() else ["none", "+quant_fp8"]
+        )
         input_processor.response_limit = model_config.dllm_response_limit
-        # Completions without it get the default length of chat completions, instead of OpenAI's 16.
+        # Completions without it get the default length of chat completions, instead of
+        # OpenAI's 16.
         CompletionRequest.model_fields["max_tokens"].default = None
         patch.apply(table.SERVING)
 
 
 def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
-    """Defaults of requests that the checkpoint, or the folder named as ``generation_config``, states; "vllm" there
-    means that it states none."""
+    """Defaults of requests that the checkpoint, or the folder named as
+    ``generation_config``, states; "vllm" there means that it states none."""
     source = model_config.generation_config
     if source == "vllm":
         return {}
@@ -144,20 +201,31 @@ def stated_defaults(model_config: ModelConfig) -> dict[str, Any]:
 def left_out_defaults(model_config: ModelConfig) -> list[str]:
     """Defaults that the file states and the engine leaves out."""
     stated = stated_defaults(model_config)
-    return [f"{name}={stated[name]!r}" for name in OTHER_DEFAULTS if unsupported(name, stated.get(name)) is not None]
+    return [
+        f"{name}={stated[name]!r}"
+        for name in OTHER_DEFAULTS
+        if unsupported(name, stated.get(name)) is not None
+    ]
 
 
 def checked_defaults(override: dict[str, Any]) -> dict[str, Any]:
-    """``override_generation_config`` without values that mean nothing. Raises ``ValueError`` naming what is wrong."""
+    """``override_generation_config`` without values that mean nothing. Raises
+    ``ValueError`` naming what is wrong.
+    """
     where = "override_generation_config"
     for name, value in override.items():
         if name not in (*USED_DEFAULTS, *OTHER_DEFAULTS):
             raise ValueError(
-                f"{where} takes no {name!r}{did_you_mean(name, USED_DEFAULTS)} (it may hold {', '.join(USED_DEFAULTS)})"
+                f"{where} takes no {name!r}{did_you_mean(name, USED_DEFAULTS)} (it may "
+                f"hold {', '.join(USED_DEFAULTS)})"
             )
         if reason := unsupported(name, value):
             raise ValueError(f"{where}: {reason}; leave it out")
-    return {name: value for name, value in override.items() if name in USED_DEFAULTS and value is not None}
+    return {
+        name: value
+        for name, value in override.items()
+        if name in USED_DEFAULTS and value is not None
+    }
 
 
 def refuse_stray_options(original: Original, self: VllmConfig) -> None:
@@ -165,38 +233,60 @@ def refuse_stray_options(original: Original, self: VllmConfig) -> None:
     model, additional = self.model_config, self.additional_config
     is_asked_for = isinstance(additional, dict) and OPTIONS_KEY in additional
     if model is not None and is_asked_for and not hasattr(model, "is_dllm_engine"):
-        reason = unsupported_model(model.model, model.hf_config.model_type, model.hf_config.architectures)
-        raise ValueError(f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; {reason}")
+        reason = unsupported_model(
+            model.model, model.hf_config.model_type, model.hf_config.architectures
+        )
+        raise ValueError(
+            f"additional_config[{OPTIONS_KEY!r}] is for diffusion language models; "
+            f"{reason}"
+        )
     original(self)
 
 
 def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
-    """The engine's options, validated for this model and with its paper's settings. They are written back, so that
-    every process reads the same."""
+    """The engine's options, validated for this model and with its paper's settings.
+    They are written back, so that every process reads the same."""
     model_config = vllm_config.model_config
     options = EngineOptions.from_vllm_config(vllm_config)
     check_request_defaults(options)
-    defaults = with_defaults(options.request_defaults, checkpoint_defaults(model_config.hf_config))
+    defaults = with_defaults(
+        options.request_defaults, checkpoint_defaults(model_config.hf_config)
+    )
     family = model_config.hf_config.family
     check_attention(RequestOptions.model_validate(defaults), family)
     named_block_size = block_size_of(own_name(model_config.model))
-    if family.attention == "block_causal" and named_block_size == family.default_block_length:
-        logger.info_once("%s: blocks of %d tokens, as its name says", model_config.model, named_block_size)
+    if (
+        family.attention == "block_causal"
+        and named_block_size == family.default_block_length
+    ):
+        logger.info_once(
+            "%s: blocks of %d tokens, as its name says",
+            model_config.model,
+            named_block_size,
+        )
     if barred_tokens(model_config.hf_config):
         logger.warning_once(
-            "%s: LLaDA2.2 deletes and inserts tokens while it decodes, by a rule that is not published; here it only "
-            "fills, and replaces with edit_threshold. Expect worse answers",
+            "%s: LLaDA2.2 deletes and inserts tokens while it decodes, by a rule that "
+            "is not published; here it only fills, and replaces with edit_threshold. "
+            "Expect worse answers",
             model_config.model,
         )
-    elif family.released_defaults and "edit_threshold" not in defaults and not _is_released(model_config.model, family):
+    elif (
+        family.released_defaults
+        and "edit_threshold" not in defaults
+        and not _is_released(model_config.model, family)
+    ):
         logger.info_once(
-            "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which also edits decided tokens; taking "
-            "LLaDA2.0. To edit, set request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
+            "%s: its config does not say whether it is LLaDA2.0, or LLaDA2.1, which "
+            "also edits decided tokens; taking LLaDA2.0. To edit, set "
+            "request_defaults={'threshold': 0.95, 'edit_threshold': 0.9}",
             model_config.model,
         )
     if named := released_defaults(model_config.hf_config):
         logger.info_once(
-            "%s: requests get %s by default, as its name says", model_config.model, assignments(dict(named))
+            "%s: requests get %s by default, as its name says",
+            model_config.model,
+            assignments(dict(named)),
         )
     options = options.model_copy(update={"request_defaults": defaults})
     asked, options = options, options.with_paper_settings(model_config.model, family)
@@ -205,12 +295,22 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
         options = _with_guide_shape(options, model_config)
     if options.lora_path is not None:
         check_adapter(options.lora_path, vllm_config)
-    geometry = options.geometry(model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size)
+    geometry = options.geometry(
+        model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
+    )
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
-    options = options.on_device(current_platform.device_type, model_config.enforce_eager)
-    # The validated cache options: other nodes need not have the files that they name (a profile).
-    settled = options.model_dump() | {"cache_options": options.cache.model_dump(mode="json")}
-    vllm_config.additional_config = {**(vllm_config.additional_config or {}), OPTIONS_KEY: settled}
+    options = options.on_device(
+        current_platform.device_type, model_config.enforce_eager
+    )
+    # The validated cache options: other nodes need not have the files that they name (a
+    # profile).
+    settled = options.model_dump() | {
+        "cache_options": options.cache.model_dump(mode="json")
+    }
+    vllm_config.additional_config = {
+        **(vllm_config.additional_config or {}),
+        OPTIONS_KEY: settled,
+    }
     return options
 
 
@@ -227,8 +327,9 @@ _STORED_SIZES = (
 
 
 def _check_tensors(model_config: ModelConfig) -> None:
-    """Raise ``ValueError`` where the weights of a folder are not those of its config. Layers are made one by one, which
-    takes minutes where a config states far too many."""
+    """Raise ``ValueError`` where the weights of a folder are not those of its config.
+    Layers are made one by one, which takes minutes where a config states far too many.
+    """
     tensors, config = check_safetensors(model_config.model), model_config.hf_config
     if not tensors:
         return  # the model has to be downloaded
@@ -240,18 +341,27 @@ def _check_tensors(model_config: ModelConfig) -> None:
         key = key_names.get("num_hidden_layers", "num_hidden_layers")
         raise ValueError(f"{where}: {key}={stated}, but the weights have {len(layers)}")
     is_quantized = getattr(config, "quantization_config", None) is not None
-    stored = sum(tensor.size for tensor in tensors.values()) * (_MOST_PACKED if is_quantized else 1)
+    stored = sum(tensor.size for tensor in tensors.values()) * (
+        _MOST_PACKED if is_quantized else 1
+    )
     for sizes in _STORED_SIZES:
-        values = {key_names.get(name, name): getattr(config, name, None) or 1 for name in sizes}
+        values = {
+            key_names.get(name, name): getattr(config, name, None) or 1
+            for name in sizes
+        }
         if math.prod(values.values()) > stored:
             text = " × ".join(f"{key}={value}" for key, value in values.items())
-            raise ValueError(f"{where}: {text} is more than the {stored} numbers that the weights hold")
+            raise ValueError(
+                f"{where}: {text} is more than the {stored} numbers that the weights "
+                f"hold"
+            )
     if is_quantized:
         return
     for name, tensor in tensors.items():
         if tensor.dtype not in FLOAT_TYPES:
             raise ValueError(
-                f"{tensor.path}: {shortened(name)} is of type {tensor.dtype}, not {', '.join(FLOAT_TYPES)}"
+                f"{tensor.path}: {shortened(name)} is of type {tensor.dtype}, not "
+                f"{', '.join(FLOAT_TYPES)}"
             )
 
 
@@ -259,7 +369,8 @@ def _check_block_size(model_config: ModelConfig) -> None:
     family, longest = model_config.hf_config.family, model_config.max_model_len
     if family.attention != "full" and family.default_block_length > longest:
         raise ValueError(
-            f"block_size={family.default_block_length} of {model_config.model} is more than max_model_len={longest}"
+            f"block_size={family.default_block_length} of {model_config.model} is more "
+            f"than max_model_len={longest}"
         )
 
 
@@ -268,32 +379,60 @@ def _is_released(model: str, family: ModelFamily) -> bool:
     return own_name(model) in map(own_name, family.checkpoints)
 
 
-def _tell_of_guessed_settings(asked: EngineOptions, options: EngineOptions, model_config: ModelConfig) -> None:
-    """Say which cache options are taken where papers have others for other models, and the name does not tell."""
+def _tell_of_guessed_settings(
+    asked: EngineOptions, options: EngineOptions, model_config: ModelConfig
+) -> None:
+    """Say which cache options are taken where papers have others for other models, and
+    the name does not tell.
+    """
     family, model = model_config.hf_config.family, model_config.model
     told, settings = options.method.settings_for(model, family)
-    guessed = ", ".join(f"{name}={value}" for name, value in settings.items() if name not in asked.cache_options)
+    guessed = ", ".join(
+        f"{name}={value}"
+        for name, value in settings.items()
+        if name not in asked.cache_options
+    )
     if guessed and told:
         logger.info_once(
-            "cache_method=%r: the paper's settings for %s: %s", options.cache_method, own_name(model), guessed
+            "cache_method=%r: the paper's settings for %s: %s",
+            options.cache_method,
+            own_name(model),
+            guessed,
         )
     if guessed and not told:
         parts = [repr(part) for part in options.method.paper_settings[family.name]]
         logger.warning_once(
-            "cache_method=%r: the papers' settings depend on the model, and the name of %s holds none of %s; taking "
-            "those of %s: %s. Set them in cache_options if others suit the model better",
-            *(options.cache_method, own_name(model), ", ".join(parts), parts[-1], guessed),
+            "cache_method=%r: the papers' settings depend on the model, and the name "
+            "of %s holds none of %s; taking those of %s: %s. Set them in cache_options "
+            "if others suit the model better",
+            *(
+                options.cache_method,
+                own_name(model),
+                ", ".join(parts),
+                parts[-1],
+                guessed,
+            ),
         )
 
 
-def _with_guide_shape(options: EngineOptions, model_config: ModelConfig) -> EngineOptions:
+def _with_guide_shape(
+    options: EngineOptions, model_config: ModelConfig
+) -> EngineOptions:
     """Raises ``ValueError`` where the guide model cannot guide this model."""
     guide = options.guide_model
     assert guide is not None
-    tokenizer = None if model_config.skip_tokenizer_init else cached_tokenizer_from_config(model_config)
-    shape = guide_shape(guide, tokenizer and tokenizer.get_vocab(), options.guide_tokens_per_token)
+    tokenizer = (
+        None
+        if model_config.skip_tokenizer_init
+        else cached_tokenizer_from_config(model_config)
+    )
+    shape = guide_shape(
+        guide, tokenizer and tokenizer.get_vocab(), options.guide_tokens_per_token
+    )
     if not shape.same_tokens:
         # It refuses what it cannot handle; do so before workers start.
         Retokenizer.between(model_config, guide)
-        logger.info("guide_model=%r has another tokenizer; it reads drafts as text", guide)
+        logger.info(
+            "guide_model=%r has another tokenizer; it reads drafts as text", guide
+        )
     return options.model_copy(update={"guide_shape": shape})

@@ -1,7 +1,9 @@
-"""An engine's process: its end, weights that change while it lives, and sleep. Engines of other models are untouched.
+"""An engine's process: its end, weights that change while it lives, and sleep. Engines
+of other models are untouched.
 
-vLLM calls workers between two steps, whatever runs. A response would then come from two sets of weights, or from pages
-that are gone. So nothing changes while a request runs, and no request runs while weights are incomplete.
+vLLM calls workers between two steps, whatever runs. A response would then come from two
+sets of weights, or from pages that are gone. So nothing changes while a request runs,
+and no request runs while weights are incomplete.
 """
 
 from typing import Any
@@ -15,30 +17,53 @@ from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 _COMPLETE = ("reload_weights", "finish_weight_update")
 """Calls of workers after which the weights are complete."""
-_CHANGES = (*_COMPLETE, "start_weight_update", "start_draft_weight_update", "update_weights", "reset_weights")
+_CHANGES = (
+    *_COMPLETE,
+    "start_weight_update",
+    "start_draft_weight_update",
+    "update_weights",
+    "reset_weights",
+)
 
 
 def end_with_front_end(post_init: Original, self: Any) -> None:
-    """An engine ends with its front end. Where it has no workers in other processes, its own worker sees to that."""
+    """An engine ends with its front end. Where it has no workers in other processes,
+    its own worker sees to that.
+    """
     post_init(self)
     if is_ours(self):
         end_vllm_process_with_parent()
 
 
 def guard_weights(
-    collective_rpc: Original, self: Any, method: Any, timeout: Any = None, args: tuple = (), kwargs: Any = None
+    collective_rpc: Original,
+    self: Any,
+    method: Any,
+    timeout: Any = None,
+    args: tuple = (),
+    kwargs: Any = None,
 ) -> Any:
-    """For the calls that change weights, and for ``masked_logprobs``, which returns one rank's answer (None while no
-    request may begin) and how often weights have changed."""
+    """For the calls that change weights, and for ``masked_logprobs``, which returns one
+    rank's answer (None while no request may begin) and how often weights have changed.
+    """
     if method not in (*_CHANGES, "masked_logprobs") or not is_ours(self):
         return collective_rpc(self, method, timeout, args, kwargs)
     if method == "masked_logprobs":
-        answers = collective_rpc(self, method, timeout, args, kwargs) if self.scheduler.admits else [None]
+        answers = (
+            collective_rpc(self, method, timeout, args, kwargs)
+            if self.scheduler.admits
+            else [None]
+        )
         return [answers[0], self.scheduler.num_weight_changes]
-    _refuse_while_running(self, method, "a response must not come from two sets of weights")
+    _refuse_while_running(
+        self, method, "a response must not come from two sets of weights"
+    )
     if self.vllm_config.model_config.is_moe and current_platform.is_cpu():
-        raise NotImplementedError(f"{method}: vLLM cannot pack experts again on a CPU; start a new engine")
-    self.scheduler.reset_prefix_cache()  # pages that requests share come from the old weights
+        raise NotImplementedError(
+            f"{method}: vLLM cannot pack experts again on a CPU; start a new engine"
+        )
+    # Pages that requests share come from the old weights.
+    self.scheduler.reset_prefix_cache()
     if method == "reload_weights":
         path = (kwargs or {}).get("weights_path", args[1] if len(args) > 1 else None)
         if path is not None:
@@ -51,23 +76,32 @@ def guard_weights(
     return result
 
 
-def sleep_if_possible(sleep: Original, self: Any, level: int = 1, mode: str = "abort") -> Any:
-    """Refuse what a CPU cannot do, and what would lose the pages of running requests."""
+def sleep_if_possible(
+    sleep: Original, self: Any, level: int = 1, mode: str = "abort"
+) -> Any:
+    """Refuse what a CPU cannot do, and what would lose the pages
+    of running requests.
+    """
     if is_ours(self) and level > 0:
         if current_platform.is_cpu():
             raise NotImplementedError(
-                f"sleep(level={level}): vLLM gives memory back with CUDA's allocator, which a CPU lacks; use "
-                f"level=0, which stops the engine from running requests"
+                f"sleep(level={level}): vLLM gives memory back with CUDA's allocator, "
+                f"which a CPU lacks; use level=0, which stops the engine from running "
+                f"requests"
             )
         if mode == "keep":
-            _refuse_while_running(self, f"sleep(level={level}, mode='keep')", "their pages would be lost")
+            _refuse_while_running(
+                self, f"sleep(level={level}, mode='keep')", "their pages would be lost"
+            )
     return sleep(self, level, mode)
 
 
 def release_if_unused(release: Original, self: Any) -> None:
     """Keep the pages of running requests."""
     if is_ours(self):
-        _refuse_while_running(self, "release_kv_cache_memory", "their pages would be lost")
+        _refuse_while_running(
+            self, "release_kv_cache_memory", "their pages would be lost"
+        )
         self.scheduler.reset_prefix_cache()
     release(self)
 
@@ -75,6 +109,6 @@ def release_if_unused(release: Original, self: Any) -> None:
 def _refuse_while_running(engine: Any, call: str, why: str) -> None:
     if running := engine.scheduler.num_begun:
         raise ValueError(
-            f"{call}: {running} requests are running, and {why}; let them finish (mode='wait' of vLLM's pause and "
-            f"sleep), or abort them (mode='abort')"
+            f"{call}: {running} requests are running, and {why}; let them finish "
+            f"(mode='wait' of vLLM's pause and sleep), or abort them (mode='abort')"
         )

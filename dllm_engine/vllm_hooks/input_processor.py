@@ -1,4 +1,6 @@
-"""Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``, which every front end calls."""
+"""Checks requests by our rules (``admission.py``) in ``InputProcessor.process_inputs``,
+which every front end calls.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -13,7 +15,12 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import SOURCE, DefaultLength, InvalidRequestError, LongestLength
+from dllm_engine.scheduler.options.request_options import (
+    SOURCE,
+    DefaultLength,
+    InvalidRequestError,
+    LongestLength,
+)
 from dllm_engine.structured_output.automata import count_request
 from dllm_engine.structured_output.requests import (
     ReasoningArguments,
@@ -26,14 +33,24 @@ from dllm_engine.structured_output.requests import (
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 http_request: ContextVar[bytes | None] = ContextVar("http_request", default=None)
-"""Name of the HTTP request that is answered; its prompts and its ``n`` responses take turns with other requests."""
+"""Name of the HTTP request that is answered; its prompts and its ``n`` responses take
+turns with other requests.
+"""
 _FILTERS = "dllm_engine_filters"
 _CHECKED = "dllm_engine_request"
-"""Key of a rendered prompt that is already checked, for the request that ``process_inputs`` made of it."""
+"""Key of a rendered prompt that is already checked, for the request that
+``process_inputs`` made of it.
+"""
 
 
 def process_checked_inputs(
-    process_inputs: Original, self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    process_inputs: Original,
+    self: Any,
+    request_id: str,
+    prompt: Any,
+    params: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Check a request before it enters the engine."""
     if not is_ours(self) or not isinstance(params, SamplingParams):
@@ -44,13 +61,16 @@ def process_checked_inputs(
         return request
     if kwargs.get("lora_request") is not None:
         raise InvalidRequestError(
-            "lora_request: an adapter serves all requests of an engine; leave it out, and start an engine with the "
-            "adapter's folder as lora_path"
+            "lora_request: an adapter serves all requests of an engine; leave it out, "
+            "and start an engine with the adapter's folder as lora_path"
         )
     check_types(params)
     prompt = _rendered(self, prompt, kwargs.get("tokenization_kwargs"))
     if prompt["type"] != "token":
-        raise InvalidRequestError("only text and token prompts are supported, no embeddings or other modalities")
+        raise InvalidRequestError(
+            "only text and token prompts are supported, no embeddings or other "
+            "modalities"
+        )
     is_constrained = params.structured_outputs is not None
     prompt_token_ids = prompt.get("prompt_token_ids") or []
     if isinstance(params, DiffusionParams):
@@ -73,37 +93,53 @@ def process_checked_inputs(
 
 
 def _check_can_be_sent(request: EngineCoreRequest) -> None:
-    """Refuse what cannot be encoded: vLLM would notice after registering the request, answer 500 and never drop it."""
+    """Refuse what cannot be encoded: vLLM would notice after registering the request,
+    answer 500 and never drop it.
+    """
     try:
         MsgpackEncoder().encode(request)
     except (ValueError, OverflowError, TypeError) as error:
         raise InvalidRequestError(
-            f"the request cannot be sent to the engine: {error}; text must be valid Unicode, an integer have at most "
-            f"64 bits"
+            f"the request cannot be sent to the engine: {error}; text must be valid "
+            f"Unicode, an integer have at most 64 bits"
         ) from None
 
 
-def _rendered(input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None) -> Any:
-    """The prompt as token ids. ``AsyncLLM`` and ``LLMEngine`` also take raw prompts, which vLLM renders later."""
+def _rendered(
+    input_processor: Any, prompt: Any, tokenization_kwargs: dict[str, Any] | None
+) -> Any:
+    """The prompt as token ids. ``AsyncLLM`` and ``LLMEngine`` also take raw prompts,
+    which vLLM renders later.
+    """
     from vllm.v1.engine.input_processor import parse_model_prompt
 
     if isinstance(prompt, dict) and "type" in prompt:
         return prompt
     renderer = input_processor.renderer
     parsed = parse_model_prompt(input_processor.model_config, prompt)
-    settings = renderer.default_cmpl_tok_params.with_kwargs(**(tokenization_kwargs or {}))
+    settings = renderer.default_cmpl_tok_params.with_kwargs(
+        **(tokenization_kwargs or {})
+    )
     (rendered,) = renderer.render_cmpl([parsed], settings)
     return rendered
 
 
 def generate_if_valid(
-    generate: Original, self: Any, prompt: Any, sampling_params: SamplingParams, request_id: str, **kwargs: Any
+    generate: Original,
+    self: Any,
+    prompt: Any,
+    sampling_params: SamplingParams,
+    request_id: str,
+    **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
-    """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the first result is asked for; by then
-    a streamed response already has the status 200."""
+    """Check a request when ``AsyncLLM.generate`` is called. vLLM checks it when the
+    first result is asked for; by then a streamed response already has the status 200.
+    """
 
     def checked() -> AsyncGenerator[Any, None]:
-        checked_prompt = _checked_prompt(self, prompt, sampling_params, request_id, kwargs)
+        checked_prompt = _checked_prompt(
+            self, prompt, sampling_params, request_id, kwargs
+        )
         return generate(self, checked_prompt, sampling_params, request_id, **kwargs)
 
     async def checked_when_built() -> AsyncGenerator[Any, None]:
@@ -116,93 +152,152 @@ def generate_if_valid(
         return checked()
     tokenizer = self.input_processor.tokenizer
     sampling_params = with_arguments(sampling_params, kwargs)
-    structured, arguments = sampling_params.structured_outputs, arguments_in(sampling_params)
+    structured, arguments = (
+        sampling_params.structured_outputs,
+        arguments_in(sampling_params),
+    )
     prepared = is_prepared(structured, prompt, arguments, tokenizer, self.vllm_config)
     return checked() if prepared else checked_when_built()
 
 
-async def render_and_build(render: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's server renders a request's prompt, settles what its answer must match and then checks the request. Build
-    the automaton in between: it takes seconds, in which the server must answer others."""
+async def render_and_build(
+    render: Original, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's server renders a request's prompt, settles what its answer must match and
+    then checks the request. Build the automaton in between: it takes seconds, in which
+    the server must answer others."""
     rendered = await render(self, request, *args, **kwargs)
     if is_ours(self):
         params = getattr(request, "sampling_params", None)  # of tokens in, tokens out
         extract = getattr(request, "extract_structured_outputs", None)
-        structured = extract() if extract else getattr(params, "structured_outputs", None)
+        structured = (
+            extract() if extract else getattr(params, "structured_outputs", None)
+        )
         budget = getattr(params or request, "thinking_token_budget", None)
         if structured is not None or budget is not None:
             tokenizer, vllm_config = self.renderer.tokenizer, self.renderer.config
             has_template = hasattr(request, "build_chat_params")
-            parser = {"chat_template_kwargs": self.effective_chat_template_kwargs(request)} if has_template else None
+            parser = (
+                {"chat_template_kwargs": self.effective_chat_template_kwargs(request)}
+                if has_template
+                else None
+            )
             prompts = rendered[1] if has_template else rendered
-            await prepare(structured, prompts, ReasoningArguments(None, parser, budget), tokenizer, vllm_config)
+            await prepare(
+                structured,
+                prompts,
+                ReasoningArguments(None, parser, budget),
+                tokenizer,
+                vllm_config,
+            )
     return rendered
 
 
-def resolve_by_prompt(resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]) -> bool | None:
-    """vLLM constrains a response from its first token where its reasoning is not to be included. Its parser then takes
-    all of it for reasoning, and nothing is left to include."""
+def resolve_by_prompt(
+    resolve: Original, self: Any, parser: Any, prompt_token_ids: list[int]
+) -> bool | None:
+    """vLLM constrains a response from its first token where its reasoning is not to be
+    included. Its parser then takes all of it for reasoning, and nothing is left to
+    include."""
     if parser is None or parser.reasoning_parser is None:
         return resolve(self, parser, prompt_token_ids)
     return bool(parser.is_reasoning_end(prompt_token_ids))
 
 
 async def let_others_run(trace_headers: Original, self: Any, headers: Any) -> Any:
-    """vLLM asks for the headers of each prompt of a request, and prepares all prompts without a pause."""
+    """vLLM asks for the headers of each prompt of a request, and prepares all prompts
+    without a pause.
+    """
     if is_ours(self):
         await asyncio.sleep(0)
     return await trace_headers(self, headers)
 
 
 def respond_if_valid(
-    respond: Original, self: Any, request_id: str, engine_input: Any, sampling_params: Any, *args: Any, **kwargs: Any
+    respond: Original,
+    self: Any,
+    request_id: str,
+    engine_input: Any,
+    sampling_params: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> AsyncGenerator[Any, None]:
-    """``/v1/responses`` calls ``generate`` inside a generator, so its request is checked when that one is made."""
+    """``/v1/responses`` calls ``generate`` inside a generator, so its request is
+    checked when that one is made.
+    """
     with_reasoning = with_arguments(sampling_params, kwargs)
-    engine_input = _checked_prompt(self.engine_client, engine_input, with_reasoning, request_id, kwargs)
+    engine_input = _checked_prompt(
+        self.engine_client, engine_input, with_reasoning, request_id, kwargs
+    )
     if is_ours(self.engine_client):
-        sampling_params.max_tokens = engine_input[_CHECKED].sampling_params.max_tokens  # which the response tells
+        sampling_params.max_tokens = engine_input[
+            _CHECKED
+        ].sampling_params.max_tokens  # which the response tells
     return respond(self, request_id, engine_input, with_reasoning, *args, **kwargs)
 
 
 def _checked_prompt(
-    engine: Any, prompt: Any, params: SamplingParams, request_id: str, arguments: dict[str, Any]
+    engine: Any,
+    prompt: Any,
+    params: SamplingParams,
+    request_id: str,
+    arguments: dict[str, Any],
 ) -> Any:
-    """The prompt with its checked request. A raw prompt is returned as it is: vLLM's generator renders it outside the
-    event loop, and it is checked then."""
-    if not is_ours(engine) or not isinstance(prompt, dict) or "type" not in prompt or _CHECKED in prompt:
+    """The prompt with its checked request. A raw prompt is returned as it is: vLLM's
+    generator renders it outside the event loop, and it is checked then."""
+    if (
+        not is_ours(engine)
+        or not isinstance(prompt, dict)
+        or "type" not in prompt
+        or _CHECKED in prompt
+    ):
         return prompt
-    names = ("lora_request", "trace_headers", "priority", "data_parallel_rank", "session_id", "kv_hints")
+    names = (
+        "lora_request",
+        "trace_headers",
+        "priority",
+        "data_parallel_rank",
+        "session_id",
+        "kv_hints",
+    )
     carried = {name: arguments[name] for name in names if name in arguments}
-    request = engine.input_processor.process_inputs(request_id, prompt, params, ("generate",), **carried)
+    request = engine.input_processor.process_inputs(
+        request_id, prompt, params, ("generate",), **carried
+    )
     return {**prompt, _CHECKED: request}
 
 
 def remember_filters(verify: Original, self: SamplingParams) -> None:
-    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of greedy ones, then calls
-    ``_verify_greedy_sampling``."""
+    """vLLM calls this when parameters are made, then resets ``top_p`` and ``top_k`` of
+    greedy ones, then calls ``_verify_greedy_sampling``."""
     verify(self)
     if self.temperature == 0:
         vars(self)[_FILTERS] = self.top_p, max(self.top_k, 0)
 
 
 def settle_greedy(verify: Original, self: SamplingParams) -> None:
-    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM refuses several responses to it
-    without saying what to do about it."""
+    """A greedy request keeps ``top_p`` and ``top_k`` as they were given. And vLLM
+    refuses several responses to it without saying what to do about it."""
     self.top_p, self.top_k = vars(self).pop(_FILTERS, (self.top_p, self.top_k))
     if self.n > 1:
         raise InvalidRequestError(
-            f"n={self.n} needs a temperature above 0, as greedy decoding gives equal responses; set temperature or "
-            f"leave n at 1"
+            f"n={self.n} needs a temperature above 0, as greedy decoding gives equal "
+            f"responses; set temperature or leave n at 1"
         )
     verify(self)
 
 
-def refuse_beam_search(beam_search: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's beam search asks for one token at a time with its alternatives. The engine would serve that, but it means
-    nothing: a diffusion model has no prefix to extend."""
+def refuse_beam_search(
+    beam_search: Original, self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's beam search asks for one token at a time with its alternatives. The engine
+    would serve that, but it means nothing: a diffusion model has no prefix to extend.
+    """
     if is_ours(self):
-        raise InvalidRequestError("beam search is not supported for diffusion models; use n with a temperature above 0")
+        raise InvalidRequestError(
+            "beam search is not supported for diffusion models; use n with a "
+            "temperature above 0"
+        )
     return beam_search(self, *args, **kwargs)
 
 
@@ -211,20 +306,28 @@ response_limit: int | None = None
 
 
 def refuse_clipping(
-    clipping: Original, max_model_len: int, max_tokens: int | None, input_length: int, *args: Any, **kwargs: Any
+    clipping: Original,
+    max_model_len: int,
+    max_tokens: int | None,
+    input_length: int,
+    *args: Any,
+    **kwargs: Any,
 ) -> int:
-    """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the ``max_new_tokens`` of its generation
-    config, and do not shorten one to our default of it. What exceeds the context is refused by the request's check,
-    unless the request only allows so much."""
+    """Refuse a ``max_tokens`` that vLLM's server would silently shorten to the
+    ``max_new_tokens`` of its generation config, and do not shorten one to our default
+    of it. What exceeds the context is refused by the request's check, unless the
+    request only allows so much."""
     if max_tokens is None:
-        return DefaultLength(clipping(max_model_len, max_tokens, input_length, *args, **kwargs))
+        return DefaultLength(
+            clipping(max_model_len, max_tokens, input_length, *args, **kwargs)
+        )
     if isinstance(max_tokens, LongestLength):
         longest = min(max_model_len - input_length, response_limit or max_model_len)
         # At least 1, so that the check of the request explains.
         return max(min(int(max_tokens), longest), 1)
     if response_limit is not None and max_tokens > response_limit:
         raise InvalidRequestError(
-            f"max_tokens={max_tokens} is above this server's limit of {response_limit} (max_new_tokens of its "
-            f"generation config)"
+            f"max_tokens={max_tokens} is above this server's limit of {response_limit} "
+            f"(max_new_tokens of its generation config)"
         )
     return max_tokens

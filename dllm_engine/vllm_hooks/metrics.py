@@ -1,7 +1,9 @@
-"""Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``.
+"""Metrics of a diffusion engine, beside vLLM's own on ``/metrics`` and in
+``LLM.get_metrics()``.
 
-The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in vLLM's ``SchedulerStats``, in a dictionary
-for key-value connectors, which diffusion engines refuse, and are taken out again here.
+The scheduler counts (``scheduler/engine_stats.py``). Its counts travel in vLLM's
+``SchedulerStats``, in a dictionary for key-value connectors, which diffusion engines
+refuse, and are taken out again here.
 """
 
 from dataclasses import fields
@@ -12,29 +14,50 @@ from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 PREFIX = {True: "vllm:diffusion_", False: "vllm:dllm_"}
-"""By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with ``vllm:``."""
+"""By ``MetricSpec.of_vllm``. vLLM shows in ``LLM.get_metrics()`` what begins with
+``vllm:``.
+"""
 OF_FRONT_END = {
-    "constrained_requests": MetricSpec("counter", "requests", "Requests with structured output that were admitted."),
-    "automaton_builds": MetricSpec(
-        "counter", "automata", "Automata built for structured output, or given up at a limit."
+    "constrained_requests": MetricSpec(
+        "counter", "requests", "Requests with structured output that were admitted."
     ),
-    "automaton_build_seconds": MetricSpec("counter", "seconds", "Seconds that building these automata took."),
+    "automaton_builds": MetricSpec(
+        "counter",
+        "automata",
+        "Automata built for structured output, or given up at a limit.",
+    ),
+    "automaton_build_seconds": MetricSpec(
+        "counter", "seconds", "Seconds that building these automata took."
+    ),
 }
-"""Counted where requests are checked (``structured_output/automata.py``), not by the scheduler."""
-METRICS: dict[str, MetricSpec] = {f.name: f.metadata["metric"] for f in fields(EngineStats)} | OF_FRONT_END
+"""Counted where requests are checked (``structured_output/automata.py``), not by the
+scheduler.
+"""
+METRICS: dict[str, MetricSpec] = {
+    f.name: f.metadata["metric"] for f in fields(EngineStats)
+} | OF_FRONT_END
 
 
 class DiffusionMetrics:
     """The metrics of the engines behind one front end."""
 
     def __init__(self, logger: Any) -> None:
-        """``logger``: vLLM's, with ``prometheus_client``'s classes or stand-ins for them (Ray has its own)."""
-        classes = {"counter": logger._counter_cls, "gauge": logger._gauge_cls, "histogram": logger._histogram_cls}
+        """``logger``: vLLM's, with ``prometheus_client``'s classes or stand-ins for
+        them (Ray has its own).
+        """
+        classes = {
+            "counter": logger._counter_cls,
+            "gauge": logger._gauge_cls,
+            "histogram": logger._histogram_cls,
+        }
         labels = ["model_name", "engine"]
         self._values_per_engine: dict[int, list[Any]] = logger.per_engine_labelvalues
         self._metrics: dict[str, Any] = {}
         for name, spec in METRICS.items():
-            of_kind: Any = {"gauge": {"multiprocess_mode": "mostrecent"}, "histogram": {"buckets": spec.buckets}}
+            of_kind: Any = {
+                "gauge": {"multiprocess_mode": "mostrecent"},
+                "histogram": {"buckets": spec.buckets},
+            }
             metric = self._metrics[name] = classes[spec.kind](
                 name=PREFIX[spec.of_vllm] + name,
                 documentation=spec.meaning,
@@ -42,8 +65,12 @@ class DiffusionMetrics:
                 **of_kind.get(spec.kind, {}),
             )
             for engine_values in self._values_per_engine.values():
-                for label_values in [[value] for value in spec.values] if spec.label else [[]]:
-                    metric.labels(*engine_values, *label_values)  # so that it is shown from the start
+                for label_values in (
+                    [[value] for value in spec.values] if spec.label else [[]]
+                ):
+                    metric.labels(
+                        *engine_values, *label_values
+                    )  # so that it is shown from the start
 
     def record(self, message: dict[str, Any], engine: int) -> None:
         """Add one message of an engine."""
@@ -62,7 +89,9 @@ class DiffusionMetrics:
                     metric.labels(*labels).observe(observation)
 
 
-def init_with_metrics(init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def init_with_metrics(
+    init: Original, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> None:
     """Register the metrics of diffusion engines."""
     init(self, vllm_config, *args, **kwargs)
     if is_ours(vllm_config):

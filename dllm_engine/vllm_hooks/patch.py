@@ -16,17 +16,21 @@ _MARK = "_dllm_engine_patch"
 
 
 def is_ours(owner: Any) -> bool:
-    """Return True if an object of vLLM, which has a ``vllm_config`` or a ``model_config``, serves one of our models."""
+    """Return True if an object of vLLM, which has a ``vllm_config`` or a
+    ``model_config``, serves one of our models.
+    """
     model_config = getattr(getattr(owner, "vllm_config", owner), "model_config", None)
     return getattr(model_config, "is_dllm_engine", False)
 
 
 def apply(replacements: Mapping[str, str]) -> None:
-    """Replace functions, all or none, also where another module of vLLM has imported one. A second call changes
-    nothing. Raises ``IncompatibleVLLMError`` naming a function that is missing or takes other parameters.
+    """Replace functions, all or none, also where another module of vLLM has imported
+    one. A second call changes nothing. Raises ``IncompatibleVLLMError`` naming a
+    function that is missing or takes other parameters.
 
-    ``replacements`` has, by ``module:function`` or ``module:Class.function`` of vLLM, ``module:function`` of ours in
-    this package. It is called with the original and what that is called with; it names the original's first parameters.
+    ``replacements`` has, by ``module:function`` or ``module:Class.function`` of vLLM,
+    ``module:function`` of ours in this package. It is called with the original and what
+    that is called with; it names the original's first parameters.
     """
     new = []
     for target, path in replacements.items():
@@ -35,8 +39,13 @@ def apply(replacements: Mapping[str, str]) -> None:
             new.append((owner, name, original, _replacement(target, path, original)))
     for owner, name, original, replacement in new:
         setattr(owner, name, replacement)
-        for other in list(sys.modules.values()) if isinstance(owner, ModuleType) else ():
-            if getattr(other, "__name__", "").startswith("vllm.") and getattr(other, name, None) is original:
+        for other in (
+            list(sys.modules.values()) if isinstance(owner, ModuleType) else ()
+        ):
+            if (
+                getattr(other, "__name__", "").startswith("vllm.")
+                and getattr(other, name, None) is original
+            ):
                 setattr(other, name, replacement)
 
 
@@ -52,13 +61,22 @@ def _original(target: str) -> tuple[Any, str, Any]:
 
 
 def _replacement(target: str, path: str, original: Any) -> Any:
-    """Our function for an original; raises where the original takes other parameters."""
+    """Our function for an original; raises where the original
+    takes other parameters.
+    """
     ours: Callable[..., Any] = resolve_name(f"{__package__}.{path}")
     named = list(inspect.signature(ours).parameters.values())[1:]
-    expected = [parameter.name for parameter in named if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    expected = [
+        parameter.name
+        for parameter in named
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
     names = list(inspect.signature(original).parameters)
     if names[: len(expected)] != expected:
-        raise unfit(f"It replaces {target}, which takes ({', '.join(names)}), not ({', '.join(expected)}, …)")
+        raise unfit(
+            f"It replaces {target}, which takes ({', '.join(names)}), not "
+            f"({', '.join(expected)}, …)"
+        )
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

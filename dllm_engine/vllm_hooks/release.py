@@ -3,27 +3,35 @@
 from importlib.metadata import version
 
 RELEASES = ("0.32", "0.33")
-"""The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the same."""
+"""The releases that ``table.py`` was compared with. ``pyproject.toml`` asks for the
+same.
+"""
 
 
 class IncompatibleVLLMError(RuntimeError):
-    """The installed vLLM is not one that this package works with; the text says what to install."""
+    """The installed vLLM is not one that this package works with; the text says what to
+    install.
+    """
 
 
 def check_release() -> None:
-    """Raise ``IncompatibleVLLMError`` if vLLM is missing or another release is installed."""
+    """Raise ``IncompatibleVLLMError`` if vLLM is missing or another release is
+    installed.
+    """
     try:
         import vllm
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise IncompatibleVLLMError(
-            "vLLM is not installed; install it with this package's extra: pip install 'dllm-engine[cuda]', or [cpu]"
+            "vLLM is not installed; install it with this package's extra: pip install "
+            "'dllm-engine[cuda]', or [cpu]"
         ) from None
     if not vllm.__version__.startswith(tuple(f"{release}." for release in RELEASES)):
         raise IncompatibleVLLMError(
-            f"vLLM {vllm.__version__} is installed, dllm-engine {version('dllm-engine')} works with vLLM "
-            f"{' and '.join(RELEASES)}; install one of these"
+            f"vLLM {vllm.__version__} is installed, dllm-engine "
+            f"{version('dllm-engine')} works with vLLM {' and '.join(RELEASES)}; "
+            f"install one of these"
         )
 
 
@@ -41,5 +49,6 @@ def unfit(what: str) -> IncompatibleVLLMError:
     import vllm
 
     return IncompatibleVLLMError(
-        f"vLLM {vllm.__version__} does not suit this dllm-engine. {what}; install a vLLM that this dllm-engine supports"
+        f"vLLM {vllm.__version__} does not suit this dllm-engine. {what}; install a "
+        f"vLLM that this dllm-engine supports"
     )

@@ -1,7 +1,9 @@
-"""Everything in vLLM that this package replaces, and by what. The docstring of each replacement says why.
+"""Everything in vLLM that this package replaces, and by what. The docstring of each
+replacement says why.
 
-All of it was compared with the sources of the releases in ``release.py``; look up every new entry in each of them. Two
-changes are not in the table, because they are no functions: the default of ``max_tokens`` in ``CompletionRequest``
+All of it was compared with the sources of the releases in ``release.py``; look up every
+new entry in each of them. Two changes are not in the table, because they are no
+functions: the default of ``max_tokens`` in ``CompletionRequest``
 (``engine_config.py``), and the routes that ask for the API key (``server/app.py``).
 """
 
@@ -45,7 +47,9 @@ SAMPLING = {
     "vllm.sampling_params:SamplingParams._verify_args": "input_processor:remember_filters",
     "vllm.sampling_params:SamplingParams._verify_greedy_sampling": "input_processor:settle_greedy",
 }
-"""Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an engine, and with the next."""
+"""Applied when ``dllm_engine.LLM`` is imported, since parameters may be made before an
+engine, and with the next.
+"""
 
 SERVING = {
     **SAMPLING,
@@ -78,4 +82,6 @@ SERVING = {
     "vllm.entrypoints.launchers.launcher:serve_http": "server.stop:serve_and_tell",
     "vllm.v1.engine.utils:CoreEngineProcManager.monitor_engine_liveness": "server.stop:watch_processes",
 }
-"""Applied in the process that builds an engine's config, once it is known that the model is one of ours."""
+"""Applied in the process that builds an engine's config, once it is known that the
+model is one of ours.
+"""

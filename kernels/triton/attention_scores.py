@@ -10,11 +10,27 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_pairs", "num_keys"])
 def _voting_kernel(
-    q, k, lse, scores, num_pairs, num_keys, q_row, q_head, k_row, k_head, lse_row, lse_head,
-    scale: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    q,
+    k,
+    lse,
+    scores,
+    num_pairs,
+    num_keys,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    lse_row,
+    lse_head,
+    scale: tl.constexpr,
+    SHARING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile of a KV head's keys, over all (voter, query head) pairs that share the head.
+):
+    """One program: a tile of a KV head's keys, over all (voter, query head) pairs that
+    share the head.
 
     ``scale`` includes log2(e), so that exponentials are powers of two.
     """
@@ -40,24 +56,55 @@ def _voting_kernel(
             other=0.0,
         )
         # An infinite denominator gives the pairs beyond the last a vote of 0.
-        denominators = tl.load(lse + voter * lse_row + head * lse_head, mask=votes, other=float("inf"))
-        # float32 products in full precision: TF32 would lose what float32 was asked for.
-        powers = tl.dot(queries, keys, input_precision="ieee") * scale - denominators[:, None] * 1.4426950408889634
+        denominators = tl.load(
+            lse + voter * lse_row + head * lse_head, mask=votes, other=float("inf")
+        )
+        # float32 products in full precision: TF32 would lose what float32 was asked
+        # for.
+        powers = (
+            tl.dot(queries, keys, input_precision="ieee") * scale
+            - denominators[:, None] * 1.4426950408889634
+        )
         total += tl.sum(tl.exp2(powers), axis=0)
     tl.store(scores + kv_head * num_keys + key, total / SHARING, mask=exists)
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "q_row", "q_head", "k_page", "table_row"],
+    do_not_specialize=[
+        "num_rows",
+        "num_tokens",
+        "q_row",
+        "q_head",
+        "k_page",
+        "table_row",
+    ],
     do_not_specialize_on_alignment=["cu_seqlens", "page_tables", "head_len"],
 )
 def _summed_probabilities_kernel(
-    q, lse, cu_seqlens, k_pages, page_tables, head_len, sums, num_rows, num_tokens, q_row, q_head, k_page, table_row,
-    scale: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
-):  # fmt: skip
-    """One program: a tile of tokens and a tile of rows of a request, over all heads. Pages lie ``k_page`` slots
-    apart."""
+    q,
+    lse,
+    cu_seqlens,
+    k_pages,
+    page_tables,
+    head_len,
+    sums,
+    num_rows,
+    num_tokens,
+    q_row,
+    q_head,
+    k_page,
+    table_row,
+    scale: tl.constexpr,
+    SHARING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    """One program: a tile of tokens and a tile of rows of a request, over all heads.
+    Pages lie ``k_page`` slots apart."""
     request = tl.program_id(2).to(tl.int64)
     start = tl.load(cu_seqlens + request).to(tl.int64)
     own_rows = tl.load(cu_seqlens + request + 1) - start
@@ -70,21 +117,30 @@ def _summed_probabilities_kernel(
     is_token = token < own_tokens
     is_row = row < own_rows
     in_head = dim < HEAD_DIM
-    page = tl.load(page_tables + request * table_row + token // PAGE_SIZE, mask=is_token, other=0)
+    page = tl.load(
+        page_tables + request * table_row + token // PAGE_SIZE, mask=is_token, other=0
+    )
     slot = page.to(tl.int64) * k_page + token % PAGE_SIZE * NUM_KV_HEADS
     first_q = q + (start + row)[:, None] * q_row + dim[None, :]
     first_lse = lse + (start + row) * NUM_KV_HEADS * SHARING
     total = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
-    num_heads = tl.where((first_token < own_tokens) & (first_row < own_rows), NUM_KV_HEADS * SHARING, 0)
+    num_heads = tl.where(
+        (first_token < own_tokens) & (first_row < own_rows), NUM_KV_HEADS * SHARING, 0
+    )
     for head in range(num_heads):
         keys = tl.load(
             k_pages + (slot + head // SHARING)[None, :] * HEAD_DIM + dim[:, None],
             mask=is_token[None, :] & in_head[:, None],
             other=0.0,
         )
-        queries = tl.load(first_q + head * q_head, mask=is_row[:, None] & in_head[None, :], other=0.0)
+        queries = tl.load(
+            first_q + head * q_head, mask=is_row[:, None] & in_head[None, :], other=0.0
+        )
         denominators = tl.load(first_lse + head, mask=is_row, other=float("inf"))
-        powers = tl.dot(queries, keys, input_precision="ieee") * scale - denominators[:, None] * 1.4426950408889634
+        powers = (
+            tl.dot(queries, keys, input_precision="ieee") * scale
+            - denominators[:, None] * 1.4426950408889634
+        )
         total += tl.exp2(powers)
     at = (request * num_rows + row)[:, None] * num_tokens + token[None, :]
     kept = (row < num_rows)[:, None] & (token < num_tokens)[None, :]
@@ -100,23 +156,50 @@ def voting_scores(q, k, lse):
     constants = _constants(q, num_kv_heads)
     num_pairs = num_voters * constants["SHARING"]
     _voting_kernel[triton.cdiv(num_keys, constants["BLOCK_K"]), num_kv_heads](
-        q, k, lse, scores, num_pairs, num_keys, *q.stride()[:2], *k.stride()[:2], *lse.stride(), **constants
+        q,
+        k,
+        lse,
+        scores,
+        num_pairs,
+        num_keys,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *lse.stride(),
+        **constants,
     )
     return scores
 
 
-def summed_probabilities(q, lse, cu_seqlens, k_pages, page_tables, head_len, num_rows, num_tokens):
+def summed_probabilities(
+    q, lse, cu_seqlens, k_pages, page_tables, head_len, num_rows, num_tokens
+):
     num_requests, num_kv_heads = head_len.shape
     sums = q.new_empty(num_requests, num_rows, num_tokens, dtype=torch.float32)
     if sums.numel():
         q = q if q.stride(2) == 1 else q.contiguous()
         constants = _constants(q, num_kv_heads)
-        grid = triton.cdiv(num_tokens, constants["BLOCK_K"]), triton.cdiv(num_rows, constants["BLOCK_P"]), num_requests
+        grid = (
+            triton.cdiv(num_tokens, constants["BLOCK_K"]),
+            triton.cdiv(num_rows, constants["BLOCK_P"]),
+            num_requests,
+        )
         _summed_probabilities_kernel[grid](
-            q, lse, cu_seqlens, k_pages, page_tables, head_len, sums, num_rows, num_tokens, *q.stride()[:2],
-            k_pages.stride(0) // q.shape[2], page_tables.stride(0),
-            **constants, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=k_pages.shape[1] // num_kv_heads,
-        )  # fmt: skip
+            q,
+            lse,
+            cu_seqlens,
+            k_pages,
+            page_tables,
+            head_len,
+            sums,
+            num_rows,
+            num_tokens,
+            *q.stride()[:2],
+            k_pages.stride(0) // q.shape[2],
+            page_tables.stride(0),
+            **constants,
+            NUM_KV_HEADS=num_kv_heads,
+            PAGE_SIZE=k_pages.shape[1] // num_kv_heads,
+        )
     return sums
 
 

@@ -11,10 +11,13 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST_KEYS = 128
-"""Keys of a program that shares those of a row with others. Fewer would be read sooner than their results are joined:
-32 rows of 128 numbers in float32, written and read, are half as many bytes as 128 keys and values in bfloat16."""
+"""Keys of a program that shares those of a row with others. Fewer would be read sooner
+than their results are joined: 32 rows of 128 numbers in float32, written and read, are
+half as many bytes as 128 keys and values in bfloat16."""
 MOST_SHARED = 1024
-"""The most programs of a launch, without splits, whose keys others may share. No GPU has so many multiprocessors."""
+"""The most programs of a launch, without splits, whose keys others may share. No GPU
+has so many multiprocessors.
+"""
 
 
 class Tiles(NamedTuple):
@@ -30,11 +33,14 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Tiles for any number of rows, so that blocks of all sizes share one compiled kernel.
+    """Tiles for any number of rows, so that blocks of all sizes share one compiled
+    kernel.
 
-    Few rows read for longer than they compute: two programs of 64 KiB of keys and values each fit a multiprocessor of
-    2022, four times what keeps its memory busy, and 64 pairs are the fewest of a Hopper's matrix product. On an H200,
-    none of nine tiles is faster for 8 or 64 requests of 32 rows; single requests take up to 1.2 times the fastest.
+    Few rows read for longer than they compute: two programs of 64 KiB of keys and
+    values each fit a multiprocessor of 2022, four times what keeps its memory busy, and
+    64 pairs are the fewest of a Hopper's matrix product. On an H200, none of nine tiles
+    is faster for 8 or 64 requests of 32 rows; single requests take up to 1.2 times the
+    fastest.
     """
     if dtype == torch.float32:
         # Four warps would spill what they accumulate.
@@ -46,39 +52,85 @@ def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 @functools.cache
 def choose_splits(num_programs: int, num_keys: int, device: torch.device) -> int:
-    """The most programs that share the keys of a row, for ``num_programs`` without splits: two per multiprocessor in
-    all, which is how many fit.
+    """The most programs that share the keys of a row, for ``num_programs`` without
+    splits: two per multiprocessor in all, which is how many fit.
 
-    ``num_keys`` is an upper bound. Programs that would have fewer than ``LEAST_KEYS`` of the keys that there are do
-    nothing.
+    ``num_keys`` is an upper bound. Programs that would have fewer than ``LEAST_KEYS``
+    of the keys that there are do nothing.
     """
     num_multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, min(2 * num_multiprocessors // num_programs, num_keys // LEAST_KEYS))
 
 
 @triton.jit(
-    do_not_specialize=["q_row", "k_row", "v_row", "k_page", "v_page", "table_row", "num_blocks"],
-    do_not_specialize_on_alignment=[
-        "cu_seqlens", "limits", "page_tables", "head_start", "token_stride", "head_len", "lse", "counters",
+    do_not_specialize=[
+        "q_row",
+        "k_row",
+        "v_row",
+        "k_page",
+        "v_page",
+        "table_row",
+        "num_blocks",
     ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=[
+        "cu_seqlens",
+        "limits",
+        "page_tables",
+        "head_start",
+        "token_stride",
+        "head_len",
+        "lse",
+        "counters",
+    ],
+)
 def _attention_kernel(
-    q, k, v, cu_seqlens, limits, k_pages, v_pages, page_tables, head_start, token_stride, head_len, out, lse,
-    parts, counters, q_row, k_row, v_row, k_page, v_page, table_row, num_blocks,
-    SCALE: tl.constexpr, NUM_KV_HEADS: tl.constexpr, SHARING: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SLOTS_PER_PAGE: tl.constexpr, ATTEND_FRESH: tl.constexpr, LIMITED: tl.constexpr, WITH_LSE: tl.constexpr,
-    LEAST_TILES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """One program: a block of a request's (row, query head) pairs that share a KV head, over one split of the keys.
+    q,
+    k,
+    v,
+    cu_seqlens,
+    limits,
+    k_pages,
+    v_pages,
+    page_tables,
+    head_start,
+    token_stride,
+    head_len,
+    out,
+    lse,
+    parts,
+    counters,
+    q_row,
+    k_row,
+    v_row,
+    k_page,
+    v_page,
+    table_row,
+    num_blocks,
+    SCALE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    SHARING: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SLOTS_PER_PAGE: tl.constexpr,
+    ATTEND_FRESH: tl.constexpr,
+    LIMITED: tl.constexpr,
+    WITH_LSE: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One program: a block of a request's (row, query head) pairs that share a KV head,
+    over one split of the keys.
 
-    The keys of a request and head, retained then fresh, are a row of tiles of ``BLOCK_K``. The programs of the grid's
-    last axis share them; each of those that take part takes ``LEAST_TILES`` or more. ``parts`` receives what each
-    computes. ``counters``, zero before and after a launch, tells which one finishes last: it joins the parts, always in
-    the same order.
+    The keys of a request and head, retained then fresh, are a row of tiles of
+    ``BLOCK_K``. The programs of the grid's last axis share them; each of those that
+    take part takes ``LEAST_TILES`` or more. ``parts`` receives what each computes.
+    ``counters``, zero before and after a launch, tells which one finishes last: it
+    joins the parts, always in the same order.
 
-    Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and ``v_page`` slots, so that the compiler
-    knows vectors to be aligned, whatever the strides. ``SCALE`` includes log2(e), so that exponentials are powers of
-    two.
+    Rows lie ``q_row``, ``k_row`` and ``v_row`` heads apart, pages ``k_page`` and
+    ``v_page`` slots, so that the compiler knows vectors to be aligned, whatever the
+    strides. ``SCALE`` includes log2(e), so that exponentials are powers of two.
     """
     request = tl.program_id(0) // num_blocks
     kv_head = tl.program_id(1)
@@ -106,10 +158,15 @@ def _attention_kernel(
     in_range = row < num_rows
     in_head = dim < HEAD_DIM
     kept = in_range[:, None] & in_head[None, :]
-    # Where a request's rows begin may lie beyond 32 bits, not how far its rows are from there.
+    # Where a request's rows begin may lie beyond 32 bits, not how far its rows are from
+    # there.
     first_row = start.to(tl.int64)
     first_q = q + (first_row * q_row + kv_head * SHARING) * HEAD_DIM
-    tile_q = tl.load(first_q + (row * q_row + head)[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
+    tile_q = tl.load(
+        first_q + (row * q_row + head)[:, None] * HEAD_DIM + dim[None, :],
+        mask=kept,
+        other=0.0,
+    )
 
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, num_tiles)
@@ -125,27 +182,42 @@ def _attention_kernel(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     token = first_tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    page = tl.load(table + (first_slot + token * stride) // SLOTS_PER_PAGE, mask=token < retained, other=0)
+    page = tl.load(
+        table + (first_slot + token * stride) // SLOTS_PER_PAGE,
+        mask=token < retained,
+        other=0,
+    )
     for tile in range(first_tile, last_tile):
         token = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         offset = (first_slot + token * stride) % SLOTS_PER_PAGE
         key = k_pages + (page.to(tl.int64) * k_page + offset) * HEAD_DIM
         value = v_pages + (page.to(tl.int64) * v_page + offset) * HEAD_DIM
         if ATTEND_FRESH:
-            key = tl.where(token < retained, key, fresh_k + (token - retained) * k_row * HEAD_DIM)
-            value = tl.where(token < retained, value, fresh_v + (token - retained) * v_row * HEAD_DIM)
+            key = tl.where(
+                token < retained, key, fresh_k + (token - retained) * k_row * HEAD_DIM
+            )
+            value = tl.where(
+                token < retained, value, fresh_v + (token - retained) * v_row * HEAD_DIM
+            )
         exists = token < num_keys
         loaded = exists[:, None] & in_head[None, :]
         keys = tl.load(key[:, None] + dim[None, :], mask=loaded, other=0.0)
         values = tl.load(value[:, None] + dim[None, :], mask=loaded, other=0.0)
-        # The next tile's pages are known a tile ahead: the compiler lets loads overlap with arithmetic only where
-        # their addresses do not wait for another load of the same tile.
+        # The next tile's pages are known a tile ahead: the compiler lets loads overlap
+        # with arithmetic only where their addresses do not wait for another load of the
+        # same tile.
         following = token + BLOCK_K
-        page = tl.load(table + (first_slot + following * stride) // SLOTS_PER_PAGE, mask=following < retained, other=0)
+        page = tl.load(
+            table + (first_slot + following * stride) // SLOTS_PER_PAGE,
+            mask=following < retained,
+            other=0,
+        )
         visible = exists[None, :] & in_range[:, None]
         if LIMITED:
             visible = visible & (token[None, :] < limit[:, None])
-        highest, total, weighted = _accumulate(tile_q, keys, values, visible, highest, total, weighted, SCALE)
+        highest, total, weighted = _accumulate(
+            tile_q, keys, values, visible, highest, total, weighted, SCALE
+        )
 
     # Results are contiguous: [rows, heads, dims] and [rows, heads].
     first_target = (first_row * NUM_KV_HEADS + kv_head) * SHARING
@@ -161,7 +233,16 @@ def _attention_kernel(
         part = parts + (first_part * BLOCK_Q + place)[:, None] * HEAD_DIM + dim[None, :]
         part_lse = parts + num_parts * BLOCK_Q * HEAD_DIM + first_part * BLOCK_Q + place
         of_split = split * BLOCK_Q
-        _store(part + of_split * HEAD_DIM, kept, part_lse + of_split, in_range, True, highest, total, weighted)
+        _store(
+            part + of_split * HEAD_DIM,
+            kept,
+            part_lse + of_split,
+            in_range,
+            True,
+            highest,
+            total,
+            weighted,
+        )
         tl.debug_barrier()  # the whole program's stores come before its count
         if tl.atomic_add(counters + block, 1, sem="acq_rel") == num_splits - 1:
             tl.store(counters + block, 0)
@@ -170,7 +251,15 @@ def _attention_kernel(
             weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
             for _ in tl.range(0, num_splits, num_stages=3):
                 # From the L2 cache, where the other programs' stores are.
-                logarithm = tl.load(part_lse, mask=in_range, other=-float("inf"), cache_modifier=".cg") * LOG2_E
+                logarithm = (
+                    tl.load(
+                        part_lse,
+                        mask=in_range,
+                        other=-float("inf"),
+                        cache_modifier=".cg",
+                    )
+                    * LOG2_E
+                )
                 values = tl.load(part, mask=kept, other=0.0, cache_modifier=".cg")
                 new_highest = tl.maximum(highest, logarithm)
                 shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
@@ -188,7 +277,11 @@ def _attention_kernel(
 def _accumulate(q, keys, values, visible, highest, total, weighted, scale):
     """One tile of the online softmax."""
     # float32 products in full precision: TF32 would lose what float32 was asked for.
-    scores = tl.where(visible, tl.dot(q, tl.trans(keys), input_precision="ieee") * scale, -float("inf"))
+    scores = tl.where(
+        visible,
+        tl.dot(q, tl.trans(keys), input_precision="ieee") * scale,
+        -float("inf"),
+    )
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     # While nothing is visible the maximum is -inf, and -inf - -inf is not a number.
     shift = tl.where(new_highest == -float("inf"), 0.0, new_highest)
@@ -206,18 +299,31 @@ def _store(out, kept, lse, in_range, WITH_LSE: tl.constexpr, highest, total, wei
     total = tl.where(empty, 1.0, total)
     tl.store(out, (weighted / total[:, None]).to(out.dtype.element_ty), mask=kept)
     if WITH_LSE:
-        tl.store(lse, tl.where(empty, -float("inf"), (highest + tl.log2(total)) / LOG2_E), mask=in_range)
+        tl.store(
+            lse,
+            tl.where(empty, -float("inf"), (highest + tl.log2(total)) / LOG2_E),
+            mask=in_range,
+        )
 
 
 _compiled: dict[tuple[object, ...], Any] = {}
-"""Compiled kernels, by all that tells them apart: ``_attention_kernel[grid](...)`` finds out in each call which one
-fits the types, alignments and values of its arguments. For a kernel of 30 arguments this takes the host 50 µs, longer
-than a small one runs."""
+"""Compiled kernels, by all that tells them apart: ``_attention_kernel[grid](...)``
+finds out in each call which one fits the types, alignments and values of its arguments.
+For a kernel of 30 arguments this takes the host 50 µs, longer than a small one runs."""
 
 
 def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_seqlen):
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    k_pages, v_pages, page_tables, head_start, token_stride, head_len, max_head_len, _ = tokens
+    (
+        k_pages,
+        v_pages,
+        page_tables,
+        head_start,
+        token_stride,
+        head_len,
+        max_head_len,
+        _,
+    ) = tokens
     num_requests, num_kv_heads = head_len.shape
     num_rows, num_heads, head_dim = q.shape
     assert k_pages.stride()[1:] == v_pages.stride()[1:] == (head_dim, 1)
@@ -233,17 +339,37 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
     tiles = choose_tiles(head_dim, q.dtype)
     num_blocks = -(-max_seqlen * sharing // tiles.block_q)
     num_keys = max_head_len + (max_seqlen if attend_fresh else 0)
-    num_splits = choose_splits(num_requests * num_blocks * num_kv_heads, num_keys, q.device)
+    num_splits = choose_splits(
+        num_requests * num_blocks * num_kv_heads, num_keys, q.device
+    )
     grid = num_requests * num_blocks, num_kv_heads, num_splits
     # The results of programs that share keys; of others nothing.
     num_parts = math.prod(grid) * tiles.block_q if num_splits > 1 else 0
     parts = q.new_empty(num_parts * (head_dim + 1), dtype=torch.float32)
     arguments = (
-        q, k, v, cu_seqlens, cu_seqlens if limits is None else limits, k_pages, v_pages, page_tables, head_start,
-        token_stride, head_len, out, parts if lse is None else lse, parts, _counters(q.device),
-        q_row, k_row, v_row, k_pages.stride(0) // head_dim, v_pages.stride(0) // head_dim, page_tables.stride(0),
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens if limits is None else limits,
+        k_pages,
+        v_pages,
+        page_tables,
+        head_start,
+        token_stride,
+        head_len,
+        out,
+        parts if lse is None else lse,
+        parts,
+        _counters(q.device),
+        q_row,
+        k_row,
+        v_row,
+        k_pages.stride(0) // head_dim,
+        v_pages.stride(0) // head_dim,
+        page_tables.stride(0),
         num_blocks,
-    )  # fmt: skip
+    )
     constants = {
         "SCALE": head_dim**-0.5 * math.log2(math.e),
         "NUM_KV_HEADS": num_kv_heads,
@@ -256,11 +382,18 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
         "LEAST_TILES": -(-LEAST_KEYS // tiles.block_k),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
-        # At least what a matrix product takes. Triton's function for powers of two takes the host 3 µs.
+        # At least what a matrix product takes. Triton's function for powers of two
+        # takes the host 3 µs.
         "BLOCK_D": max(16, 1 << (head_dim - 1).bit_length()),
     }
-    # The kernel specialises on none of its integers, and of its pointers on the alignment of these.
-    key = (*constants.values(), q.dtype, q.device, *(x.data_ptr() % 16 for x in (q, k, v, k_pages, v_pages)))
+    # The kernel specialises on none of its integers, and of its pointers on the
+    # alignment of these.
+    key = (
+        *constants.values(),
+        q.dtype,
+        q.device,
+        *(x.data_ptr() % 16 for x in (q, k, v, k_pages, v_pages)),
+    )
     if (compiled := _compiled.get(key)) is not None:
         compiled[grid](*arguments, *constants.values())
     else:  # in Triton's interpreter, which compiles nothing, each time
@@ -271,14 +404,21 @@ def paged_attention(q, k, v, cu_seqlens, tokens, limits, lse, attend_fresh, max_
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, for all launches on a device: no two of them run at a time. Recorded launches keep using them."""
+    """Zeros, for all launches on a device: no two of them run at a time. Recorded
+    launches keep using them.
+    """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("the first launch of paged_attention must not be recorded: its counters would not be zero")
+        raise RuntimeError(
+            "the first launch of paged_attention must not be recorded: its counters "
+            "would not be zero"
+        )
     return torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
 
 
 def _rows(x: torch.Tensor, head_dim: int) -> tuple[torch.Tensor, int]:
-    """``x`` ``[num_rows, heads, head_dim]`` with its heads side by side, and how many heads its rows lie apart."""
+    """``x`` ``[num_rows, heads, head_dim]`` with its heads side by side, and how many
+    heads its rows lie apart.
+    """
     row, head, dim = x.stride()
     if head != head_dim or dim != 1 or row % head_dim:
         x = x.contiguous()

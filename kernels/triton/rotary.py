@@ -6,9 +6,17 @@ import triton.language as tl
 
 @triton.jit
 def _rotate_kernel(
-    x, positions, cos_sin, rows, x_row, x_head, num_heads,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    x,
+    positions,
+    cos_sin,
+    rows,
+    x_row,
+    x_head,
+    num_heads,
+    HALF: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """One program: a row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_H)[:, None]
@@ -31,6 +39,14 @@ def rotate_(x, positions, cos_sin, rows=None):
     half = cos_sin.shape[1] // 2
     if x.numel():
         _rotate_kernel[(num_rows,)](
-            x, positions, cos_sin, rows, x.stride(0), x.stride(1), num_heads,
-            HALF=half, BLOCK_H=triton.next_power_of_2(num_heads), BLOCK_D=triton.next_power_of_2(half),
-        )  # fmt: skip
+            x,
+            positions,
+            cos_sin,
+            rows,
+            x.stride(0),
+            x.stride(1),
+            num_heads,
+            HALF=half,
+            BLOCK_H=triton.next_power_of_2(num_heads),
+            BLOCK_D=triton.next_power_of_2(half),
+        )

@@ -8,12 +8,21 @@ import triton.language as tl
 
 @triton.jit
 def _partial_statistics_kernel(
-    logits, floats, tokens, vocab_size, row_stride, forbidden_token, per_split,
-    WITH_ENTROPY: tl.constexpr, WITH_MARGIN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    floats,
+    tokens,
+    vocab_size,
+    row_stride,
+    forbidden_token,
+    per_split,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_MARGIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One program: a row's logits of one split of the vocabulary.
 
-    ``floats`` ``[rows, splits, 5]``: maximum, S, A, the best allowed logit, the second largest logit.
+    ``floats`` ``[rows, splits, 5]``: maximum, S, A, the best allowed logit, the second
+    largest logit.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -26,15 +35,27 @@ def _partial_statistics_kernel(
     stop = tl.minimum((split + 1) * per_split, vocab_size)
     for first in range(split * per_split, stop, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * row_stride + column, mask=column < stop, other=-float("inf")).to(tl.float32)
-        block_best, block_token = tl.max(tl.where(column == forbidden_token, -float("inf"), x), 0, return_indices=True)
+        x = tl.load(
+            logits + row * row_stride + column, mask=column < stop, other=-float("inf")
+        ).to(tl.float32)
+        block_best, block_token = tl.max(
+            tl.where(column == forbidden_token, -float("inf"), x),
+            0,
+            return_indices=True,
+        )
         token = tl.where(block_best > best, first + block_token, token)
         best = tl.maximum(best, block_best)
         block_highest, where = tl.max(x, 0, return_indices=True)
         if WITH_MARGIN:
-            block_second = tl.max(tl.where(column == first + where, -float("inf"), x), 0)
-            second = tl.maximum(tl.minimum(highest, block_highest), tl.maximum(second, block_second))
-        new_highest = tl.maximum(highest, block_highest, propagate_nan=tl.PropagateNan.ALL)
+            block_second = tl.max(
+                tl.where(column == first + where, -float("inf"), x), 0
+            )
+            second = tl.maximum(
+                tl.minimum(highest, block_highest), tl.maximum(second, block_second)
+            )
+        new_highest = tl.maximum(
+            highest, block_highest, propagate_nan=tl.PropagateNan.ALL
+        )
         # Whatever is no number makes the sums none.
         if new_highest != -float("inf"):
             gap = x - new_highest
@@ -55,7 +76,9 @@ def _partial_statistics_kernel(
 
 @triton.jit
 def _moved(moment, total, highest, new_highest):
-    """A and its S, of a maximum, expressed in a higher one. What weighs nothing there may be infinitely far away."""
+    """A and its S, of a maximum, expressed in a higher one. What weighs nothing there
+    may be infinitely far away.
+    """
     shift = highest - new_highest
     decay = tl.exp(shift)
     return tl.where(decay > 0, (moment + total * shift) * decay, 0.0)
@@ -63,9 +86,18 @@ def _moved(moment, total, highest, new_highest):
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _combine_statistics_kernel(
-    floats, tokens, token, token_logit, log_total, negative_entropy, top2, num_splits,
-    WITH_ENTROPY: tl.constexpr, WITH_MARGIN: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    floats,
+    tokens,
+    token,
+    token_logit,
+    log_total,
+    negative_entropy,
+    top2,
+    num_splits,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_MARGIN: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """One program: the splits of a row."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
@@ -78,7 +110,9 @@ def _combine_statistics_kernel(
 
     # The first of equals: splits are in the order of the vocabulary.
     row_best, winner = tl.max(best, 0, return_indices=True)
-    tl.store(token + row, tl.sum(tl.where(split == winner, split_tokens, 0), 0).to(tl.int64))
+    tl.store(
+        token + row, tl.sum(tl.where(split == winner, split_tokens, 0), 0).to(tl.int64)
+    )
     tl.store(token_logit + row, row_best)
 
     row_highest, leader = tl.max(highest, 0, return_indices=True)
@@ -92,12 +126,14 @@ def _combine_statistics_kernel(
     if WITH_MARGIN:
         second = tl.load(floats + at * 5 + 4, mask=exists, other=-float("inf"))
         tl.store(top2 + row * 2, row_highest)
-        tl.store(top2 + row * 2 + 1, tl.max(tl.where(split == leader, second, highest), 0))
+        tl.store(
+            top2 + row * 2 + 1, tl.max(tl.where(split == leader, second, highest), 0)
+        )
 
 
 def splits_of(logits, block):
-    """Number of programs that share a row of ``logits``, as many as fill the device, and their columns: whole blocks of
-    ``block``."""
+    """Number of programs that share a row of ``logits``, as many as fill the device,
+    and their columns: whole blocks of ``block``."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, block)
     wanted = 4 * torch.cuda.get_device_properties(logits.device).multi_processor_count
@@ -111,7 +147,13 @@ def token_statistics(logits, forbidden_token, *, with_entropy, with_margin):
     numbers = logits.new_empty(2, num_rows, dtype=torch.float32)
     entropies = logits.new_empty(num_rows * with_entropy, dtype=torch.float32)
     top2 = logits.new_empty(num_rows * with_margin, 2, dtype=torch.float32)
-    results = logits.new_empty(num_rows, dtype=torch.int64), numbers[0], numbers[1], entropies, top2
+    results = (
+        logits.new_empty(num_rows, dtype=torch.int64),
+        numbers[0],
+        numbers[1],
+        entropies,
+        top2,
+    )
     if not num_rows:
         return results
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -120,13 +162,25 @@ def token_statistics(logits, forbidden_token, *, with_entropy, with_margin):
     floats = logits.new_empty(num_rows, num_splits, 5, dtype=torch.float32)
     tokens = logits.new_empty(num_rows, num_splits, dtype=torch.int32)
     _partial_statistics_kernel[num_rows, num_splits](
-        logits, floats, tokens, vocab_size, logits.stride(0), forbidden_token, per_split,
-        WITH_ENTROPY=with_entropy, WITH_MARGIN=with_margin, BLOCK=block,
-    )  # fmt: skip
+        logits,
+        floats,
+        tokens,
+        vocab_size,
+        logits.stride(0),
+        forbidden_token,
+        per_split,
+        WITH_ENTROPY=with_entropy,
+        WITH_MARGIN=with_margin,
+        BLOCK=block,
+    )
     _combine_statistics_kernel[(num_rows,)](
-        floats, tokens, *results, num_splits,
-        WITH_ENTROPY=with_entropy, WITH_MARGIN=with_margin,
+        floats,
+        tokens,
+        *results,
+        num_splits,
+        WITH_ENTROPY=with_entropy,
+        WITH_MARGIN=with_margin,
         # For any number of splits, so that there is one variant.
         BLOCK_S=triton.next_power_of_2(triton.cdiv(vocab_size, block)),
-    )  # fmt: skip
+    )
     return results

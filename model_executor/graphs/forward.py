@@ -42,9 +42,15 @@ class ForwardSize(NamedTuple):
     """True if rows have limits."""
 
     @classmethod
-    def of(cls, batch: StepBatch, layer_pass: PagedPass | DensePass) -> "ForwardSize | None":
+    def of(
+        cls, batch: StepBatch, layer_pass: PagedPass | DensePass
+    ) -> "ForwardSize | None":
         """The smallest graph for a pass; None: launching takes less time."""
-        num_requests, num_rows, longest = len(batch.sizes), batch.bounds[-1], max(batch.sizes)
+        num_requests, num_rows, longest = (
+            len(batch.sizes),
+            batch.bounds[-1],
+            max(batch.sizes),
+        )
         rows, limited = padded(num_rows), batch.limits is not None
         if rows is None or not worth_padding(num_rows, rows):
             return None
@@ -54,32 +60,58 @@ class ForwardSize(NamedTuple):
         if isinstance(layer_pass, PagedPass):
             if type(layer_pass).attend is not PagedPass.attend:
                 return None
-            reads, writes = layer_pass.rows.num_paged_rows > 0, layer_pass.row_slots is not None
+            reads, writes = (
+                layer_pass.rows.num_paged_rows > 0,
+                layer_pass.row_slots is not None,
+            )
             overwrites = writes and reads and not layer_pass.attend_fresh
         if rows > HOST_BOUND_ROWS and (writes or not reads):
-            return None  # launching it takes no longer, and the slots of so many rows take tens of MiB
+            # Launching it takes no longer, and the slots of so many rows take tens of
+            # MiB.
+            return None
         if not reads:
-            num_requests, longest = num_requests + (rows > num_rows), max(longest, most_padding(rows))
+            num_requests, longest = (
+                num_requests + (rows > num_rows),
+                max(longest, most_padding(rows)),
+            )
         adds = writes and not overwrites
-        return cls(padded_requests(num_requests), rows, padded(longest) or rows, reads, overwrites, adds, limited)
+        return cls(
+            padded_requests(num_requests),
+            rows,
+            padded(longest) or rows,
+            reads,
+            overwrites,
+            adds,
+            limited,
+        )
 
 
 class ForwardGraph:
-    """One recorded pass of up to so many requests, which attend to their pages and to their own rows.
+    """One recorded pass of up to so many requests, which attend to their pages and to
+    their own rows.
 
-    Rows lie at the front. Those behind them, which fill the graph up, are no request's. Where attention reads no pages
-    they attend to each other: what they compute must be numbers, because FlashAttention 3 reads values beyond a
-    sequence and multiplies them by 0.
+    Rows lie at the front. Those behind them, which fill the graph up, are no request's.
+    Where attention reads no pages they attend to each other: what they compute must be
+    numbers, because FlashAttention 3 reads values beyond a sequence and multiplies them
+    by 0.
     """
 
     def __init__(self, rank: Rank, record: Record, size: ForwardSize) -> None:
         model, store, pages = rank.model, rank.store, rank.pages
-        num_requests, num_rows, device = size.num_requests, size.num_rows, store.tokens.device
+        num_requests, num_rows, device = (
+            size.num_requests,
+            size.num_rows,
+            store.tokens.device,
+        )
         self.places = torch.full((num_rows,), SPARE, device=device)
         self.positions = torch.zeros_like(self.places)
-        self.limits = torch.zeros_like(self.places, dtype=torch.int32) if size.limited else None
+        self.limits = (
+            torch.zeros_like(self.places, dtype=torch.int32) if size.limited else None
+        )
         alone = [not size.reads] * num_requests
-        rows = SplitRows([num_rows, *[0] * (num_requests - 1)], alone, device, self.limits)
+        rows = SplitRows(
+            [num_rows, *[0] * (num_requests - 1)], alone, device, self.limits
+        )
         rows.paged.max_seqlen = rows.alone.max_seqlen = size.longest
         rows.alone.is_padded = True
         self.cu_seqlens = (rows.paged if size.reads else rows.alone).cu_seqlens
@@ -96,30 +128,44 @@ class ForwardGraph:
             if size.overwrites or size.adds:
                 shape = model.config.num_hidden_layers, num_rows, pages.num_kv_heads
                 self.row_slots = torch.full(shape, -1, device=device)
-            own_pass = PagedPass(self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites)
+            own_pass = PagedPass(
+                self.tokens, rows, self.row_slots, attend_fresh=not size.overwrites
+            )
         self.holds: LayerPass | None = None
         places, positions = self.places, self.positions
         self.launch = lambda: model(store.tokens[places], positions, own_pass)
         self.replay = record(self.launch)
 
-    def __call__(self, batch: StepBatch, layer_pass: PagedPass | DensePass) -> torch.Tensor:
-        """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay of any graph."""
-        if self.holds is not layer_pass or layer_pass.follows:  # else it runs on what the last step left
+    def __call__(
+        self, batch: StepBatch, layer_pass: PagedPass | DensePass
+    ) -> torch.Tensor:
+        """Hidden states ``[num_rows of the batch, hidden_size]``, until the next replay
+        of any graph.
+        """
+        if (
+            self.holds is not layer_pass or layer_pass.follows
+        ):  # else it runs on what the last step left
             self._take(batch, layer_pass)
             self.holds = layer_pass
         hidden: torch.Tensor = self.replay()
         return hidden[: batch.bounds[-1]]
 
     def fill_up(self, page: int) -> int:
-        """Take in the numbers of a made-up batch, whose tokens are all in one page of the pool. Returns its rows."""
+        """Take in the numbers of a made-up batch, whose tokens are all in one page of
+        the pool. Returns its rows.
+        """
         rows = torch.arange(self.places.shape[0], device=self.places.device)
         self.places.fill_(SPARE)
         self.positions.copy_(rows % 2)  # which every canvas has
-        bounds = (torch.arange(self.size.num_requests + 1) * self.size.longest).clamp(max=len(rows))
+        bounds = (torch.arange(self.size.num_requests + 1) * self.size.longest).clamp(
+            max=len(rows)
+        )
         self.cu_seqlens.copy_(bounds)
         if self.tokens is not None:
             self.tokens.tables.fill_(page)
-            self.tokens.set_lengths(torch.full_like(self.tokens.token_lens, self.max_head_len))
+            self.tokens.set_lengths(
+                torch.full_like(self.tokens.token_lens, self.max_head_len)
+            )
             if self.row_slots is not None:
                 pages = self.tokens.pages
                 slots = pages.slots(page * pages.page_size + rows[: pages.page_size])
@@ -133,7 +179,9 @@ class ForwardGraph:
         num_rows, num_requests = batch.bounds[-1], len(batch.plans)
         self.places[:num_rows] = batch.places
         self.positions[:num_rows] = batch.positions
-        bounds = batch.bounds + [num_rows] * (self.cu_seqlens.shape[0] - len(batch.bounds))
+        bounds = batch.bounds + [num_rows] * (
+            self.cu_seqlens.shape[0] - len(batch.bounds)
+        )
         if not self.size.reads:
             bounds[-1] = len(self.places)
         self.cu_seqlens.copy_(on_device(bounds, self.places.device, torch.int32))
@@ -149,28 +197,47 @@ class ForwardGraph:
 
 
 class LayoutGraph:
-    """One recorded pass of a cache method whose layers choose rows. It replays passes of the same layout."""
+    """One recorded pass of a cache method whose layers choose rows. It replays passes
+    of the same layout.
+    """
 
-    def __init__(self, rank: Rank, record: Record, batch: StepBatch, layer_pass: LayerPass) -> None:
+    def __init__(
+        self, rank: Rank, record: Record, batch: StepBatch, layer_pass: LayerPass
+    ) -> None:
         model, store = rank.model, rank.store
         self.inputs = self._inputs(batch, layer_pass)
         places, positions = self.inputs[:2]
         self.holds = layer_pass
-        self.recorded_pass = layer_pass  # whose other tensors the recorded work reads as well
+        self.recorded_pass = (
+            layer_pass  # whose other tensors the recorded work reads as well
+        )
 
         def run() -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-            return model(store.tokens[places], positions, layer_pass), layer_pass.results
+            return model(
+                store.tokens[places], positions, layer_pass
+            ), layer_pass.results
 
-        # Not launched first: rows are chosen by what the last step has left, which this work replaces.
+        # Not launched first: rows are chosen by what the last step has left, which this
+        # work replaces.
         self.replay = record(run, launch_first=False)
 
     def __call__(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor:
-        """Hidden states ``[num_rows, hidden_size]``, until the next replay of any graph."""
+        """Hidden states ``[num_rows, hidden_size]``, until the next replay of any
+        graph.
+        """
         if self.holds is not layer_pass or layer_pass.follows:
             inputs = self._inputs(batch, layer_pass)
-            for dtype in {tensor.dtype for tensor in inputs}:  # one launch for all tensors of a type
-                pairs = [pair for pair in zip(self.inputs, inputs, strict=True) if pair[1].dtype is dtype]
-                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            for dtype in {
+                tensor.dtype for tensor in inputs
+            }:  # one launch for all tensors of a type
+                pairs = [
+                    pair
+                    for pair in zip(self.inputs, inputs, strict=True)
+                    if pair[1].dtype is dtype
+                ]
+                torch._foreach_copy_(
+                    [target for target, _ in pairs], [source for _, source in pairs]
+                )
             self.holds = layer_pass
         hidden: torch.Tensor
         hidden, results = self.replay()
@@ -181,5 +248,8 @@ class LayoutGraph:
     def _inputs(batch: StepBatch, layer_pass: LayerPass) -> list[torch.Tensor]:
         """Copies of the places and positions of rows, and ``graph_inputs``."""
         more = max(layer_pass.graph_rows - batch.bounds[-1], 0)
-        rows = [F.pad(batch.places, (0, more), value=SPARE), F.pad(batch.positions, (0, more))]
+        rows = [
+            F.pad(batch.places, (0, more), value=SPARE),
+            F.pad(batch.positions, (0, more)),
+        ]
         return rows + layer_pass.graph_inputs()

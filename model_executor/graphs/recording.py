@@ -11,7 +11,9 @@ from vllm.distributed.parallel_state import GraphCaptureContext
 MAX_GRAPHS = 128
 """Graphs kept of each kind; the least recently replayed one goes first."""
 MAX_COUNTED = 1024
-"""Kinds of work whose launches are counted: every temperature makes kinds of its own."""
+"""Kinds of work whose launches are counted: every temperature makes kinds
+of its own.
+"""
 SIZES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of rows that graphs are recorded for, beside multiples of the last."""
 MAX_ROWS = 4096
@@ -19,18 +21,23 @@ MAX_ROWS = 4096
 HOST_BOUND_ROWS = 1024
 """Rows that a GPU computes in about the time that launching a pass takes."""
 LAUNCHES_BEFORE = 2
-"""Times that work of a kind is launched before it is recorded, if warm-up has not recorded it."""
+"""Times that work of a kind is launched before it is recorded, if warm-up has not
+recorded it.
+"""
 Run = Callable[[], Any]
 Record = Callable[..., Run]
-"""``record(run, launch_first=True)`` returns a function that does the work of ``run`` again, on tensors that stay where
-they are and into the same result. It launches the work once before, unless told otherwise: kernels are compiled and
-workspaces allocated by that, which must not happen while recording."""
+"""``record(run, launch_first=True)`` returns a function that does the work of ``run``
+again, on tensors that stay where they are and into the same result. It launches the
+work once before, unless told otherwise: kernels are compiled and workspaces allocated
+by that, which must not happen while recording."""
 _Key = TypeVar("_Key", bound=Hashable)
 _Graph = TypeVar("_Graph")
 
 
 class GraphRecorder:
-    """``Record`` on a GPU. Its graphs share one memory pool and one stream: no two of them run at a time."""
+    """``Record`` on a GPU. Its graphs share one memory pool and one stream: no two of
+    them run at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.context = GraphCaptureContext(torch.cuda.Stream(device))
@@ -42,7 +49,9 @@ class GraphRecorder:
         with get_tp_group().graph_capture(self.context):
             if launch_first:
                 run()
-            with torch.cuda.graph(graph, self.pool, self.context.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, self.pool, self.context.stream, capture_error_mode="thread_local"
+            ):
                 result = run()
 
         def replay() -> Any:
@@ -62,8 +71,8 @@ class GraphCache(Generic[_Key, _Graph]):
         self.num_launched: Counter[_Key] = Counter()
 
     def get(self, key: _Key, after: int = 0, *given: Any) -> _Graph | None:
-        """The graph; one that is not there is made once it has been asked for more than ``after`` times. None: launch
-        the step."""
+        """The graph; one that is not there is made once it has been asked for more than
+        ``after`` times. None: launch the step."""
         if key not in self.graphs:
             if len(self.num_launched) == MAX_COUNTED:
                 self.num_launched.clear()
@@ -87,15 +96,27 @@ def padded(number: int) -> int | None:
 
 
 def most_padding(num_rows: int) -> int:
-    """The most padding that a graph of ``num_rows`` has; ``num_rows`` is a result of ``padded``."""
-    return num_rows - 1 - max(size for size in (0, *SIZES, num_rows - SIZES[-1]) if size < num_rows)
+    """The most padding that a graph of ``num_rows`` has; ``num_rows`` is a result of
+    ``padded``.
+    """
+    return (
+        num_rows
+        - 1
+        - max(size for size in (0, *SIZES, num_rows - SIZES[-1]) if size < num_rows)
+    )
 
 
 def padded_requests(num_requests: int) -> int:
-    """The number of requests that a graph for so many is recorded with: 1, 2, 4, or a multiple of 8."""
-    return next((size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8)
+    """The number of requests that a graph for so many is recorded with: 1, 2, 4, or a
+    multiple of 8.
+    """
+    return next(
+        (size for size in (1, 2, 4) if num_requests <= size), -(-num_requests // 8) * 8
+    )
 
 
 def worth_padding(num_rows: int, padded_rows: int) -> bool:
-    """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner than launches do."""
+    """Return True if a graph of ``padded_rows`` does the work of ``num_rows`` sooner
+    than launches do.
+    """
     return padded_rows <= max(HOST_BOUND_ROWS, num_rows + num_rows // 16)

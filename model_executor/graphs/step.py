@@ -9,14 +9,30 @@ import torch
 
 from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
-from dllm_engine.model_executor.graphs.forward import ForwardGraph, ForwardSize, LayoutGraph
-from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, GraphCache, Record, padded, worth_padding
+from dllm_engine.model_executor.graphs.forward import (
+    ForwardGraph,
+    ForwardSize,
+    LayoutGraph,
+)
+from dllm_engine.model_executor.graphs.recording import (
+    HOST_BOUND_ROWS,
+    GraphCache,
+    Record,
+    padded,
+    worth_padding,
+)
 from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.filling import Filled, FillInputs, FillWork, Number, fill
+from dllm_engine.model_executor.unmasking.filling import (
+    Filled,
+    FillInputs,
+    FillWork,
+    Number,
+    fill,
+)
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import RefreshState
 
@@ -34,39 +50,69 @@ class FillingSize(NamedTuple):
 
 
 class FillingGraph:
-    """The recorded filling in of up to so many candidates: the head, statistics of its logits, the choice, and the
-    canvas. Candidates behind a batch's own, which fill the graph up, are no request's."""
+    """The recorded filling in of up to so many candidates: the head, statistics of its
+    logits, the choice, and the canvas. Candidates behind a batch's own, which fill the
+    graph up, are no request's."""
 
     def __init__(self, rank: Rank, record: Record, size: FillingSize) -> None:
         store, device = rank.store, rank.device
         shape = size.num_candidates, rank.model.config.hidden_size
         self.hidden = torch.zeros(shape, dtype=rank.dtype, device=device)
         # What fills the graph up belongs to one more request.
-        self.filler = torch.tensor([rank.max_num_seqs, 0, 0, SPARE, 0, ALONE], device=device)[:, None]
+        self.filler = torch.tensor(
+            [rank.max_num_seqs, 0, 0, SPARE, 0, ALONE], device=device
+        )[:, None]
         self.no_position = self.filler[[0, 3]]
         self.inputs = FillInputs(
             self.filler.repeat(1, size.num_candidates),
-            torch.zeros(len(Number), rank.max_num_seqs + 1, dtype=torch.int64, device=device),
-            torch.ones(size.num_candidates, device=device) if size.has_certainty else None,
-            None if size.num_positions is None else self.no_position.repeat(1, size.num_positions),
+            torch.zeros(
+                len(Number), rank.max_num_seqs + 1, dtype=torch.int64, device=device
+            ),
+            torch.ones(size.num_candidates, device=device)
+            if size.has_certainty
+            else None,
+            None
+            if size.num_positions is None
+            else self.no_position.repeat(1, size.num_positions),
             size.width,
         )
         self.store = store
         self.holds: BatchCandidates | None = None
         self.numbers: np.ndarray | None = None
-        self.launch = lambda: fill(rank.predictor, store, rank.end_tokens, size.work, self.inputs, self.hidden)
+        self.launch = lambda: fill(
+            rank.predictor, store, rank.end_tokens, size.work, self.inputs, self.hidden
+        )
         self.replay = record(self.launch)
 
     def fill_up(self) -> None:
         """Take in the numbers of a made-up batch. The store must be empty."""
         table, request_numbers = self.inputs.table, self.inputs.numbers
         numbers = torch.arange(table.shape[1], device=table.device)
-        requests = (numbers // self.inputs.width).clamp(max=request_numbers.shape[1] - 1)
+        requests = (numbers // self.inputs.width).clamp(
+            max=request_numbers.shape[1] - 1
+        )
         places = SPARE + 1 + numbers
-        table.copy_(torch.stack((requests, numbers % self.inputs.width, numbers, places, numbers, numbers * 0)))
-        self.hidden.copy_(torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(self.hidden))
+        table.copy_(
+            torch.stack(
+                (
+                    requests,
+                    numbers % self.inputs.width,
+                    numbers,
+                    places,
+                    numbers,
+                    numbers * 0,
+                )
+            )
+        )
+        self.hidden.copy_(
+            torch.sin(torch.arange(self.hidden.numel(), device=numbers.device)).view_as(
+                self.hidden
+            )
+        )
         request_numbers.zero_()
-        request_numbers.view(torch.float64)[[Number.VALUE, Number.OBSERVED, Number.EDITED]] = 0.5
+        request_numbers.view(torch.float64)[
+            [Number.VALUE, Number.OBSERVED, Number.EDITED]
+        ] = 0.5
         request_numbers[[Number.GUARANTEED, Number.LEAST]] = 1
         self.store.masked[places] = True
         self.holds = self.numbers = None
@@ -74,15 +120,23 @@ class FillingGraph:
     def __call__(
         self, hidden: torch.Tensor, group: BatchCandidates, numbers: np.ndarray
     ) -> tuple[Filled, TokenStatistics]:
-        """``hidden`` covers all rows of the batch. The statistics last until the next replay of any graph."""
+        """``hidden`` covers all rows of the batch. The statistics last until the next
+        replay of any graph.
+        """
         num_candidates, own = group.positions.numel(), self.inputs
         if self.holds is not group:
-            own.table[:, :num_candidates], own.table[:, num_candidates:] = group.table, self.filler
+            own.table[:, :num_candidates], own.table[:, num_candidates:] = (
+                group.table,
+                self.filler,
+            )
             if own.certainty is not None:
                 own.certainty[:num_candidates] = required(group.certainty)
             if own.responses is not None:
                 places = required(group.responses)
-                own.responses[:, : places.shape[1]], own.responses[:, places.shape[1] :] = places, self.no_position
+                (
+                    own.responses[:, : places.shape[1]],
+                    own.responses[:, places.shape[1] :],
+                ) = places, self.no_position
             self.holds = group
         if self.numbers is None or not np.array_equal(self.numbers, numbers):
             own.numbers[:, : numbers.shape[1]] = on_device(numbers, hidden.device)
@@ -90,7 +144,9 @@ class FillingGraph:
         torch.index_select(hidden, 0, own.table[4], out=self.hidden)
         filled, statistics = self.replay()
         rest = self.hidden.shape[0] - num_candidates
-        return filled[:, :num_candidates].clone(), statistics.split([num_candidates, rest])[0] if rest else statistics
+        return filled[:, :num_candidates].clone(), statistics.split(
+            [num_candidates, rest]
+        )[0] if rest else statistics
 
 
 class StepGraphs:
@@ -104,38 +160,56 @@ class StepGraphs:
         self._forget_outdated()
 
     def _forget_outdated(self) -> None:
-        """Begin anew where canvases have moved: graphs read and write them where they were when recorded."""
+        """Begin anew where canvases have moved: graphs read and write them where they
+        were when recorded.
+        """
         if self.store.tokens is self.tokens:
             return
         self.tokens = self.store.tokens
         rank, record = self.rank, self.record
-        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(partial(ForwardGraph, rank, record))
+        self.forwards: GraphCache[ForwardSize, ForwardGraph] = GraphCache(
+            partial(ForwardGraph, rank, record)
+        )
         self.layouts: GraphCache[Hashable, LayoutGraph] = GraphCache(
             lambda _, *given: LayoutGraph(rank, record, *given)
         )
-        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(partial(FillingGraph, rank, record))
+        self.fillings: GraphCache[FillingSize, FillingGraph] = GraphCache(
+            partial(FillingGraph, rank, record)
+        )
 
     def problem(self, max_error: float) -> str | None:
-        """Difference between a graph and the same work launched, on made-up numbers; None: none. It writes to the first
-        page of the pool and to the canvases. ``max_error`` is that of hidden states, over the largest of them."""
+        """Difference between a graph and the same work launched, on made-up numbers;
+        None: none. It writes to the first page of the pool and to the canvases.
+        ``max_error`` is that of hidden states, over the largest of them."""
         if self.rank.pages is not None:
             self.rank.pages.memory[1].normal_()
         for (num_requests, num_rows, *_), forward in self.forwards.graphs.items():
             used = forward.fill_up(page=1)
             launched = forward.launch()[:used].float()
-            error = float((forward.replay()[:used].float() - launched).abs().max() / launched.abs().max())
+            error = float(
+                (forward.replay()[:used].float() - launched).abs().max()
+                / launched.abs().max()
+            )
             if not error <= max_error:
-                return f"{num_requests} requests of {num_rows} rows are off by {error:.1e} when they are replayed"
+                return (
+                    f"{num_requests} requests of {num_rows} rows are off by "
+                    f"{error:.1e} when they are replayed"
+                )
         for size, filling in self.fillings.graphs.items():
             filling.fill_up()
             expected = filling.launch()[0].clone()
             filling.fill_up()
             if not torch.equal(filling.replay()[0], expected):
-                return f"{size.num_candidates} candidates are filled otherwise when that is replayed"
+                return (
+                    f"{size.num_candidates} candidates are filled otherwise when that "
+                    f"is replayed"
+                )
         return None
 
     def forward(self, batch: StepBatch, layer_pass: LayerPass) -> torch.Tensor | None:
-        """Hidden states ``[num_rows, hidden_size]``, to be read before the next step; None: launch it."""
+        """Hidden states ``[num_rows, hidden_size]``, to be read before the next step;
+        None: launch it.
+        """
         self._forget_outdated()
         if isinstance(layer_pass, PagedPass | DensePass):
             size = ForwardSize.of(batch, layer_pass)
@@ -146,24 +220,50 @@ class StepGraphs:
         refreshes = any(plan.state is not RefreshState.REUSE for plan in batch.plans)
         if layout is None or (refreshes and batch.bounds[-1] > HOST_BOUND_ROWS):
             return None
-        key = type(layer_pass), layout, *(tensor.shape for tensor in layer_pass.graph_inputs())
+        key = (
+            type(layer_pass),
+            layout,
+            *(tensor.shape for tensor in layer_pass.graph_inputs()),
+        )
         graph = self.layouts.get(key, max(1, self.launches_before), batch, layer_pass)
         return None if graph is None else graph(batch, layer_pass)
 
     def fill(
-        self, hidden: torch.Tensor, group: BatchCandidates, work: FillWork, numbers: np.ndarray
+        self,
+        hidden: torch.Tensor,
+        group: BatchCandidates,
+        work: FillWork,
+        numbers: np.ndarray,
     ) -> tuple[Filled, TokenStatistics] | None:
-        """``fill`` of a group, whose rows are among those of ``hidden``; None: launch it. The statistics last until the
-        next replay."""
+        """``fill`` of a group, whose rows are among those of ``hidden``; None: launch
+        it. The statistics last until the next replay."""
         specs = [group.batch.canvases[index].spec for index in group.members]
-        num_candidates, delayed = group.positions.numel(), sum(spec.gen_length for spec in specs if spec.delay_eos)
-        rows, width, positions = padded(num_candidates), padded(group.width), padded(delayed)
-        if rows is None or width is None or positions is None or not worth_padding(num_candidates, rows):
+        num_candidates, delayed = (
+            group.positions.numel(),
+            sum(spec.gen_length for spec in specs if spec.delay_eos),
+        )
+        rows, width, positions = (
+            padded(num_candidates),
+            padded(group.width),
+            padded(delayed),
+        )
+        if (
+            rows is None
+            or width is None
+            or positions is None
+            or not worth_padding(num_candidates, rows)
+        ):
             return None
         is_guided = any(spec.guidance is not None for spec in specs)
         if is_guided or group.biased or self.rank.predictor.tp_group.world_size > 1:
             return None
         self._forget_outdated()
-        size = FillingSize(rows, width, positions if delayed else None, group.certainty is not None, work)
+        size = FillingSize(
+            rows,
+            width,
+            positions if delayed else None,
+            group.certainty is not None,
+            work,
+        )
         graph = self.fillings.get(size, self.launches_before)
         return None if graph is None else graph(hidden, group, numbers)

@@ -1,1 +1,3 @@
-"""Guided Diffusion: an autoregressive guide that checks what the diffusion model drafts."""
+"""Guided Diffusion: an autoregressive guide that checks what the diffusion model
+drafts.
+"""

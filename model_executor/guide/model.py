@@ -1,7 +1,9 @@
-"""The autoregressive guide of Guided Diffusion (arXiv 2505.21467): checks a whole draft in one causal forward pass.
+"""The autoregressive guide of Guided Diffusion (arXiv 2505.21467): checks a whole draft
+in one causal forward pass.
 
-It runs through the diffusion models' own layers, and its keys and values live in pages of the same pool. A page has as
-many bytes as one of the diffusion model's and holds as many of the guide's tokens as fit.
+It runs through the diffusion models' own layers, and its keys and values live in pages
+of the same pool. A page has as many bytes as one of the diffusion model's and holds as
+many of the guide's tokens as fit.
 """
 
 import copy
@@ -21,7 +23,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
-from dllm_engine.model_executor.guide.text import GuideReader, Reading, Retokenizer, SameTokens
+from dllm_engine.model_executor.guide.text import (
+    GuideReader,
+    Reading,
+    Retokenizer,
+    SameTokens,
+)
 from dllm_engine.model_executor.head_chunks import head_chunks
 from dllm_engine.model_executor.loading.files import check_safetensors
 from dllm_engine.model_executor.models.decoder import DiffusionDecoder
@@ -39,7 +46,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 @dataclass
 class Draft:
-    """Proposal of the diffusion model for the leftmost masked positions of a block, and what the guide says of it."""
+    """Proposal of the diffusion model for the leftmost masked positions of a block, and
+    what the guide says of it.
+    """
 
     index: int
     """Number of the request in the batch."""
@@ -54,10 +63,13 @@ class Draft:
     judged: list[int] = field(init=False)
     """Guide tokens to judge, ascending."""
     answers: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Rank of each judged token, and the guide's own token there; a rank of −1 if the guide's logits are not finite."""
+    """Rank of each judged token, and the guide's own token there; a rank of −1 if the
+    guide's logits are not finite.
+    """
     ranks: list[int] = field(default_factory=list)
-    """Tokens that the guide prefers to each drafted one (among equals, those with lower ids). If the guide reads the
-    drafted token as several tokens, the largest of their numbers."""
+    """Tokens that the guide prefers to each drafted one (among equals, those with lower
+    ids). If the guide reads the drafted token as several tokens, the largest of their
+    numbers."""
     guided: list[int] = field(default_factory=list)
     """The guide's own tokens, in the diffusion model's tokens."""
 
@@ -67,7 +79,10 @@ class Guide:
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
         """Load the engine's ``guide_model``."""
-        options, model_config = EngineOptions.from_vllm_config(vllm_config), vllm_config.model_config
+        options, model_config = (
+            EngineOptions.from_vllm_config(vllm_config),
+            vllm_config.model_config,
+        )
         assert options.guide_model is not None
         assert options.guide_shape is not None
         hf_config = guide_config(options.guide_model)
@@ -76,14 +91,24 @@ class Guide:
             if options.guide_shape.same_tokens
             else Retokenizer.between(model_config, options.guide_model)
         )
-        with set_current_vllm_config(vllm_config), set_default_torch_dtype(model_config.dtype), device:
+        with (
+            set_current_vllm_config(vllm_config),
+            set_default_torch_dtype(model_config.dtype),
+            device,
+        ):
             longest = options.guide_shape.num_tokens(model_config.max_model_len)
-            model = DiffusionDecoder(vllm_config=vllm_config, hf_config=hf_config, max_positions=longest)
+            model = DiffusionDecoder(
+                vllm_config=vllm_config, hf_config=hf_config, max_positions=longest
+            )
             record_metadata_for_reloading(model)
         # vLLM's loader asks the model's config where the weights are.
         self.vllm_config = copy.copy(vllm_config)
         self.vllm_config.model_config = source = copy.copy(model_config)
-        source.model, source.revision, source.hf_config = options.guide_model, None, hf_config
+        source.model, source.revision, source.hf_config = (
+            options.guide_model,
+            None,
+            hf_config,
+        )
         if vllm_config.load_config.load_format != "dummy":
             check_safetensors(options.guide_model)
         get_model_loader(vllm_config.load_config).load_weights(model, source)
@@ -94,9 +119,10 @@ class Guide:
         self.pages: PageView | None = None
 
     def check(self, drafts: list[Draft]) -> Failures:
-        """Judge drafts, each in its canvas with the drafted tokens in place; one causal forward pass for all. Tokens
-        that the guide cannot read, or that its pages have no room for, it ranks behind all others. Returns the failures
-        of requests whose draft cannot be judged."""
+        """Judge drafts, each in its canvas with the drafted tokens in place; one causal
+        forward pass for all. Tokens that the guide cannot read, or that its pages have
+        no room for, it ranks behind all others. Returns the failures of requests whose
+        draft cannot be judged."""
         failures = _failures_of(drafts, self._read)
         read = [draft for draft in drafts if draft.request_id not in failures]
         asking = [draft for draft in read if draft.judged]
@@ -105,14 +131,26 @@ class Guide:
         return failures | _failures_of(read, self._take_answers)
 
     def profile_run(self, num_rows: int) -> None:
-        """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to measure the memory."""
+        """Judge as many of ``num_rows`` tokens as are judged at once, for vLLM to
+        measure the memory.
+        """
         chunk = self._chunks(num_rows)[0]
         drafted = torch.zeros(num_rows, dtype=torch.int64, device=self.device)[chunk]
         dtype = self.vllm_config.model_config.dtype
-        self._judge(torch.zeros(len(drafted), self.model.config.hidden_size, dtype=dtype, device=self.device), drafted)
+        self._judge(
+            torch.zeros(
+                len(drafted),
+                self.model.config.hidden_size,
+                dtype=dtype,
+                device=self.device,
+            ),
+            drafted,
+        )
 
     def _chunks(self, num_rows: int) -> list[slice]:
-        return head_chunks(num_rows, self.model.config.vocab_size, on_gpu=self.device.type != "cpu")
+        return head_chunks(
+            num_rows, self.model.config.vocab_size, on_gpu=self.device.type != "cpu"
+        )
 
     def _read(self, draft: Draft) -> None:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
@@ -120,31 +158,55 @@ class Guide:
         draft.reading = self.reader.read(text.tolist(), draft.positions)
         room = self.shape.num_tokens(draft.canvas.spec.canvas_length - 1)
         # Token t is judged by row t - 1, so that t of them are kept in pages.
-        judged = sorted({t for span in draft.reading.spelling for t in range(*span) if t > 0})
+        judged = sorted(
+            {t for span in draft.reading.spelling for t in range(*span) if t > 0}
+        )
         if judged and judged[-1] > room:
             logger.warning_once(
-                "guide_tokens_per_token=%s: a text takes more tokens of the guide than that reserves pages for; drafts "
-                "beyond are unmasked unchecked, one a step. Start the engine with a larger one.",
+                "guide_tokens_per_token=%s: a text takes more tokens of the guide than "
+                "that reserves pages for; drafts beyond are unmasked unchecked, one a "
+                "step. Start the engine with a larger one.",
                 self.shape.tokens_per_token,
             )
         draft.judged = [t for t in judged if t <= room]
 
     def _ask(self, drafts: list[Draft]) -> None:
-        """Feed what the pages do not hold yet, and at least the row before the first token to be judged."""
+        """Feed what the pages do not hold yet, and at least the row before the first
+        token to be judged.
+        """
         assert self.pages is not None
         device = self.pages.keys.device
         spans = []
         for draft in drafts:
             known, text = draft.canvas.guide_text, draft.reading.tokens
-            kept = next((i for i, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]), len(known))
+            kept = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(known, text, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                len(known),
+            )
             spans.append(Span(min(kept, draft.judged[0] - 1), draft.judged[-1]))
             draft.canvas.guide_text = text[: draft.judged[-1]]
-        fed = [token for draft, span in zip(drafts, spans, strict=True) for token in draft.reading.tokens[slice(*span)]]
-        batch = StepBatch([draft.canvas for draft in drafts], [np.arange(*span) for span in spans])
-        batch.limits = (batch.positions + 1).int()  # causal: token t of a table is the guide's token t
-        tables = TokenTables(batch, self.pages, PageKind.GUIDE, [span.stop for span in spans])
+        fed = [
+            token
+            for draft, span in zip(drafts, spans, strict=True)
+            for token in draft.reading.tokens[slice(*span)]
+        ]
+        batch = StepBatch(
+            [draft.canvas for draft in drafts], [np.arange(*span) for span in spans]
+        )
+        batch.limits = (
+            batch.positions + 1
+        ).int()  # causal: token t of a table is the guide's token t
+        tables = TokenTables(
+            batch, self.pages, PageKind.GUIDE, [span.stop for span in spans]
+        )
         rows_in_pages = batch.split_rows([False] * len(spans))
-        layer_pass = PagedPass(tables, rows_in_pages, tables.row_slots(), attend_fresh=False)
+        layer_pass = PagedPass(
+            tables, rows_in_pages, tables.row_slots(), attend_fresh=False
+        )
         hidden = self.model(on_device(fed, device), batch.positions, layer_pass)
         rows = [
             t - 1 - span.start + b
@@ -153,30 +215,45 @@ class Guide:
         ]
         tokens = [draft.reading.tokens[t] for draft in drafts for t in draft.judged]
         hidden, drafted = hidden[on_device(rows, device)], on_device(tokens, device)
-        chunks = [self._judge(hidden[chunk], drafted[chunk]) for chunk in self._chunks(len(rows))]
+        chunks = [
+            self._judge(hidden[chunk], drafted[chunk])
+            for chunk in self._chunks(len(rows))
+        ]
         ranks, own = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         answers = zip(ranks.tolist(), own.tolist(), strict=True)
         for draft in drafts:
             draft.answers = {t: next(answers) for t in draft.judged}
 
     def _take_answers(self, draft: Draft) -> RequestFailure | None:
-        """Set ranks and the guide's own tokens of each drafted one, from those of the guide's tokens that spell it."""
+        """Set ranks and the guide's own tokens of each drafted one, from those of the
+        guide's tokens that spell it.
+        """
         if any(rank < 0 for rank, _ in draft.answers.values()):
-            return RequestFailure("not_finite", "the guide model produced logits that are NaN or infinite")
-        for index, (token, span) in enumerate(zip(draft.tokens, draft.reading.spelling, strict=True)):
+            return RequestFailure(
+                "not_finite", "the guide model produced logits that are NaN or infinite"
+            )
+        for index, (token, span) in enumerate(
+            zip(draft.tokens, draft.reading.spelling, strict=True)
+        ):
             read = range(*span)
             if read and draft.answers.keys() >= set(read):
                 draft.ranks.append(max(draft.answers[t][0] for t in read))
                 own = [draft.answers[t][1] for t in read]
-                draft.guided.append(self.reader.answer(draft.reading, index, token, own))
+                draft.guided.append(
+                    self.reader.answer(draft.reading, index, token, own)
+                )
             else:
                 draft.ranks.append(self.model.config.vocab_size)
                 draft.guided.append(token)
         return None
 
-    def _judge(self, hidden: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _judge(
+        self, hidden: torch.Tensor, drafted: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks of the drafted tokens and the guide's own, ``[num_rows]`` each."""
-        logits = gather_shards(self.model.compute_logits(hidden).logits, get_tp_group()).float()
+        logits = gather_shards(
+            self.model.compute_logits(hidden).logits, get_tp_group()
+        ).float()
         for token in self.reader.never_said:
             logits[:, token : token + 1] = -torch.inf
         best, tokens = logits.max(dim=1)
@@ -189,8 +266,12 @@ class Guide:
         return ranks.masked_fill(~(best < torch.inf), -1), tokens
 
 
-def _failures_of(drafts: list[Draft], do: Callable[[Draft], RequestFailure | None]) -> Failures:
-    """Call ``do`` for each draft; what it returns, or raises, is the failure of the draft's request."""
+def _failures_of(
+    drafts: list[Draft], do: Callable[[Draft], RequestFailure | None]
+) -> Failures:
+    """Call ``do`` for each draft; what it returns, or raises, is the failure of the
+    draft's request.
+    """
     failures: Failures = {}
     for draft in drafts:
         try:

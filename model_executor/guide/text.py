@@ -1,7 +1,9 @@
-"""Text between a canvas and a guide: the guide's input, and its answer in the diffusion model's tokens.
+"""Text between a canvas and a guide: the guide's input, and its answer in the diffusion
+model's tokens.
 
-A guide with the same tokenizer reads the canvas's tokens as they are. A guide with another tokenizer reads the same
-text in its own tokens. Both tokenizers must spell bytes, so that it is known which tokens share a character.
+A guide with the same tokenizer reads the canvas's tokens as they are. A guide with
+another tokenizer reads the same text in its own tokens. Both tokenizers must spell
+bytes, so that it is known which tokens share a character.
 """
 
 import functools
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 _BYTE_OF_LETTER = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _UNREADABLE = b"\xff"
-"""The text of an id that is no token: never valid UTF-8, so it is shown as the replacement character."""
+"""The text of an id that is no token: never valid UTF-8, so it is shown as the
+replacement character.
+"""
 _REPLACEMENT_SIZE = len("\ufffd".encode())
 _PROBE = "A naïve probe: 3.14 €,  你好 – if (x != y) {\n\treturn; }\n"
 
@@ -36,10 +40,12 @@ class Reading:
     tokens: list[int]
     """In the guide's tokens."""
     spelling: list[Span]
-    """Per drafted token, those of ``tokens`` that share a character with it; empty if it has none."""
+    """Per drafted token, those of ``tokens`` that share a character with it; empty if
+    it has none.
+    """
     lead: list[int | None]
-    """Per drafted token, how many bytes of the first of them belong to text before it; None where that cannot be said,
-    inside a character that was unreadable."""
+    """Per drafted token, how many bytes of the first of them belong to text before it;
+    None where that cannot be said, inside a character that was unreadable."""
 
 
 class SameTokens:
@@ -47,15 +53,22 @@ class SameTokens:
 
     def __init__(self, mask_token_id: int) -> None:
         self.never_said: tuple[int, ...] = (mask_token_id,)
-        """Tokens of the guide that it must not answer with: the mask could not be told from a position that is open."""
+        """Tokens of the guide that it must not answer with: the mask could not be told
+        from a position that is open.
+        """
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        """``tokens``: of the canvas, without masks; ``drafted``: indices of those that are to be judged."""
+        """``tokens``: of the canvas, without masks; ``drafted``: indices of those that
+        are to be judged.
+        """
         return Reading(tokens, [Span(i, i + 1) for i in drafted], [0] * len(drafted))
 
-    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
-        """The token of the diffusion model that says what the guide says in place of ``draft``, the drafted token
-        ``index``. ``guided``: the guide's own tokens where it reads those of ``reading.spelling[index]``."""
+    def answer(
+        self, reading: Reading, index: int, draft: int, guided: Sequence[int]
+    ) -> int:
+        """The token of the diffusion model that says what the guide says in place of
+        ``draft``, the drafted token ``index``. ``guided``: the guide's own tokens where
+        it reads those of ``reading.spelling[index]``."""
         return guided[0]
 
 
@@ -63,22 +76,39 @@ class ByteVocabulary:
     """The bytes of each token of a byte-level tokenizer."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
-        """``name`` of the model, for the ``ValueError`` about a tokenizer that does not spell bytes."""
+        """``name`` of the model, for the ``ValueError`` about a tokenizer that does not
+        spell bytes.
+        """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
-            raise ValueError(f"{name!r} has no tokenizer.json, which a guide with another tokenizer needs; add one")
-        self.added = {number: added.content for number, added in backend.get_added_tokens_decoder().items()}
-        """Content of the tokens that are looked for before anything is split; among them the special ones."""
-        self.special = {n for n, added in backend.get_added_tokens_decoder().items() if added.special}
-        self.spelled: dict[int, bytes] = {number: content.encode() for number, content in self.added.items()}
+            raise ValueError(
+                f"{name!r} has no tokenizer.json, which a guide with another tokenizer "
+                f"needs; add one"
+            )
+        self.added = {
+            number: added.content
+            for number, added in backend.get_added_tokens_decoder().items()
+        }
+        """Content of the tokens that are looked for before anything is split; among
+        them the special ones.
+        """
+        self.special = {
+            n
+            for n, added in backend.get_added_tokens_decoder().items()
+            if added.special
+        }
+        self.spelled: dict[int, bytes] = {
+            number: content.encode() for number, content in self.added.items()
+        }
         for token, number in backend.get_vocab(with_added_tokens=False).items():
             if number in self.added:
                 continue
             if not _BYTE_OF_LETTER.keys() >= set(token):
                 raise ValueError(
-                    f"the tokenizer of {name!r} does not spell bytes (its token {token!r}), so text cannot be carried "
-                    f"over between model and guide; choose a guide of the model's own tokenizer family, or one "
-                    f"where both have byte-level BPE"
+                    f"the tokenizer of {name!r} does not spell bytes (its token "
+                    f"{token!r}), so text cannot be carried over between model and "
+                    f"guide; choose a guide of the model's own tokenizer family, or "
+                    f"one where both have byte-level BPE"
                 )
             self.spelled[number] = bytes(_BYTE_OF_LETTER[letter] for letter in token)
 
@@ -87,11 +117,16 @@ class ByteVocabulary:
 
 
 class ShownText:
-    """Bytes as text, with the replacement character for what is not valid UTF-8, and where each byte went."""
+    """Bytes as text, with the replacement character for what is not valid UTF-8, and
+    where each byte went.
+    """
 
     def __init__(self, data: bytes) -> None:
         self.text = data.decode(errors="replace")
-        self._characters = [0, *accumulate(len(character.encode()) for character in self.text)]
+        self._characters = [
+            0,
+            *accumulate(len(character.encode()) for character in self.text),
+        ]
         """Place of the first byte of each."""
         self._places: list[int] = []
         """Places of the bytes; those of an invalid sequence share one."""
@@ -112,7 +147,9 @@ class ShownText:
         return Span(*self._characters[number - 1 : number + 1])
 
     def place(self, byte: int) -> int | None:
-        """Place of a byte in the shown text; None if it shares its replacement with the byte before it."""
+        """Place of a byte in the shown text; None if it shares its replacement with the
+        byte before it.
+        """
         place = self._places[byte]
         return None if byte and self._places[byte - 1] == place else place
 
@@ -123,26 +160,43 @@ class Retokenizer:
     never_said: tuple[int, ...] = ()
 
     def __init__(
-        self, own: Any, own_name: str, theirs: Any, their_name: str, end_tokens: Sequence[int], mask: int
+        self,
+        own: Any,
+        own_name: str,
+        theirs: Any,
+        their_name: str,
+        end_tokens: Sequence[int],
+        mask: int,
     ) -> None:
-        """Tokenizers of the diffusion model and of the guide; raises ``ValueError`` where they do not spell bytes.
+        """Tokenizers of the diffusion model and of the guide; raises ``ValueError``
+        where they do not spell bytes.
 
-        Special tokens go by their content; where the guide has none of that content, those that end a response
-        (``end_tokens``; the first is the one that the guide's end stands for) go to its end token, that which begins
-        a text to its own or to nothing, and all others are shown as the text they are written with, apart from what is
-        beside them.
+        Special tokens go by their content; where the guide has none of that content,
+        those that end a response (``end_tokens``; the first is the one that the guide's
+        end stands for) go to its end token, that which begins a text to its own or to
+        nothing, and all others are shown as the text they are written with, apart from
+        what is beside them.
         """
-        self.own, self.theirs = ByteVocabulary(own, own_name), ByteVocabulary(theirs, their_name)
+        self.own, self.theirs = (
+            ByteVocabulary(own, own_name),
+            ByteVocabulary(theirs, their_name),
+        )
         self.encoder = Tokenizer.from_str(theirs.backend_tokenizer.to_str())
         # What it would change is no longer the text of the canvas.
         self.encoder.normalizer = None
         self.encoder.encode_special_tokens = True
-        if self.theirs.spell(self.encoder.encode(_PROBE, add_special_tokens=False).ids) != _PROBE.encode():
+        if (
+            self.theirs.spell(self.encoder.encode(_PROBE, add_special_tokens=False).ids)
+            != _PROBE.encode()
+        ):
             raise ValueError(
-                f"the tokenizer of {their_name!r} does not give a text back byte for byte (it may put a space in front "
-                f"of it), so it cannot read drafts of {own_name!r}; choose another guide"
+                f"the tokenizer of {their_name!r} does not give a text back byte for "
+                f"byte (it may put a space in front of it), so it cannot read drafts "
+                f"of {own_name!r}; choose another guide"
             )
-        by_content = {self.theirs.added[number]: number for number in self.theirs.special}
+        by_content = {
+            self.theirs.added[number]: number for number in self.theirs.special
+        }
         self.counterpart: dict[int, int | None] = {}
         """Guide's token of a special token of the model; None: it is shown nothing."""
         self.special_answer: dict[int, int] = {}
@@ -158,11 +212,20 @@ class Retokenizer:
                 self.counterpart[number] = theirs.eos_token_id
             elif number == own.bos_token_id:
                 self.counterpart[number] = theirs.bos_token_id
-        plain = {n: spelled for n, spelled in self.own.spelled.items() if n not in self.special and n != mask}
-        self.number_of = {spelled: number for number, spelled in sorted(plain.items(), reverse=True)}
+        plain = {
+            n: spelled
+            for n, spelled in self.own.spelled.items()
+            if n not in self.special and n != mask
+        }
+        self.number_of = {
+            spelled: number for number, spelled in sorted(plain.items(), reverse=True)
+        }
         self.longest = max(map(len, self.number_of))
-        # Between the special tokens of a chat, all text but the response's stays the same from step to step.
-        self._tokens_of_old_text = functools.lru_cache(maxsize=1024)(self._tokens_of_text)
+        # Between the special tokens of a chat, all text but the response's stays the
+        # same from step to step.
+        self._tokens_of_old_text = functools.lru_cache(maxsize=1024)(
+            self._tokens_of_text
+        )
 
     @classmethod
     def between(cls, model_config: "ModelConfig", guide: str) -> "Retokenizer":
@@ -177,10 +240,14 @@ class Retokenizer:
         )
 
     def read(self, tokens: list[int], drafted: list[int]) -> Reading:
-        wanted: dict[int, tuple[Span, int | None]] = dict.fromkeys(drafted, (Span(0, 0), None))
+        wanted: dict[int, tuple[Span, int | None]] = dict.fromkeys(
+            drafted, (Span(0, 0), None)
+        )
         guided: list[int] = []
         # Each special token is a run of its own.
-        for _, run in groupby(range(len(tokens)), lambda i: i if tokens[i] in self.special else -1):
+        for _, run in groupby(
+            range(len(tokens)), lambda i: i if tokens[i] in self.special else -1
+        ):
             index, *others = run
             if tokens[index] not in self.counterpart:
                 self._read_text(tokens, [index, *others], guided, wanted)
@@ -188,14 +255,22 @@ class Retokenizer:
                 guided.append(other)
                 if index in wanted:
                     wanted[index] = Span(len(guided) - 1, len(guided)), 0
-        return Reading(guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted])
+        return Reading(
+            guided, [wanted[i][0] for i in drafted], [wanted[i][1] for i in drafted]
+        )
 
-    def answer(self, reading: Reading, index: int, draft: int, guided: Sequence[int]) -> int:
-        """The longest token that begins the guide's text, which is the drafted one as far as it agrees with it. The
-        drafted token itself where the guide agrees with all of it or says nothing that begins where it does."""
+    def answer(
+        self, reading: Reading, index: int, draft: int, guided: Sequence[int]
+    ) -> int:
+        """The longest token that begins the guide's text, which is the drafted one as
+        far as it agrees with it. The drafted token itself where the guide agrees with
+        all of it or says nothing that begins where it does."""
         first, stop = reading.spelling[index]
         read = reading.tokens[first:stop]
-        agreed = next((i for i, (a, b) in enumerate(zip(read, guided, strict=True)) if a != b), None)
+        agreed = next(
+            (i for i, (a, b) in enumerate(zip(read, guided, strict=True)) if a != b),
+            None,
+        )
         lead = reading.lead[index]
         if agreed is None or lead is None:
             return draft
@@ -215,22 +290,34 @@ class Retokenizer:
         return draft
 
     def _read_text(
-        self, tokens: list[int], indices: list[int], guided: list[int], wanted: dict[int, tuple[Span, int | None]]
+        self,
+        tokens: list[int],
+        indices: list[int],
+        guided: list[int],
+        wanted: dict[int, tuple[Span, int | None]],
     ) -> None:
-        """Append to ``guided`` what the guide reads of a run of tokens that are text, and note the wanted ones."""
+        """Append to ``guided`` what the guide reads of a run of tokens that are text,
+        and note the wanted ones.
+        """
         spelled = [self.own.spelled.get(tokens[i], _UNREADABLE) for i in indices]
         if wanted.keys().isdisjoint(indices):
-            guided += self._tokens_of_old_text(b"".join(spelled).decode(errors="replace"))
+            guided += self._tokens_of_old_text(
+                b"".join(spelled).decode(errors="replace")
+            )
             return
         shown = ShownText(b"".join(spelled))
         read = self._tokens_of_text(shown.text)
         ends = list(accumulate(len(self.theirs.spelled[token]) for token in read))
-        for index, (begin, stop) in zip(indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True):
+        for index, (begin, stop) in zip(
+            indices, pairwise(accumulate(map(len, spelled), initial=0)), strict=True
+        ):
             if index in wanted:
                 first = bisect_right(ends, shown.character(begin).start)
                 last = bisect_right(ends, shown.character(stop - 1).stop - 1)
                 place = shown.place(begin)
-                lead = None if place is None else place - (ends[first - 1] if first else 0)
+                lead = (
+                    None if place is None else place - (ends[first - 1] if first else 0)
+                )
                 wanted[index] = Span(len(guided) + first, len(guided) + last + 1), lead
         guided += read
 

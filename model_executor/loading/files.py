@@ -1,4 +1,6 @@
-"""Files of a model's folder that vLLM reads, checked before a model is made of them. All others are not looked at."""
+"""Files of a model's folder that vLLM reads, checked before a model is made of them.
+All others are not looked at.
+"""
 
 import json
 import math
@@ -19,7 +21,13 @@ _INDEX = "model.safetensors.index.json"
 _GENERATION = "generation_config.json"
 _OBJECTS = (
     *("config.json", _GENERATION, _INDEX),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
 )
 """Files that hold one JSON object each."""
 _TEXTS = ("tokenizer.model", "merges.txt", "vocab.txt", "chat_template.jinja")
@@ -34,12 +42,17 @@ def _is_count(value: float) -> bool:
 _DEFAULTS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number of at least 0", lambda value: value >= 0),
     "top_p": ("a number above 0, at most 1", lambda value: 0 < value <= 1),
-    "top_k": ("an integer of at least -1", lambda value: type(value) is int and value >= -1),
+    "top_k": (
+        "an integer of at least -1",
+        lambda value: type(value) is int and value >= -1,
+    ),
     "max_new_tokens": ("an integer of at least 1", _is_count),
     "repetition_penalty": ("a finite number", lambda value: True),
     "min_p": ("a finite number", lambda value: True),
 }
-"""Numbers of ``generation_config.json`` that become defaults of requests, and what they may be."""
+"""Numbers of ``generation_config.json`` that become defaults of requests, and what they
+may be.
+"""
 
 
 class StoredTensor(NamedTuple):
@@ -52,8 +65,8 @@ class StoredTensor(NamedTuple):
 
 
 def check_files(model: str) -> None:
-    """Raise ``ValueError`` naming a file of the folder ``model`` that vLLM reads and that is damaged, or a pointer to
-    the one to download."""
+    """Raise ``ValueError`` naming a file of the folder ``model`` that vLLM reads and
+    that is damaged, or a pointer to the one to download."""
     folder = Path(model)
     if not folder.is_dir():
         return
@@ -69,7 +82,9 @@ def check_files(model: str) -> None:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raise ``ValueError`` naming a value of ``generation_config.json`` that can be no default of requests."""
+    """Raise ``ValueError`` naming a value of ``generation_config.json`` that can be no
+    default of requests.
+    """
     path = folder / _GENERATION
     check_content(path)
     if not path.exists():
@@ -82,11 +97,16 @@ def check_generation_config(folder: Path) -> None:
     ends = stated.get("eos_token_id")
     for end in ends if isinstance(ends, list) else [ends]:
         if end is not None and (type(end) is not int or end < 0):
-            raise ValueError(f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or a list of ids")
+            raise ValueError(
+                f"{path}: eos_token_id={shortened(ends)} must be the id of a token, or "
+                f"a list of ids"
+            )
 
 
 def _check_tokenizer(folder: Path) -> None:
-    """Raise ``ValueError`` naming a key of the tokenizer's files without which transformers cannot read them."""
+    """Raise ``ValueError`` naming a key of the tokenizer's files without which
+    transformers cannot read them.
+    """
     kinds: dict[str, dict[str, type]] = {
         "tokenizer.json": {"model": dict, "added_tokens": list},
         "tokenizer_config.json": {"tokenizer_class": str},
@@ -98,11 +118,16 @@ def _check_tokenizer(folder: Path) -> None:
         for key, kind in keys.items():
             is_optional = kind is str and stated.get(key) is None
             if not is_optional and not isinstance(stated.get(key), kind):
-                raise ValueError(f"{path}: {key}={shortened(stated.get(key))} must be {_JSON_NAMES[kind]}")
+                raise ValueError(
+                    f"{path}: {key}={shortened(stated.get(key))} must be "
+                    f"{_JSON_NAMES[kind]}"
+                )
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``ValueError`` naming a file that holds none."""
+    """The JSON object in a file; raises ``ValueError`` naming a file
+    that holds none.
+    """
     _check_regular(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -111,25 +136,33 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read: {str(error)[:200]}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"{path} cannot be read: it must hold a JSON object, not {shortened(values)}")
+        raise ValueError(
+            f"{path} cannot be read: it must hold a JSON object, not "
+            f"{shortened(values)}"
+        )
     return values
 
 
 def check_number(path: Path, name: str, value: object) -> None:
-    """Raise ``ValueError`` naming a key of a file whose value is neither null nor a finite number."""
+    """Raise ``ValueError`` naming a key of a file whose value is neither null nor a
+    finite number.
+    """
     if value is not None and not is_finite_number(value):
         raise ValueError(f"{path}: {name}={shortened(value)} must be a finite number")
 
 
 def check_safetensors(model: str) -> dict[str, StoredTensor]:
-    """The tensors in the model folder ``model``, by name; none for a name that vLLM has to download. Raises
-    ``ValueError`` naming a folder without weights, or a damaged file."""
+    """The tensors in the model folder ``model``, by name; none for a name that vLLM has
+    to download. Raises ``ValueError`` naming a folder without weights, or a damaged
+    file."""
     folder = Path(model)
     if not folder.is_dir():
         return {}
     files = _weight_files(folder)
     if not files:
-        raise ValueError(f"{folder} holds no *.safetensors file; copy the checkpoint's weights there")
+        raise ValueError(
+            f"{folder} holds no *.safetensors file; copy the checkpoint's weights there"
+        )
     return {name: tensor for path in files for name, tensor in _tensors_in(path)}
 
 
@@ -139,34 +172,62 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, StoredTensor]]:
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
                 tensor = file.get_slice(name)
-                yield name, StoredTensor(path, tensor.get_dtype(), math.prod(tensor.get_shape()))
+                yield (
+                    name,
+                    StoredTensor(
+                        path, tensor.get_dtype(), math.prod(tensor.get_shape())
+                    ),
+                )
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged or incomplete ({str(error)[:200]}); copy it again") from error
+        raise ValueError(
+            f"{path} is damaged or incomplete ({str(error)[:200]}); copy it again"
+        ) from error
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that vLLM loads: those that the index names, without an index those that are not hidden."""
-    files = sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
+    """The files that vLLM loads: those that the index names, without an index those
+    that are not hidden.
+    """
+    files = sorted(
+        path for path in folder.glob("*.safetensors") if not path.name.startswith(".")
+    )
     if not (folder / _INDEX).exists():
         return files
     index = folder / _INDEX
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index}: weight_map={shortened(places)} must map tensors to files")
+        raise ValueError(
+            f"{index}: weight_map={shortened(places)} must map tensors to files"
+        )
     for name in places.values():
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{index}: weight_map names {shortened(name)}, which is no file of this folder")
+            raise ValueError(
+                f"{index}: weight_map names {shortened(name)}, which is no file of "
+                f"this folder"
+            )
     named = {folder / name for name in places.values()}
     for path in sorted(named - set(files)):
-        raise ValueError(f"{index} names {shortened(path.name)}, which is not in the folder; copy it there")
+        raise ValueError(
+            f"{index} names {shortened(path.name)}, which is not in the folder; copy "
+            f"it there"
+        )
     return sorted(named)
 
 
 def check_content(path: Path) -> None:
-    """Raise ``ValueError`` if a file, where there is one, is a Git LFS pointer or cannot be opened at once."""
+    """Raise ``ValueError`` if a file, where there is one, is a Git LFS pointer or
+    cannot be opened at once.
+    """
     _check_regular(path)
-    if path.exists() and path.stat().st_size <= _LARGEST_POINTER and path.read_bytes().startswith(_POINTER):
-        raise ValueError(f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in {path.parent}")
+    if (
+        path.exists()
+        and path.stat().st_size <= _LARGEST_POINTER
+        and path.read_bytes().startswith(_POINTER)
+    ):
+        raise ValueError(
+            f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in "
+            f"{path.parent}"
+        )
 
 
 def _check_regular(path: Path) -> None:

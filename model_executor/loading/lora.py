@@ -1,8 +1,10 @@
-"""A LoRA adapter that becomes part of a checkpoint's weights while they are loaded: W + scale · B A.
+"""A LoRA adapter that becomes part of a checkpoint's weights while they are loaded: W +
+scale · B A.
 
-The folder is as PEFT saves it (``adapter_config.json``, ``adapter_model.safetensors``), with the module names of the
-released checkpoints. vLLM's own LoRA layers add an adapter per row of a batch, by a table made for the rows of the
-whole step; layer passes change the rows between layers, so one adapter serves all requests of an engine here.
+The folder is as PEFT saves it (``adapter_config.json``, ``adapter_model.safetensors``),
+with the module names of the released checkpoints. vLLM's own LoRA layers add an adapter
+per row of a batch, by a table made for the rows of the whole step; layer passes change
+the rows between layers, so one adapter serves all requests of an engine here.
 """
 
 import math
@@ -27,12 +29,26 @@ from dllm_engine.options import shortened
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _REFUSED = (
-    *("alora_invocation_tokens", "fan_in_fan_out", "layer_replication", "lora_bias", "megatron_config"),
-    *("modules_to_save", "target_parameters", "trainable_token_indices", "use_dora", "use_qalora"),
+    *(
+        "alora_invocation_tokens",
+        "fan_in_fan_out",
+        "layer_replication",
+        "lora_bias",
+        "megatron_config",
+    ),
+    *(
+        "modules_to_save",
+        "target_parameters",
+        "trainable_token_indices",
+        "use_dora",
+        "use_qalora",
+    ),
 )
 """Keys of PEFT's config that mean more than W + scale · B A."""
 _INITIAL_WEIGHTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they are."""
+"""Values of ``init_lora_weights`` with which the checkpoint's own weights stay as they
+are.
+"""
 _DEFAULT_RANK = 8
 """PEFT's own, of a config without ``r``."""
 _LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -44,26 +60,37 @@ class LoraAdapter:
     """The adapter in a folder. Its tensors are read when they are needed."""
 
     def __init__(self, folder: str) -> None:
-        """Raises ``ValueError`` naming the file, and the key or tensor, that is missing, damaged or not supported."""
+        """Raises ``ValueError`` naming the file, and the key or tensor, that is
+        missing, damaged or not supported.
+        """
         self.folder = Path(folder)
         if not self.folder.is_dir():
-            raise ValueError(f"lora_path={folder!r} is no folder; download the adapter and name its folder")
+            raise ValueError(
+                f"lora_path={folder!r} is no folder; download the adapter and name its "
+                f"folder"
+            )
         for name in (CONFIG, WEIGHTS):
             check_content(self.folder / name)
         self.scales = self._read_scales(_read_config(self.folder / CONFIG))
         """By the name of the weight's tensor in the checkpoint."""
 
     def check(self, names: Collection[str]) -> None:
-        """Raise ``ValueError`` naming a weight that the adapter changes and that is not among a model's ``names``."""
+        """Raise ``ValueError`` naming a weight that the adapter changes and that is not
+        among a model's ``names``.
+        """
         for name in self.scales:
             if name not in names:
                 raise ValueError(
-                    f"{self.folder / WEIGHTS}: the model has no {shortened(name)}; is the adapter for another one?"
+                    f"{self.folder / WEIGHTS}: the model has no {shortened(name)}; is "
+                    f"the adapter for another one?"
                 )
 
-    def merged(self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """A checkpoint's tensors with what the adapter adds. The sum is rounded once, to the tensor's type. ``whole``:
-        ``weights`` are all of the model's, so that each update must find its own."""
+    def merged(
+        self, weights: Iterable[tuple[str, torch.Tensor]], *, whole: bool
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """A checkpoint's tensors with what the adapter adds. The sum is rounded once,
+        to the tensor's type. ``whole``: ``weights`` are all of the model's, so that
+        each update must find its own."""
         names = set()
         with safe_open(self.folder / WEIGHTS, framework="pt") as file:
             for name, tensor in weights:
@@ -72,10 +99,23 @@ class LoraAdapter:
                     yield name, tensor
                     continue
                 module = f"base_model.model.{name.removesuffix('.weight')}"
-                a, b = (file.get_tensor(f"{module}.lora_{part}.weight").to(tensor.device).float() for part in "AB")
+                a, b = (
+                    file.get_tensor(f"{module}.lora_{part}.weight")
+                    .to(tensor.device)
+                    .float()
+                    for part in "AB"
+                )
                 if tensor.shape != (b.shape[0], a.shape[1]):
-                    raise ValueError(f"{self.folder / WEIGHTS}: {shortened(name)} and its update differ in shape")
-                yield name, torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(tensor.dtype)
+                    raise ValueError(
+                        f"{self.folder / WEIGHTS}: {shortened(name)} and its update "
+                        f"differ in shape"
+                    )
+                yield (
+                    name,
+                    torch.addmm(tensor.float(), b, a, alpha=self.scales[name]).to(
+                        tensor.dtype
+                    ),
+                )
         if whole:
             self.check(names)
 
@@ -88,48 +128,85 @@ class LoraAdapter:
                     match = _TENSOR.fullmatch(name)
                     if match is None:
                         raise ValueError(
-                            f"{path}: tensor {shortened(name)} is not of the kind '….lora_A.weight'; {MERGE}"
+                            f"{path}: tensor {shortened(name)} is not of the kind "
+                            f"'….lora_A.weight'; {MERGE}"
                         )
                     tensor = file.get_slice(name)
                     if (dtype := tensor.get_dtype()) not in FLOAT_TYPES:
-                        raise ValueError(f"{path}: {shortened(name)} is of type {dtype}, not {', '.join(FLOAT_TYPES)}")
+                        raise ValueError(
+                            f"{path}: {shortened(name)} is of type {dtype}, not "
+                            f"{', '.join(FLOAT_TYPES)}"
+                        )
                     shape = tensor.get_shape()
                     if len(shape) != 2 or 0 in shape:
-                        raise ValueError(f"{path}: {shortened(name)} has the shape {shape}, not that of a matrix")
-                    ranks[match["part"]][match["module"]] = shape[0] if match["part"] == "A" else shape[1]
+                        raise ValueError(
+                            f"{path}: {shortened(name)} has the shape {shape}, not "
+                            f"that of a matrix"
+                        )
+                    ranks[match["part"]][match["module"]] = (
+                        shape[0] if match["part"] == "A" else shape[1]
+                    )
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is missing or damaged ({error}); save it with PEFT's save_pretrained") from error
+            raise ValueError(
+                f"{path} is missing or damaged ({error}); save it with PEFT's "
+                f"save_pretrained"
+            ) from error
         for module, _ in ranks["A"].items() ^ ranks["B"].items():
             raise ValueError(
-                f"{path}: lora_A and lora_B of {shortened(module)} are not both there, of one rank; save it again"
+                f"{path}: lora_A and lora_B of {shortened(module)} are not both there, "
+                f"of one rank; save it again"
             )
         if not ranks["A"]:
-            raise ValueError(f"{path} holds no tensors of the kind '….lora_A.weight'; save it again")
-        return {f"{module}.weight": _scale(config, module, rank) for module, rank in ranks["A"].items()}
+            raise ValueError(
+                f"{path} holds no tensors of the kind '….lora_A.weight'; save it again"
+            )
+        return {
+            f"{module}.weight": _scale(config, module, rank)
+            for module, rank in ranks["A"].items()
+        }
 
 
 def check_adapter(folder: str, vllm_config: VllmConfig) -> None:
-    """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of an engine's weights."""
+    """Raise ``ValueError`` where the LoRA adapter in ``folder`` cannot become part of
+    an engine's weights.
+    """
     adapter, where = LoraAdapter(folder), f"lora_path={folder!r}"
-    load_format, model_config = vllm_config.load_config.load_format, vllm_config.model_config
+    load_format, model_config = (
+        vllm_config.load_config.load_format,
+        vllm_config.model_config,
+    )
     if load_format not in _LOAD_FORMATS:
-        raise ValueError(f"{where}: load_format={load_format!r} adds no adapter; use {', '.join(_LOAD_FORMATS)}")
+        raise ValueError(
+            f"{where}: load_format={load_format!r} adds no adapter; use "
+            f"{', '.join(_LOAD_FORMATS)}"
+        )
     config = model_config.hf_config
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} before quantizing it")
+        raise ValueError(
+            f"{where}: the checkpoint {model_config.model} is quantized; {MERGE} "
+            f"before quantizing it"
+        )
     head = f"{config.family.names.head}.weight"
     if config.tie_word_embeddings and head in adapter.scales:
-        raise ValueError(f"{where}: the model's head is its embedding, so {head!r} cannot change; {MERGE}")
+        raise ValueError(
+            f"{where}: the model's head is its embedding, so {head!r} cannot change; "
+            f"{MERGE}"
+        )
     # Those of a model that has to be downloaded are checked when they are loaded.
     if names := check_safetensors(model_config.model):
         adapter.check(names)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Content of PEFT's config; raises ``ValueError`` naming a key that means more than W + scale · B A."""
+    """Content of PEFT's config; raises ``ValueError`` naming a key that means more than
+    W + scale · B A.
+    """
     config = read_object(path)
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type={shortened(config.get('peft_type'))} is not supported; only 'LORA' is")
+        raise ValueError(
+            f"{path}: peft_type={shortened(config.get('peft_type'))} is not supported; "
+            f"only 'LORA' is"
+        )
     if type(alpha := config.get("lora_alpha")) not in (int, float):
         raise ValueError(f"{path}: lora_alpha={shortened(alpha)} must be a number")
     check_number(path, "lora_alpha", alpha)
@@ -137,27 +214,37 @@ def _read_config(path: Path) -> dict[str, Any]:
     for pattern in ("alpha_pattern", "rank_pattern"):
         _check_pattern(path, pattern, config.get(pattern))
     if not isinstance(config.get("use_rslora", False), bool):
-        raise ValueError(f"{path}: use_rslora={shortened(config['use_rslora'])} must be true or false")
+        raise ValueError(
+            f"{path}: use_rslora={shortened(config['use_rslora'])} must be true or "
+            f"false"
+        )
     for name in _REFUSED:
         if config.get(name):
-            raise ValueError(f"{path}: {name}={shortened(config[name])} is not supported; {MERGE}")
+            raise ValueError(
+                f"{path}: {name}={shortened(config[name])} is not supported; {MERGE}"
+            )
     if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: bias={shortened(config['bias'])} is not supported; {MERGE}")
+        raise ValueError(
+            f"{path}: bias={shortened(config['bias'])} is not supported; {MERGE}"
+        )
     if (initial := config.get("init_lora_weights")) not in _INITIAL_WEIGHTS:
         raise ValueError(
-            f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's own weights; {MERGE}"
+            f"{path}: init_lora_weights={shortened(initial)} changes the checkpoint's "
+            f"own weights; {MERGE}"
         )
     return config
 
 
 def _check_rank(path: Path, name: str, rank: object) -> None:
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{path}: {name}={shortened(rank)} must be an integer of at least 1")
+        raise ValueError(
+            f"{path}: {name}={shortened(rank)} must be an integer of at least 1"
+        )
 
 
 def _check_pattern(path: Path, name: str, patterns: object) -> None:
-    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names, which are regular expressions,
-    or null."""
+    """Raise ``ValueError`` unless ``patterns`` are numbers by the ends of module names,
+    which are regular expressions, or null."""
     if patterns is None:
         return
     if not isinstance(patterns, dict):
@@ -182,21 +269,32 @@ def _expression(pattern: str) -> str:
 
 
 def _of_module(patterns: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT chooses it."""
-    own = (value for key, value in (patterns or {}).items() if re.match(_expression(key), module))
+    """The value of the first pattern that a module's name ends with, as PEFT chooses
+    it.
+    """
+    own = (
+        value
+        for key, value in (patterns or {}).items()
+        if re.match(_expression(key), module)
+    )
     return next(own, default)
 
 
 def _scale(config: dict[str, Any], module: str, rank: int) -> float:
     """PEFT's factor of an update: alpha / r, or alpha / √r (rsLoRA)."""
-    stated = _of_module(config.get("rank_pattern"), module, config.get("r", _DEFAULT_RANK))
+    stated = _of_module(
+        config.get("rank_pattern"), module, config.get("r", _DEFAULT_RANK)
+    )
     if rank != stated:
         raise ValueError(
-            f"{CONFIG} states the rank {stated} for {shortened(module)}, whose tensors in {WEIGHTS} have the rank "
-            f"{rank}; copy both files of one adapter"
+            f"{CONFIG} states the rank {stated} for {shortened(module)}, whose tensors "
+            f"in {WEIGHTS} have the rank {rank}; copy both files of one adapter"
         )
     alpha: float = _of_module(config.get("alpha_pattern"), module, config["lora_alpha"])
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     if abs(scale) > torch.finfo(torch.float32).max:
-        raise ValueError(f"{CONFIG}: lora_alpha={shortened(alpha)} of {shortened(module)} is more than a float32 holds")
+        raise ValueError(
+            f"{CONFIG}: lora_alpha={shortened(alpha)} of {shortened(module)} is more "
+            f"than a float32 holds"
+        )
     return scale

@@ -24,11 +24,18 @@ class FillableModel(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
 
-def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Fill the parameters of a model with tensors by their names in the checkpoint: all of them, unless it takes parts.
-    Returns the names of those filled; raises ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for
-    norms alone) or of a wrong shape."""
-    parameters, model_name, in_layer = dict(model.named_parameters()), type(model).__name__, _modules_in_layer(model)
+def fill_parameters(
+    model: FillableModel, weights: Iterable[tuple[str, torch.Tensor]]
+) -> set[str]:
+    """Fill the parameters of a model with tensors by their names in the checkpoint: all
+    of them, unless it takes parts. Returns the names of those filled; raises
+    ``ValueError`` naming a tensor that is unknown, missing (vLLM looks for norms alone)
+    or of a wrong shape."""
+    parameters, model_name, in_layer = (
+        dict(model.named_parameters()),
+        type(model).__name__,
+        _modules_in_layer(model),
+    )
     filled: set[tuple[str, Shard]] = set()
     for tensor_name, tensor in weights:
         name, shard = _locate(tensor_name, model, in_layer)
@@ -36,58 +43,92 @@ def fill_parameters(model: FillableModel, weights: Iterable[tuple[str, torch.Ten
             continue  # it is the embedding
         if (name, shard) in filled:
             raise ValueError(
-                f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file there under two names?"
+                f"checkpoint tensor {shortened(tensor_name)} comes twice; is a file "
+                f"there under two names?"
             )
         if name not in parameters and _is_group_index(name):
             if (tensor.diff() < 0).any():
                 raise ValueError(
-                    f"checkpoint tensor {shortened(tensor_name)}: vLLM does not support groups that are out of order "
-                    f"(desc_act=true); quantize again with desc_act=false"
+                    f"checkpoint tensor {shortened(tensor_name)}: vLLM does not "
+                    f"support groups that are out of order (desc_act=true); quantize "
+                    f"again with desc_act=false"
                 )
             continue
         if name not in parameters:
-            raise ValueError(f"checkpoint tensor {shortened(tensor_name)} has no place in {model_name}")
+            raise ValueError(
+                f"checkpoint tensor {shortened(tensor_name)} has no place in "
+                f"{model_name}"
+            )
         parameter = parameters[name]
         loader = getattr(parameter, "weight_loader", default_weight_loader)
         if model.experts is not None and isinstance(shard, tuple):
             sizes = model.experts.intermediate_size, model.config.hidden_size
             _check_expert(tensor_name, tensor, str(shard[0]), *sizes)
-        part = () if shard is None else (name, *shard) if isinstance(shard, tuple) else (shard,)
+        part = (
+            ()
+            if shard is None
+            else (name, *shard)
+            if isinstance(shard, tuple)
+            else (shard,)
+        )
         try:
             loader(parameter, tensor, *part)
         except (AssertionError, RuntimeError) as error:
             raise ValueError(
-                f"checkpoint tensor {shortened(tensor_name)} of shape {list(tensor.shape)} does not fit {name}: {error}"
+                f"checkpoint tensor {shortened(tensor_name)} of shape "
+                f"{list(tensor.shape)} does not fit {name}: {error}"
             ) from error
         filled.add((name, shard))
-    # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts in GPTQ's format.
-    needed = [name for name in parameters if not _is_group_index(name) and not name.endswith((".w13_bias", ".w2_bias"))]
+    # The others: GPTQ's consecutive groups, and the zero biases that vLLM gives experts
+    # in GPTQ's format.
+    needed = [
+        name
+        for name in parameters
+        if not _is_group_index(name) and not name.endswith((".w13_bias", ".w2_bias"))
+    ]
     wanted = {(name, shard) for name in needed for shard in _shards_of(name, in_layer)}
-    missing = sorted(name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled)
+    missing = sorted(
+        name if shard is None else f"{name}[{shard}]" for name, shard in wanted - filled
+    )
     if missing and not model.takes_parts:
         raise ValueError(
-            f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first for {missing[0]}; is a "
-            f"safetensors shard missing?"
+            f"the checkpoint lacks {len(missing)} tensors of {model_name}, the first "
+            f"for {missing[0]}; is a safetensors shard missing?"
         )
     return {name for name, _ in filled}
 
 
 def _modules_in_layer(model: FillableModel) -> NamedModules:
-    """The checkpoint's modules in a layer, each expert's among them: parts of vLLM's parameters for those of all."""
+    """The checkpoint's modules in a layer, each expert's among them: parts of vLLM's
+    parameters for those of all.
+    """
     if model.experts is None:
         return model.names.in_layer
     projections = "gate_proj", "down_proj", "up_proj"
-    experts = fused_moe_make_expert_params_mapping(model, *projections, model.experts.num_experts)
-    shards = {f"mlp.{name[:-1]}": (f"mlp.{ours}", (part, number)) for ours, name, number, part in experts}
+    experts = fused_moe_make_expert_params_mapping(
+        model, *projections, model.experts.num_experts
+    )
+    shards = {
+        f"mlp.{name[:-1]}": (f"mlp.{ours}", (part, number))
+        for ours, name, number, part in experts
+    }
     return {**model.names.in_layer, **shards}
 
 
-def _locate(tensor_name: str, model: FillableModel, in_layer: NamedModules) -> tuple[str, Shard]:
-    """The parameter of a model, and the shard of it, that a checkpoint's tensor fills."""
+def _locate(
+    tensor_name: str, model: FillableModel, in_layer: NamedModules
+) -> tuple[str, Shard]:
+    """The parameter of a model, and the shard of it, that a
+    checkpoint's tensor fills.
+    """
     names, (module, _, kind) = model.names, tensor_name.rpartition(".")
     match = re.fullmatch(rf"{re.escape(names.layers)}\.(\d+)\.(.+)", module)
     if match is None:
-        ours = {names.embedding: "embedding", names.final_norm: "final_norm", names.head: "lm_head"}
+        ours = {
+            names.embedding: "embedding",
+            names.final_norm: "final_norm",
+            names.head: "lm_head",
+        }
         return f"{ours.get(module, module)}.{kind}", None
     layer, inner = match.groups()
     if kind == "expert_bias":  # of the MLP in LLaDA-MoE, of its router in LLaDA2
@@ -99,18 +140,32 @@ def _locate(tensor_name: str, model: FillableModel, in_layer: NamedModules) -> t
 
 def _shards_of(parameter_name: str, in_layer: NamedModules) -> Sequence[Shard]:
     """The shards a fused parameter is filled by; ``(None,)`` for a plain one."""
-    # layers.NUMBER.MODULE.weight, or layers.NUMBER.mlp.experts.routed_experts.w13_weight
+    # layers.NUMBER.MODULE.weight, or
+    # layers.NUMBER.mlp.experts.routed_experts.w13_weight
     name = parameter_name.partition(".")[2].partition(".")[2]
-    return [shard for ours, shard in in_layer.values() if shard is not None and name.startswith(ours)] or (None,)
+    return [
+        shard
+        for ours, shard in in_layer.values()
+        if shard is not None and name.startswith(ours)
+    ] or (None,)
 
 
-def _check_expert(tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int) -> None:
-    """Raise ``ValueError`` for a projection of a wrong shape, which vLLM's loader of experts would take in part."""
+def _check_expert(
+    tensor_name: str, tensor: torch.Tensor, part: str, width: int, hidden_size: int
+) -> None:
+    """Raise ``ValueError`` for a projection of a wrong shape, which vLLM's loader of
+    experts would take in part.
+    """
     expected = [hidden_size, width] if part == "w2" else [width, hidden_size]
-    is_projection = tensor.dim() == 2 and tensor.is_floating_point() and tensor_name.endswith(".weight")
+    is_projection = (
+        tensor.dim() == 2
+        and tensor.is_floating_point()
+        and tensor_name.endswith(".weight")
+    )
     if is_projection and list(tensor.shape) != expected:
         raise ValueError(
-            f"checkpoint tensor {shortened(tensor_name)} has the shape {list(tensor.shape)}, not {expected}"
+            f"checkpoint tensor {shortened(tensor_name)} has the shape "
+            f"{list(tensor.shape)}, not {expected}"
         )
 
 

@@ -1,15 +1,32 @@
 """Keys of a ``config.json`` of each family: types, and how they fit together.
 
-A key is read, or is listed as one that changes nothing; any other is refused. ``Literal`` keys must have that value.
+A key is read, or is listed as one that changes nothing; any other is refused.
+``Literal`` keys must have that value.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 
-from dllm_engine.families import FAMILIES, LLADA, LLADA2, LLADA_MOE, SDAR_MOE, ExpertShape, ModelFamily
+from dllm_engine.families import (
+    FAMILIES,
+    LLADA,
+    LLADA2,
+    LLADA_MOE,
+    SDAR_MOE,
+    ExpertShape,
+    ModelFamily,
+)
 from dllm_engine.model_name import has_word
 from dllm_engine.options import cut, explain, is_finite_number, shortened
 
@@ -18,22 +35,50 @@ Size = Annotated[int, Field(ge=1, le=1 << 24)]
 Epsilon = Annotated[float, Field(gt=0, lt=1)]
 RopeBase = Annotated[float, Field(gt=1)]
 WeightType = Annotated[
-    Literal["float32", "bfloat16", "float16"], BeforeValidator(lambda value: str(value).removeprefix("torch."))
+    Literal["float32", "bfloat16", "float16"],
+    BeforeValidator(lambda value: str(value).removeprefix("torch.")),
 ]
 Off = Literal[False] | None
 Count = Annotated[int, Field(ge=0, le=1 << 24)]
 
 _WITHOUT_EFFECT = (
-    *("auto_map", "name_or_path", "tokenizer_class", "attn_implementation", "fuse_cross_entropy"),
-    *("attention_dropout", "embedding_dropout", "output_dropout", "residual_dropout", "initializer_range"),
+    *(
+        "auto_map",
+        "name_or_path",
+        "tokenizer_class",
+        "attn_implementation",
+        "fuse_cross_entropy",
+    ),
+    *(
+        "attention_dropout",
+        "embedding_dropout",
+        "output_dropout",
+        "residual_dropout",
+        "initializer_range",
+    ),
     *("output_router_logits", "router_aux_loss_coef"),
 )
 """Keys of any family that say nothing about what a model computes."""
 _BLOCK_SIZE_IN_NAME = re.compile(r"SDAR-.*-b(\d+)(?=$|[-_])")
-"""Checkpoints that were trained for longer blocks are named after them: ``JetLM/SDAR-8B-Chat-b32``."""
+"""Checkpoints that were trained for longer blocks are named after them:
+``JetLM/SDAR-8B-Chat-b32``.
+"""
 _ROPE_KEYS = (
-    *("rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
-    *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    *(
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+    ),
+    *(
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
 )
 """Keys of RoPE's tables that are implemented."""
 _ROPE_NUMBERS = {*_ROPE_KEYS} - {"rope_type", "truncate"}
@@ -69,7 +114,9 @@ class CheckpointKeys(BaseModel):
     rope_theta: RopeBase
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
-    """Replacement of the two keys above in transformers 5, which checks the values of its keys."""
+    """Replacement of the two keys above in transformers 5, which checks the values of
+    its keys.
+    """
     partial_rotary_factor: Annotated[float, Field(gt=0, le=1)] | None = None
     mask_token_id: Count | None = None
     end_of_turn_token_id: int | list[int] | None = None
@@ -79,10 +126,14 @@ class CheckpointKeys(BaseModel):
     def _of_the_family(self) -> Self:
         stated, model_type = self.architectures, self.family.model_type
         if stated is not None and self.family.architecture not in stated:
-            known = [repr(family.architecture) for family in FAMILIES.values() if family.model_type == model_type]
+            known = [
+                repr(family.architecture)
+                for family in FAMILIES.values()
+                if family.model_type == model_type
+            ]
             raise ValueError(
-                f"architectures={shortened(stated)}: model_type={model_type!r} goes with the architecture "
-                f"{' or '.join(known)}"
+                f"architectures={shortened(stated)}: model_type={model_type!r} goes "
+                f"with the architecture {' or '.join(known)}"
             )
         if self.vocab_size == type(self).model_fields["vocab_size"].default:
             for name, token in self.family.special_ids.items():
@@ -101,79 +152,153 @@ class CheckpointKeys(BaseModel):
         names = [self.family.key_names.get(size, size) for size in sizes]
         hidden, heads, kv_heads = (getattr(self, name) for name in names)
         if (getattr(self, "head_dim", None) or hidden / heads) % 2:
-            raise ValueError(f"{names[0]}={hidden}, {names[1]}={heads}: RoPE needs heads of an even size")
+            raise ValueError(
+                f"{names[0]}={hidden}, {names[1]}={heads}: RoPE needs heads of an even "
+                f"size"
+            )
         if kv_heads is None:
             setattr(self, names[2], heads)
         elif heads % kv_heads:
-            raise ValueError(f"{names[2]}={kv_heads} does not divide {names[1]}={heads}")
-        if (chosen := getattr(self, "num_experts_per_tok", 0)) > (experts := getattr(self, "num_experts", 0)):
+            raise ValueError(
+                f"{names[2]}={kv_heads} does not divide {names[1]}={heads}"
+            )
+        if (chosen := getattr(self, "num_experts_per_tok", 0)) > (
+            experts := getattr(self, "num_experts", 0)
+        ):
             raise ValueError(f"num_experts_per_tok={chosen} of num_experts={experts}")
         rows = max(self.vocab_size, getattr(self, "embedding_size", None) or 0)
         if self.mask_token_id is not None and self.mask_token_id >= rows:
-            raise ValueError(f"mask_token_id={self.mask_token_id} is outside the vocabulary of {rows}")
+            raise ValueError(
+                f"mask_token_id={self.mask_token_id} is outside the vocabulary of "
+                f"{rows}"
+            )
         return self
 
     @model_validator(mode="after")
     def _one_rope(self) -> Self:
-        """Collect everything about RoPE in ``rope_parameters``; base and share keep keys of their own too."""
-        own = {name: getattr(self, name) for name in ("rope_theta", "partial_rotary_factor")}
-        stated = {name: value for name, value in own.items() if name in self.model_fields_set}
+        """Collect everything about RoPE in ``rope_parameters``; base and share keep
+        keys of their own too.
+        """
+        own = {
+            name: getattr(self, name)
+            for name in ("rope_theta", "partial_rotary_factor")
+        }
+        stated = {
+            name: value for name, value in own.items() if name in self.model_fields_set
+        }
         rope: dict[str, Any] = {}
         for place in (stated, self.rope_scaling or {}, self.rope_parameters or {}):
             for key, value in place.items():
                 name = "rope_type" if key == "type" else key
-                if name in _ROPE_NUMBERS and value is not None and not is_finite_number(value):
-                    raise ValueError(f"{name}={shortened(value)} of RoPE must be a finite number")
+                if (
+                    name in _ROPE_NUMBERS
+                    and value is not None
+                    and not is_finite_number(value)
+                ):
+                    raise ValueError(
+                        f"{name}={shortened(value)} of RoPE must be a finite number"
+                    )
                 if value is not None and rope.setdefault(name, value) != value:
-                    raise ValueError(f"{name}={rope[name]!r}, but {name}={value!r} elsewhere; state one of them")
+                    raise ValueError(
+                        f"{name}={rope[name]!r}, but {name}={value!r} elsewhere; state "
+                        f"one of them"
+                    )
         if rope.get("factor") is not None and "rope_type" not in rope:
-            raise ValueError(f"factor={shortened(rope['factor'])} of RoPE needs a rope_type: {', '.join(_ROPE_TYPES)}")
+            raise ValueError(
+                f"factor={shortened(rope['factor'])} of RoPE needs a rope_type: "
+                f"{', '.join(_ROPE_TYPES)}"
+            )
         rope = {"rope_type": "default"} | own | rope
-        kind, base, share = rope["rope_type"], rope["rope_theta"], rope["partial_rotary_factor"]
+        kind, base, share = (
+            rope["rope_type"],
+            rope["rope_theta"],
+            rope["partial_rotary_factor"],
+        )
         if kind not in _ROPE_TYPES:
-            raise ValueError(f"rope_type={shortened(kind)} is not supported, only {', '.join(_ROPE_TYPES)}")
+            raise ValueError(
+                f"rope_type={shortened(kind)} is not supported, only "
+                f"{', '.join(_ROPE_TYPES)}"
+            )
         if unknown := sorted(rope.keys() - {*_ROPE_KEYS}):
             first = unknown[0]
             raise ValueError(
-                f"{cut(first)}={shortened(rope[first])} is not known of RoPE, which may have {', '.join(_ROPE_KEYS)}"
+                f"{cut(first)}={shortened(rope[first])} is not known of RoPE, which "
+                f"may have {', '.join(_ROPE_KEYS)}"
             )
-        if kind != "default" and not (isinstance(factor := rope.get("factor"), int | float) and factor > 0):
+        if kind != "default" and not (
+            isinstance(factor := rope.get("factor"), int | float) and factor > 0
+        ):
             raise ValueError(f"rope_type={kind!r} needs a number above 0 as factor")
         if not isinstance(base, int | float) or base <= 1:
             raise ValueError(f"rope_theta={shortened(base)} must be a number above 1")
         if share not in (None, 1) and not self.family.turns_parts:
-            raise ValueError(f"partial_rotary_factor={share!r} is not supported, only 1")
+            raise ValueError(
+                f"partial_rotary_factor={share!r} is not supported, only 1"
+            )
         if kind == "yarn":
-            longest = self.family.key_names.get("max_position_embeddings", "max_position_embeddings")
+            longest = self.family.key_names.get(
+                "max_position_embeddings", "max_position_embeddings"
+            )
             rope.setdefault("original_max_position_embeddings", getattr(self, longest))
-        self.rope_theta, self.partial_rotary_factor, self.rope_scaling = base, share, None
-        self.rope_parameters = {name: value for name, value in rope.items() if value is not None}
+        self.rope_theta, self.partial_rotary_factor, self.rope_scaling = (
+            base,
+            share,
+            None,
+        )
+        self.rope_parameters = {
+            name: value for name, value in rope.items() if value is not None
+        }
         return self
 
     @classmethod
     def read(cls, values: Mapping[str, Any], source: str, model_name: str) -> Self:
-        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its value and what it may be.
-        ``model_name``: the model's own name, which tells what the file may leave out."""
+        """Validate ``values``; raises ``ValueError`` naming ``source``, the key, its
+        value and what it may be. ``model_name``: the model's own name, which tells what
+        the file may leave out."""
         if cls.family.other_kind is not None:
             other, reason = cls.family.other_kind
             if has_word(model_name, other):
                 raise ValueError(f"{source}: {other} {reason}")
-        if "block_size" in cls.model_fields and (block_size := block_size_of(model_name)) is not None:
+        if (
+            "block_size" in cls.model_fields
+            and (block_size := block_size_of(model_name)) is not None
+        ):
             values = {"block_size": block_size} | dict(values)
-        ignored = {*_WITHOUT_EFFECT, *cls.family.without_effect} - cls.model_fields.keys()
-        stated = {name: value for name, value in values.items() if name not in ignored and not name.startswith("_")}
+        ignored = {
+            *_WITHOUT_EFFECT,
+            *cls.family.without_effect,
+        } - cls.model_fields.keys()
+        stated = {
+            name: value
+            for name, value in values.items()
+            if name not in ignored and not name.startswith("_")
+        }
         try:
-            keys = cls.model_validate({name: value for name, value in stated.items() if name in cls.model_fields})
+            keys = cls.model_validate(
+                {
+                    name: value
+                    for name, value in stated.items()
+                    if name in cls.model_fields
+                }
+            )
         except ValidationError as error:
             raise ValueError(f"{source}: {explain(error, '')}") from None
         # A key that is null asks for nothing.
-        if unknown := [name for name in sorted(stated.keys() - cls.model_fields.keys()) if stated[name] is not None]:
-            shown = ", ".join(f"{cut(name)}={shortened(stated[name])}" for name in unknown[:_MOST_KEYS])
+        if unknown := [
+            name
+            for name in sorted(stated.keys() - cls.model_fields.keys())
+            if stated[name] is not None
+        ]:
+            shown = ", ".join(
+                f"{cut(name)}={shortened(stated[name])}"
+                for name in unknown[:_MOST_KEYS]
+            )
             if len(unknown) > _MOST_KEYS:
                 shown += f" and {len(unknown) - _MOST_KEYS} more"
             raise ValueError(
-                f"{source}: {shown}: not known of {cls.family.name}. Remove what does not change the computation; a "
-                f"checkpoint that needs it is not supported"
+                f"{source}: {shown}: not known of {cls.family.name}. Remove what does "
+                f"not change the computation; a checkpoint that needs it is not "
+                f"supported"
             )
         return keys
 
@@ -254,15 +379,24 @@ class LLaDAMoEKeys(TransformersKeys):
             intermediate_size=config.expert_intermediate_size,
             shared_intermediate_size=config.shared_expert_intermediate_size or 0,
             has_bias=bool(config.moe_router_enable_expert_bias),
-            dense_layers=tuple(i for i, has_experts in enumerate(config.moe_layer_freq) if not has_experts),
+            dense_layers=tuple(
+                i
+                for i, has_experts in enumerate(config.moe_layer_freq)
+                if not has_experts
+            ),
         )
 
     @model_validator(mode="after")
     def _layers_fit(self) -> Self:
         if self.moe_layer_freq and len(self.moe_layer_freq) != self.num_hidden_layers:
-            raise ValueError(f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} numbers, 0 or 1")
+            raise ValueError(
+                f"moe_layer_freq must hold num_hidden_layers={self.num_hidden_layers} "
+                f"numbers, 0 or 1"
+            )
         if 0 in self.moe_layer_freq and self.dense_intermediate_size is None:
-            raise ValueError("moe_layer_freq has dense layers, which need a dense_intermediate_size")
+            raise ValueError(
+                "moe_layer_freq has dense layers, which need a dense_intermediate_size"
+            )
         return self
 
 
@@ -272,7 +406,9 @@ class SDARMoeKeys(DenseKeys):
     num_experts: Size = 128
     num_experts_per_tok: Size = 8
     moe_intermediate_size: Size = 768
-    norm_topk_prob: bool = True  # JetEngine, the authors' engine, reads no such key and always does
+    norm_topk_prob: bool = (
+        True  # JetEngine, the authors' engine, reads no such key and always does
+    )
     decoder_sparse_step: Size = 1
     mlp_only_layers: list[Count] | None = None
 
@@ -283,7 +419,11 @@ class SDARMoeKeys(DenseKeys):
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
             intermediate_size=config.moe_intermediate_size,
-            dense_layers=tuple(i for i in range(config.num_hidden_layers) if i in dense or (i + 1) % step),
+            dense_layers=tuple(
+                i
+                for i in range(config.num_hidden_layers)
+                if i in dense or (i + 1) % step
+            ),
             renormalize=config.norm_topk_prob,
         )
 
@@ -312,7 +452,8 @@ class LLaDA2Keys(DenseKeys):
             num_experts=config.num_experts,
             top_k=config.num_experts_per_tok,
             intermediate_size=config.moe_intermediate_size,
-            shared_intermediate_size=config.moe_intermediate_size * (config.num_shared_experts or 0),
+            shared_intermediate_size=config.moe_intermediate_size
+            * (config.num_shared_experts or 0),
             has_bias=config.moe_router_enable_expert_bias,
             dense_layers=tuple(range(config.first_k_dense_replace)),
             num_groups=config.n_group,
@@ -323,13 +464,23 @@ class LLaDA2Keys(DenseKeys):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.expert_capacity and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts:
+        if (
+            self.expert_capacity
+            and not self.num_experts_per_tok <= self.expert_capacity <= self.num_experts
+        ):
             raise ValueError(
-                f"expert_capacity={self.expert_capacity} is not between num_experts_per_tok="
-                f"{self.num_experts_per_tok} and num_experts={self.num_experts}"
+                f"expert_capacity={self.expert_capacity} is not between "
+                f"num_experts_per_tok={self.num_experts_per_tok} and "
+                f"num_experts={self.num_experts}"
             )
-        if self.rotary_dim not in (None, turned := rotary_dim(self, self.head_dim or 0)):
-            raise ValueError(f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns {turned}; state one")
+        if self.rotary_dim not in (
+            None,
+            turned := rotary_dim(self, self.head_dim or 0),
+        ):
+            raise ValueError(
+                f"rotary_dim={self.rotary_dim}, but partial_rotary_factor turns "
+                f"{turned}; state one"
+            )
         return self
 
 
@@ -342,10 +493,14 @@ _OWN_KEYS: dict[str, type[CheckpointKeys]] = {
 
 
 def keys_of(family: ModelFamily) -> type[CheckpointKeys]:
-    """The keys of a family's configs, with what its row in the table of families says of them."""
+    """The keys of a family's configs, with what its row in the table of families says
+    of them.
+    """
     base = _OWN_KEYS.get(family.architecture, DenseKeys)
     types = get_type_hints(base, include_extras=True)
-    fields: dict[str, Any] = {name: (types[name], value) for name, value in family.defaults.items()}
+    fields: dict[str, Any] = {
+        name: (types[name], value) for name, value in family.defaults.items()
+    }
     for name, values in family.fixed.items():
         known = tuple(value for value in values if value is not None)
         allowed: Any = Literal[known] if known else type(None)

@@ -1,25 +1,39 @@
-"""Configurations and tokenizers of the supported checkpoints, registered with transformers in place of the remote code
-that ``auto_map`` names."""
+"""Configurations and tokenizers of the supported checkpoints, registered with
+transformers in place of the remote code that ``auto_map`` names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, PretrainedConfig, Qwen2Tokenizer
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Tokenizer,
+)
 
 from dllm_engine.families import DREAM, FAMILIES, ExpertShape, ModelFamily
 from dllm_engine.model_executor.models.config_keys import SCHEMAS, CheckpointKeys
 from dllm_engine.model_name import own_name
 from dllm_engine.options import OPTIONS_KEY, cut, shortened
 
-_KEPT_KEYS = {*PretrainedConfig().to_dict(), *GenerationConfig().to_dict(), "name_or_path", OPTIONS_KEY}
-"""Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none says what a model computes."""
+_KEPT_KEYS = {
+    *PretrainedConfig().to_dict(),
+    *GenerationConfig().to_dict(),
+    "name_or_path",
+    OPTIONS_KEY,
+}
+"""Keys that ``PretrainedConfig`` keeps or leaves to ``generation_config.json``; none
+says what a model computes.
+"""
 
 
 class Config(PretrainedConfig):
-    """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM asks for too (``hidden_size``, …).
-    Each change (vLLM's hf_overrides) makes it anew, so that the same rules hold as for the file."""
+    """Config of a supported checkpoint: the keys of ``schema`` under the names vLLM
+    asks for too (``hidden_size``, …). Each change (vLLM's hf_overrides) makes it anew,
+    so that the same rules hold as for the file."""
 
     schema: ClassVar[type[CheckpointKeys]]
     ignore_keys_at_rope_validation = frozenset({"partial_rotary_factor"})
@@ -29,39 +43,67 @@ class Config(PretrainedConfig):
         cls.__init__ = Config.__init__  # type: ignore[method-assign] # transformers makes one of the annotations
 
     def __init__(self, **values: Any) -> None:
-        """Raises ``ValueError`` naming the file, the key, its value and what it may be."""
+        """Raises ``ValueError`` naming the file, the key, its value and what
+        it may be.
+        """
         self._settle(values, _source(values))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us, so the older key ``type`` is
-        renamed, and a missing one filled in, at once."""
-        if name in ("rope_scaling", "rope_parameters") and isinstance(value, dict) and value:
-            renamed = {"rope_type" if key == "type" else key: item for key, item in value.items()}
+        """vLLM sets hf_overrides one by one and reads ``rope_type`` before it calls us,
+        so the older key ``type`` is renamed, and a missing one filled in, at once."""
+        if (
+            name in ("rope_scaling", "rope_parameters")
+            and isinstance(value, dict)
+            and value
+        ):
+            renamed = {
+                "rope_type" if key == "type" else key: item
+                for key, item in value.items()
+            }
             value = {"rope_type": "default"} | renamed
         super().__setattr__(name, value)
 
     def update(self, config_dict: dict[str, Any]) -> None:
         """Change keys; raises ``ValueError`` as ``__init__`` does."""
-        new_names = self.attribute_map | {"torch_dtype": "dtype", "rope_scaling": "rope_parameters"}
-        changed = {new_names.get(name, name): value for name, value in config_dict.items()}
-        replaced = ("rope_scaling", "rope_parameters") if "rope_parameters" in changed else ()
-        stated = {name: value for name, value in self._stated.items() if name not in replaced}
+        new_names = self.attribute_map | {
+            "torch_dtype": "dtype",
+            "rope_scaling": "rope_parameters",
+        }
+        changed = {
+            new_names.get(name, name): value for name, value in config_dict.items()
+        }
+        replaced = (
+            ("rope_scaling", "rope_parameters") if "rope_parameters" in changed else ()
+        )
+        stated = {
+            name: value for name, value in self._stated.items() if name not in replaced
+        }
         self._settle(stated | changed, f"{_source(stated)} with hf_overrides")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """transformers knows configs by their ``model_type``, which families share."""
         own = config_class_of(config_dict) or cls
-        return super().from_dict(config_dict, **kwargs) if own is cls else own.from_dict(config_dict, **kwargs)
+        return (
+            super().from_dict(config_dict, **kwargs)
+            if own is cls
+            else own.from_dict(config_dict, **kwargs)
+        )
 
     @property
     def family(self) -> ModelFamily:
-        """The checkpoint's family, with the config's own block length where attention goes by blocks."""
+        """The checkpoint's family, with the config's own block length where attention
+        goes by blocks.
+        """
         family = self.schema.family
         if family.attention == "full":
             return family
         shares_experts = bool(getattr(self, "expert_capacity", 0))
-        return replace(family, default_block_length=self.block_size, experts_by_block=shares_experts)
+        return replace(
+            family,
+            default_block_length=self.block_size,
+            experts_by_block=shares_experts,
+        )
 
     @property
     def experts(self) -> ExpertShape | None:
@@ -69,37 +111,58 @@ class Config(PretrainedConfig):
         return self.schema.experts_of(self)
 
     def check(self) -> None:
-        """Check what may have been changed unseen, and that a model can be served with it; raises as ``__init__``."""
-        self.schema.read(self._without_kept(vars(self)), _source(self._stated), _model_name(self._stated))
+        """Check what may have been changed unseen, and that a model can be served with
+        it; raises as ``__init__``.
+        """
+        self.schema.read(
+            self._without_kept(vars(self)),
+            _source(self._stated),
+            _model_name(self._stated),
+        )
         if self.mask_token_id is None:
             raise ValueError(
-                f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language model needs the id of its mask "
-                f"token there or in hf_overrides"
+                f"{_source(self._stated)} has no 'mask_token_id'; a diffusion language "
+                f"model needs the id of its mask token there or in hf_overrides"
             )
 
     @property
     def longest_sequence(self) -> int:
         """Positions that the model is for; vLLM's default of ``max_model_len``."""
         scaled = self.rope_parameters["rope_type"] in ("linear", "dynamic")
-        return int(self.max_position_embeddings * (self.rope_parameters["factor"] if scaled else 1))
+        return int(
+            self.max_position_embeddings
+            * (self.rope_parameters["factor"] if scaled else 1)
+        )
 
     def _settle(self, values: dict[str, Any], source: str) -> None:
         """Take the attributes from what is stated, and from the family's defaults."""
         if (model_type := values.get("model_type", self.model_type)) != self.model_type:
-            raise ValueError(f"{source}: model_type={model_type!r}, but the file is of model_type={self.model_type!r}")
+            raise ValueError(
+                f"{source}: model_type={model_type!r}, but the file is of "
+                f"model_type={self.model_type!r}"
+            )
         own = self._without_kept(values)
         stated = self.schema.read(own, source, _model_name(values))
         self.__dict__.clear()
         kept = {name: value for name, value in values.items() if name not in own}
-        kept |= {"dtype": stated.dtype or stated.torch_dtype, "architectures": [self.schema.family.architecture]}
+        kept |= {
+            "dtype": stated.dtype or stated.torch_dtype,
+            "architectures": [self.schema.family.architecture],
+        }
         super().__init__(**kept)
-        for name, value in stated.model_dump(exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}).items():
+        for name, value in stated.model_dump(
+            exclude={"dtype", "torch_dtype", "architectures", "rope_scaling"}
+        ).items():
             setattr(self, name, value)
         self._stated = values
 
     def _without_kept(self, values: Mapping[str, Any]) -> dict[str, Any]:
         fields = self.schema.model_fields
-        return {name: value for name, value in values.items() if name in fields or name not in _KEPT_KEYS}
+        return {
+            name: value
+            for name, value in values.items()
+            if name in fields or name not in _KEPT_KEYS
+        }
 
     def _remove_keys_not_serialized(self, d: dict[str, Any]) -> None:
         super()._remove_keys_not_serialized(d)
@@ -107,70 +170,117 @@ class Config(PretrainedConfig):
 
 
 def _config_class(family: ModelFamily) -> type[Config]:
-    members: dict[str, Any] = {"model_type": family.model_type, "schema": SCHEMAS[family.architecture]}
+    members: dict[str, Any] = {
+        "model_type": family.model_type,
+        "schema": SCHEMAS[family.architecture],
+    }
     members |= {"attribute_map": dict(family.key_names), "__module__": __name__}
     if "qk_layernorm" not in family.key_names:
         members["qk_layernorm"] = family.qk_norm
-    return type(f"{family.architecture}Config", (Config,), members | {"include_qkv_bias": family.qkv_bias})
+    return type(
+        f"{family.architecture}Config",
+        (Config,),
+        members | {"include_qkv_bias": family.qkv_bias},
+    )
 
 
-CONFIG_CLASSES = {architecture: _config_class(family) for architecture, family in FAMILIES.items()}
-globals().update({config.__name__: config for config in CONFIG_CLASSES.values()})  # where pickle looks them up
+CONFIG_CLASSES = {
+    architecture: _config_class(family) for architecture, family in FAMILIES.items()
+}
+globals().update(
+    {config.__name__: config for config in CONFIG_CLASSES.values()}
+)  # where pickle looks them up
 
 
 class LlamaOrStableDiffcoderConfig(LlamaConfig):
-    """What transformers makes of a config.json with Llama's ``model_type``: Llama's own, unless the architecture is one
-    of ours."""
+    """What transformers makes of a config.json with Llama's ``model_type``: Llama's
+    own, unless the architecture is one of ours."""
 
     def __new__(cls, **values: Any) -> LlamaConfig:
         return LlamaConfig(**values)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        return (config_class_of(config_dict) or LlamaConfig).from_dict(config_dict, **kwargs)
+        return (config_class_of(config_dict) or LlamaConfig).from_dict(
+            config_dict, **kwargs
+        )
 
 
 def registered_classes() -> dict[str, type[PretrainedConfig]]:
-    """A class for each ``model_type``, from which ``from_dict`` finds the others of the type."""
+    """A class for each ``model_type``, from which ``from_dict`` finds the others of the
+    type.
+    """
     first = {config.model_type: config for config in reversed(CONFIG_CLASSES.values())}
     return first | {"llama": LlamaOrStableDiffcoderConfig}
 
 
 class DreamTokenizer(Qwen2Tokenizer):
-    """Qwen2's tokenizer with the special tokens of Dream's files, under the name in Dream's tokenizer_config.json."""
+    """Qwen2's tokenizer with the special tokens of Dream's files, under the name in
+    Dream's tokenizer_config.json.
+    """
 
 
 def register_tokenizers() -> None:
     """Make ``AutoTokenizer`` use the class above. Idempotent."""
-    AutoTokenizer.register(CONFIG_CLASSES[DREAM.architecture], tokenizer_class=DreamTokenizer, exist_ok=True)
+    AutoTokenizer.register(
+        CONFIG_CLASSES[DREAM.architecture],
+        tokenizer_class=DreamTokenizer,
+        exist_ok=True,
+    )
 
 
 def config_class_of(values: Mapping[str, Any]) -> type[Config] | None:
-    """The class for the content of a config.json: of those of its ``model_type`` the one that ``architectures`` lists,
-    else the first; None for a model of another kind. Llama's type is others' as well, so its class must be listed."""
-    candidates = [config for config in CONFIG_CLASSES.values() if config.model_type == values.get("model_type")]
+    """The class for the content of a config.json: of those of its ``model_type`` the
+    one that ``architectures`` lists, else the first; None for a model of another kind.
+    Llama's type is others' as well, so its class must be listed."""
+    candidates = [
+        config
+        for config in CONFIG_CLASSES.values()
+        if config.model_type == values.get("model_type")
+    ]
     architectures = values.get("architectures")
     listed = architectures if isinstance(architectures, list) else []
-    first = candidates[0] if candidates and candidates[0].model_type != "llama" else None
-    return next((config for config in candidates if config.schema.family.architecture in listed), first)
+    first = (
+        candidates[0] if candidates and candidates[0].model_type != "llama" else None
+    )
+    return next(
+        (
+            config
+            for config in candidates
+            if config.schema.family.architecture in listed
+        ),
+        first,
+    )
 
 
 def parse_config(values: Mapping[str, Any], model: str) -> Config:
-    """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the key and what it may be."""
+    """The config of ``model``'s checkpoint; raises ``ValueError`` naming the file, the
+    key and what it may be.
+    """
     config_class = config_class_of(values)
     if config_class is None:
-        raise ValueError(unsupported_model(model, values.get("model_type"), values.get("architectures")))
+        raise ValueError(
+            unsupported_model(
+                model, values.get("model_type"), values.get("architectures")
+            )
+        )
     stated = {name: value for name, value in values.items() if name != "model_type"}
     return config_class(**stated | {"name_or_path": model})
 
 
 def unsupported_model(model: str, model_type: object, architectures: object) -> str:
     """Message about a model of another kind."""
-    listed = f" of architecture {cut(', '.join(map(str, architectures)))}" if isinstance(architectures, list) else ""
-    supported = ", ".join(f"{family.architecture} ({family.name})" for family in FAMILIES.values())
+    listed = (
+        f" of architecture {cut(', '.join(map(str, architectures)))}"
+        if isinstance(architectures, list)
+        else ""
+    )
+    supported = ", ".join(
+        f"{family.architecture} ({family.name})" for family in FAMILIES.values()
+    )
     return (
-        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a supported diffusion language model; "
-        f"supported: {supported}"
+        f"model {model!r}{listed}: model_type={shortened(model_type)} is not a "
+        f"supported diffusion language model; supported: {supported}"
     )
 
 
@@ -183,4 +293,8 @@ def _model_name(values: Mapping[str, Any]) -> str:
 def _source(values: Mapping[str, Any]) -> str:
     """The file of ``values``, as an error names it."""
     name = values.get("name_or_path")
-    return str(Path(name) / "config.json") if isinstance(name, str) and name else "config.json"
+    return (
+        str(Path(name) / "config.json")
+        if isinstance(name, str) and name
+        else "config.json"
+    )

@@ -1,8 +1,10 @@
-"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated MLP.
+"""The transformer every supported diffusion model is made of: pre-norm, RoPE, gated
+MLP.
 
-LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and LLaDA2 have experts; they differ
-in what their configs and the table of families say. A layer exposes its *parts*. It has no ``forward``: the loop
-over the layers belongs to a layer pass (``model_executor/passes/base.py``), which may change the rows between and
+LLaDA's block is Llama's, Dream's Qwen2's, SDAR's Qwen3's, and LLaDA-MoE, SDAR-MoE and
+LLaDA2 have experts; they differ in what their configs and the table of families say. A
+layer exposes its *parts*. It has no ``forward``: the loop over the layers belongs to a
+layer pass (``model_executor/passes/base.py``), which may change the rows between and
 inside layers.
 """
 
@@ -20,14 +22,28 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.quantization import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
-from dllm_engine.families import FAMILIES, TRANSFORMERS_NAMES, ExpertShape, NamedModules, TensorNames
+from dllm_engine.families import (
+    FAMILIES,
+    TRANSFORMERS_NAMES,
+    ExpertShape,
+    NamedModules,
+    TensorNames,
+)
 from dllm_engine.kernels.rotary import rotary_table, rotate_
 from dllm_engine.model_executor.loading.lora import LoraAdapter
 from dllm_engine.model_executor.loading.parameters import fill_parameters
 from dllm_engine.model_executor.models.config_keys import rotary_dim
-from dllm_engine.model_executor.models.mlp import ROW_BLOCKS, ArgumentsOf, ExpertMLP, GatedMLP
+from dllm_engine.model_executor.models.mlp import (
+    ROW_BLOCKS,
+    ArgumentsOf,
+    ExpertMLP,
+    GatedMLP,
+)
 from dllm_engine.model_executor.models.norm import Norm
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_layout import head_dim_of
@@ -42,7 +58,9 @@ class RotaryPhases:
     table: torch.Tensor
     """``rotary_table`` of the model."""
     rows: torch.Tensor | None = None
-    """Index of each row in ``positions``, int64 ``[num_rows]``; None: in their order."""
+    """Index of each row in ``positions``, int64 ``[num_rows]``; None:
+    in their order.
+    """
 
     def __getitem__(self, rows: torch.Tensor | slice) -> "RotaryPhases":
         if self.rows is not None:
@@ -53,18 +71,26 @@ class RotaryPhases:
 
 
 class DecoderLayer(nn.Module):
-    """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is computing."""
+    """One layer, as parts. ``num_rows`` below is whatever set of rows the layer pass is
+    computing.
+    """
 
     def __init__(self, config: Any, number: int, arguments_of: ArgumentsOf) -> None:
         super().__init__()
-        hidden_size, eps, self.head_dim = config.hidden_size, config.rms_norm_eps, head_dim_of(config)
+        hidden_size, eps, self.head_dim = (
+            config.hidden_size,
+            config.rms_norm_eps,
+            head_dim_of(config),
+        )
         num_heads = config.num_attention_heads
         self.attn_norm = Norm(hidden_size, eps=eps)
         self.mlp_norm = Norm(hidden_size, eps=eps)
         has_head_norms = bool(getattr(config, "qk_layernorm", False))
         self.q_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
         self.k_norm = Norm(self.head_dim, eps=eps) if has_head_norms else None
-        self.head_norm = Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
+        self.head_norm = (
+            Norm(self.head_dim, eps=eps, has_weight=False) if has_head_norms else None
+        )
         """Norm of queries and keys at once, before the weights of either."""
         self.qkv_proj = QKVParallelLinear(
             hidden_size,
@@ -75,7 +101,10 @@ class DecoderLayer(nn.Module):
             **arguments_of("qkv_proj"),
         )
         self.out_proj = RowParallelLinear(
-            num_heads * self.head_dim, hidden_size, bias=False, **arguments_of("out_proj")
+            num_heads * self.head_dim,
+            hidden_size,
+            bias=False,
+            **arguments_of("out_proj"),
         )
         experts: ExpertShape | None = getattr(config, "experts", None)
         self.mlp = (
@@ -83,19 +112,28 @@ class DecoderLayer(nn.Module):
             if experts is None or number in experts.dense_layers
             else ExpertMLP(hidden_size, experts, arguments_of)
         )
-        """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows' norms."""
+        """The feed-forward branch's output ``[num_rows, hidden_size]``, of the rows'
+        norms.
+        """
         # Heads of this tensor-parallel rank.
         self.num_heads = self.qkv_proj.num_heads
         self.num_kv_heads = self.qkv_proj.num_kv_heads
 
-    def qkv(self, normed: torch.Tensor, phases: RotaryPhases, parts: str = "qkv") -> list[torch.Tensor]:
-        """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows, num_kv_heads, head_dim]``; queries
-        and keys rotated to their positions. ``parts``: neighbours among them, ``"v"``, ``"k"`` or ``"qk"``, for methods
-        that need some before the rest."""
+    def qkv(
+        self, normed: torch.Tensor, phases: RotaryPhases, parts: str = "qkv"
+    ) -> list[torch.Tensor]:
+        """Queries ``[num_rows, num_heads, head_dim]``, keys and values ``[num_rows,
+        num_kv_heads, head_dim]``; queries and keys rotated to their positions.
+        ``parts``: neighbours among them, ``"v"``, ``"k"`` or ``"qk"``, for methods that
+        need some before the rest."""
         counts = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         first = sum(counts[part] for part in "qkv".partition(parts)[0])
         heads = self._projected(normed, first, sum(counts[part] for part in parts))
-        values = [heads.narrow(1, heads.shape[1] - counts["v"], counts["v"])] if "v" in parts else []
+        values = (
+            [heads.narrow(1, heads.shape[1] - counts["v"], counts["v"])]
+            if "v" in parts
+            else []
+        )
         turned = {part: counts[part] for part in parts if part != "v"}
         if not turned:
             return values
@@ -110,36 +148,54 @@ class DecoderLayer(nn.Module):
         return [*split, *values]
 
     def o_proj(self, attended: torch.Tensor) -> torch.Tensor:
-        """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows, num_heads, head_dim]``."""
+        """The attention branch's output ``[num_rows, hidden_size]`` from ``[num_rows,
+        num_heads, head_dim]``.
+        """
         return self.out_proj(attended.flatten(1))[0]
 
     def _projected(self, normed: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """``count`` heads of the fused projection from the head ``first`` on, ``[num_rows, count, head_dim]``; all of
-        it is computed where the weight is quantized or prepacked, and cannot be sliced by rows."""
+        """``count`` heads of the fused projection from the head ``first`` on,
+        ``[num_rows, count, head_dim]``; all of it is computed where the weight is
+        quantized or prepacked, and cannot be sliced by rows."""
         start, stop = first * self.head_dim, (first + count) * self.head_dim
         weight, bias = getattr(self.qkv_proj, "weight", None), self.qkv_proj.bias
-        shape = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim, normed.shape[-1]
-        if stop - start == shape[0] or weight is None or weight.shape != shape or weight.dtype != normed.dtype:
+        shape = (
+            (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
+            normed.shape[-1],
+        )
+        if (
+            stop - start == shape[0]
+            or weight is None
+            or weight.shape != shape
+            or weight.dtype != normed.dtype
+        ):
             projected = self.qkv_proj(normed)[0][..., start:stop]
         else:
-            projected = F.linear(normed, weight[start:stop], None if bias is None else bias[start:stop])
+            projected = F.linear(
+                normed, weight[start:stop], None if bias is None else bias[start:stop]
+            )
         return projected.view(projected.shape[0], count, self.head_dim)
 
 
 class VocabularyShard(NamedTuple):
-    """Logits of this tensor-parallel rank: ``logits[:, i]`` belongs to token ``first_token + i``."""
+    """Logits of this tensor-parallel rank: ``logits[:, i]`` belongs to token
+    ``first_token + i``.
+    """
 
     logits: torch.Tensor  # [num_rows, tokens of this rank]
     first_token: int
 
 
 class DiffusionDecoder(nn.Module):
-    """Embedding, layers, final norm and head; a subclass for each family of checkpoints."""
+    """Embedding, layers, final norm and head; a subclass for each family of
+    checkpoints.
+    """
 
     names: ClassVar[TensorNames] = TRANSFORMERS_NAMES
     packed_modules_mapping: ClassVar[dict[str, list[str]]]
-    """Last names of fused modules, and of the checkpoint's that fill them in their order. vLLM's quantization methods
-    read it, so that lists of modules in a quantization config apply as they were written for the released names."""
+    """Last names of fused modules, and of the checkpoint's that fill them in their
+    order. vLLM's quantization methods read it, so that lists of modules in a
+    quantization config apply as they were written for the released names."""
 
     def __init_subclass__(cls) -> None:
         packed: dict[str, list[str]] = {}
@@ -147,21 +203,36 @@ class DiffusionDecoder(nn.Module):
             parts = packed.setdefault(ours.rpartition(".")[2], [])
             if shard is not None and (last := released.rpartition(".")[2]) not in parts:
                 parts.append(last)
-        cls.packed_modules_mapping = {fused: parts for fused, parts in packed.items() if parts}
+        cls.packed_modules_mapping = {
+            fused: parts for fused, parts in packed.items() if parts
+        }
 
     def __init__(
-        self, *, vllm_config: VllmConfig, prefix: str = "", hf_config: Any = None, max_positions: int | None = None
+        self,
+        *,
+        vllm_config: VllmConfig,
+        prefix: str = "",
+        hf_config: Any = None,
+        max_positions: int | None = None,
     ) -> None:
-        """``hf_config``: of a second model beside the engine's own, which is not quantized. ``max_positions``: of the
-        longest sequence; None: the canvas of ``max_model_len``."""
+        """``hf_config``: of a second model beside the engine's own, which is not
+        quantized. ``max_positions``: of the longest sequence; None: the canvas of
+        ``max_model_len``."""
         super().__init__()
         self.vllm_config = vllm_config
-        lora_path = EngineOptions.from_vllm_config(vllm_config).lora_path if hf_config is None else None
+        lora_path = (
+            EngineOptions.from_vllm_config(vllm_config).lora_path
+            if hf_config is None
+            else None
+        )
         self.adapter = LoraAdapter(lora_path) if lora_path is not None else None
         self.takes_parts = False
         """True while ``load_weights`` is given some tensors at a time."""
         model_config = vllm_config.model_config
-        self.max_positions = max_positions or model_config.hf_config.family.longest_canvas(model_config.max_model_len)
+        self.max_positions = (
+            max_positions
+            or model_config.hf_config.family.longest_canvas(model_config.max_model_len)
+        )
         quant_config = vllm_config.quant_config if hf_config is None else None
         self.config = hf_config or model_config.hf_config
         self.experts: ExpertShape | None = getattr(self.config, "experts", None)
@@ -169,12 +240,18 @@ class DiffusionDecoder(nn.Module):
         self.embedding = VocabParallelEmbedding(*sizes)
         self.layers = nn.ModuleList(
             DecoderLayer(
-                self.config, number, vllm_arguments(self.names.in_layer, f"{self.names.layers}.{number}", quant_config)
+                self.config,
+                number,
+                vllm_arguments(
+                    self.names.in_layer, f"{self.names.layers}.{number}", quant_config
+                ),
             )
             for number in range(self.config.num_hidden_layers)
         )
         self.final_norm = Norm(self.config.hidden_size, eps=self.config.rms_norm_eps)
-        self.lm_head = ParallelLMHead(*sizes, quant_config=quant_config, prefix=self.names.head)
+        self.lm_head = ParallelLMHead(
+            *sizes, quant_config=quant_config, prefix=self.names.head
+        )
         if self.config.tie_word_embeddings:
             self.lm_head = self.lm_head.tie_weights(self.embedding)
 
@@ -184,21 +261,32 @@ class DiffusionDecoder(nn.Module):
 
     @cached_property
     def rotary_table(self) -> torch.Tensor:
-        """Made on first use, so that it is not among the weights that `sleep(level=2)` discards."""
-        return rope_table(self.config, self.max_positions, self.final_norm.weight.device)
+        """Made on first use, so that it is not among the weights that `sleep(level=2)`
+        discards.
+        """
+        return rope_table(
+            self.config, self.max_positions, self.final_norm.weight.device
+        )
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, layer_pass: Callable[..., torch.Tensor]
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        layer_pass: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)`` runs the layers over rows
-        ``[num_rows, hidden_size]``."""
+        """Hidden states before the final norm; ``layer_pass(layers, hidden, phases)``
+        runs the layers over rows ``[num_rows, hidden_size]``."""
         with self.forward_context(positions):
-            return layer_pass(self.layers, self.embed_input_ids(input_ids), RotaryPhases(positions, self.rotary_table))
+            return layer_pass(
+                self.layers,
+                self.embed_input_ids(input_ids),
+                RotaryPhases(positions, self.rotary_table),
+            )
 
     @contextmanager
     def forward_context(self, positions: torch.Tensor) -> Iterator[None]:
-        """Context in which vLLM's experts find themselves, and the rows' blocks where those share experts; needed
-        around every call of a layer's ``mlp``."""
+        """Context in which vLLM's experts find themselves, and the rows' blocks where
+        those share experts; needed around every call of a layer's ``mlp``."""
         if self.experts is None:
             yield
             return
@@ -206,30 +294,45 @@ class DiffusionDecoder(nn.Module):
             if self.experts.capacity:
                 # Rows are whole blocks: the first of each begins it.
                 begins = positions % self.config.block_size == 0
-                get_forward_context().additional_kwargs[ROW_BLOCKS] = begins.cumsum(0).clamp(min=1) - 1
+                get_forward_context().additional_kwargs[ROW_BLOCKS] = (
+                    begins.cumsum(0).clamp(min=1) - 1
+                )
             yield
 
     def compute_logits(self, hidden_states: torch.Tensor) -> VocabularyShard:
-        """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across ranks, no padding."""
+        """Final norm and head for rows ``[num_rows, hidden_size]``; no gathering across
+        ranks, no padding.
+        """
         head = self.lm_head
         logits = head.quant_method.apply(head, self.final_norm(hidden_states))
         shard = head.shard_indices
-        return VocabularyShard(logits[:, : shard.num_org_elements], shard.org_vocab_start_index)
+        return VocabularyShard(
+            logits[:, : shard.num_org_elements], shard.org_vocab_start_index
+        )
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Fill the parameters from a checkpoint's tensors, as ``fill_parameters`` does."""
+        """Fill the parameters from a checkpoint's tensors,
+        as ``fill_parameters`` does.
+        """
         if self.adapter is not None:
             weights = self.adapter.merged(weights, whole=not self.takes_parts)
         return fill_parameters(self, weights)
 
 
-def vllm_arguments(modules: NamedModules, layer: str, quant_config: QuantizationConfig | None) -> ArgumentsOf:
-    """Arguments for our modules of a layer, by their names in the checkpoint: ``self_attn.qkv_proj`` beside its
-    ``self_attn.q_proj``."""
+def vllm_arguments(
+    modules: NamedModules, layer: str, quant_config: QuantizationConfig | None
+) -> ArgumentsOf:
+    """Arguments for our modules of a layer, by their names in the checkpoint:
+    ``self_attn.qkv_proj`` beside its ``self_attn.q_proj``."""
 
     def arguments_of(module: str) -> dict[str, Any]:
         released, shard = next(
-            ((released, shard) for released, (ours, shard) in modules.items() if ours == module), (module, None)
+            (
+                (released, shard)
+                for released, (ours, shard) in modules.items()
+                if ours == module
+            ),
+            (module, None),
         )
         parent, _, last = f"{layer}.{released}".rpartition(".")
         own = last if shard is None else module.rpartition(".")[2]
@@ -239,11 +342,13 @@ def vllm_arguments(modules: NamedModules, layer: str, quant_config: Quantization
 
 
 def rope_table(config: Any, num_positions: int, device: torch.device) -> torch.Tensor:
-    """``rotary_table`` as a config states RoPE, for sequences of at most ``num_positions``, which the base of
-    ``dynamic`` depends on."""
+    """``rotary_table`` as a config states RoPE, for sequences of at most
+    ``num_positions``, which the base of ``dynamic`` depends on."""
     rope = config.rope_parameters
     if rope["rope_type"] != "default":
-        scaled = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, device, seq_len=num_positions)
+        scaled = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            config, device, seq_len=num_positions
+        )
         return rotary_table(num_positions, *scaled)
     turned = rotary_dim(config, head_dim_of(config))
     exponents = torch.arange(0, turned, 2, device=device, dtype=torch.float32) / turned
@@ -251,7 +356,11 @@ def rope_table(config: Any, num_positions: int, device: torch.device) -> torch.T
 
 
 MODEL_CLASSES: dict[str, type[DiffusionDecoder]] = {
-    architecture: type(architecture, (DiffusionDecoder,), {"names": family.names, "__module__": __name__})
+    architecture: type(
+        architecture,
+        (DiffusionDecoder,),
+        {"names": family.names, "__module__": __name__},
+    )
     for architecture, family in FAMILIES.items()
 }
 """By the architecture that a checkpoint names."""

@@ -1,1 +1,3 @@
-"""Layer passes: what a layer computes, attends to and keeps. Each cache method names one of them."""
+"""Layer passes: what a layer computes, attends to and keeps. Each cache method names
+one of them.
+"""

@@ -1,4 +1,6 @@
-"""dKV-Cache-Decode (arXiv 2505.15781): the rows of masked positions, and of those that the last step decoded."""
+"""dKV-Cache-Decode (arXiv 2505.15781): the rows of masked positions, and of those that
+the last step decoded.
+"""
 
 import numpy as np
 import torch
@@ -14,7 +16,9 @@ from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class MaskedRowsPass(OverwritePass):
-    """Between refreshes, computes the rows that predict what was masked when the previous step began."""
+    """Between refreshes, computes the rows that predict what was masked when the
+    previous step began.
+    """
 
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         super().__init__(batch, pages)
@@ -40,12 +44,17 @@ class MaskedRowsPass(OverwritePass):
         was_masked = canvas.known < 0
         was_masked[canvas.last_unmasked] = True
         # The last row of a canvas predicts nothing with shifted logits.
-        predicts_masked = np.append(was_masked[plan.span.start + shift : plan.span.stop], np.zeros(shift, dtype=bool))
+        predicts_masked = np.append(
+            was_masked[plan.span.start + shift : plan.span.stop],
+            np.zeros(shift, dtype=bool),
+        )
         predicts_masked[-1] |= plan.own.last_row
         return span[predicts_masked]
 
     def follow(self, masked: torch.Tensor) -> None:
-        """Leave out rows that predict what was decided before the last step: their keys and values stay."""
+        """Leave out rows that predict what was decided before the last step: their keys
+        and values stay.
+        """
         assert self.row_slots is not None
         self.row_slots = self.row_slots.masked_fill(~self.masked[:, None], -1)
         self.masked = masked[self.predicted]

@@ -1,6 +1,8 @@
-"""Scores of tokens for each KV head of a layer. A new scorer is a function and its entry in ``SCORERS``.
+"""Scores of tokens for each KV head of a layer. A new scorer is a function and its
+entry in ``SCORERS``.
 
-Scores cover this rank's heads and are never negative, so that their sum is a head's interest in all tokens.
+Scores cover this rank's heads and are never negative, so that their sum is a head's
+interest in all tokens.
 """
 
 from collections.abc import Callable
@@ -26,15 +28,18 @@ QUARTERS = ("first", "second", "third", "last")
 
 @dataclass(frozen=True)
 class ScoredLayer:
-    """One layer of one request in a forward pass, which to be scored must compute its canvas from position 0: all
-    ``n`` positions of it, or those that ``suffix_blocks`` leaves."""
+    """One layer of one request in a forward pass, which to be scored must compute its
+    canvas from position 0: all ``n`` positions of it, or those that ``suffix_blocks``
+    leaves."""
 
     q: torch.Tensor
     """``[n, num_heads, head_dim]``, after RoPE."""
     k: torch.Tensor
     """``[n, num_kv_heads, head_dim]``, after RoPE."""
     lse: torch.Tensor | None
-    """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers that need it."""
+    """float32 ``[n, num_heads]``: logarithm of each softmax's denominator; for scorers
+    that need it.
+    """
     canvas: Canvas
     window: Span
     """Canvas positions of the running blocks."""
@@ -49,23 +54,35 @@ class Scorer(NamedTuple):
     """A score of tokens, and its needs."""
 
     score: Callable[[ScoredLayer, torch.Tensor], torch.Tensor]
-    """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas positions ``tokens``."""
+    """``score(layer, tokens)``: float32 ``[num_kv_heads, num_tokens]`` for canvas
+    positions ``tokens``.
+    """
     needs_lse: bool = True
     num_recent: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like
-    """``num_recent(kept)``: how many of the ``kept`` tokens of a head of ``maskkv`` are the last ones of the prompt,
-    whatever they score."""
+    """``num_recent(kept)``: how many of the ``kept`` tokens of a head of ``maskkv`` are
+    the last ones of the prompt, whatever they score."""
     pool_kernel_size: int = 1
     """Width of the max-pooling over the scores of the other tokens in ``maskkv``."""
 
 
 def mean_query(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """Sparse-dLLM's score per head: the window's mean query against each key, as a softmax over the tokens."""
-    mean = layer.q[slice(*layer.window)].float().mean(dim=0).unflatten(0, (layer.k.shape[1], -1)).mean(dim=1)
+    """Sparse-dLLM's score per head: the window's mean query against each key, as a
+    softmax over the tokens.
+    """
+    mean = (
+        layer.q[slice(*layer.window)]
+        .float()
+        .mean(dim=0)
+        .unflatten(0, (layer.k.shape[1], -1))
+        .mean(dim=1)
+    )
     raw = torch.einsum("gd,tgd->gt", mean, layer.k[tokens].float())
     return (raw / layer.q.shape[-1] ** 0.5).softmax(dim=-1)
 
 
-def votes(voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
+def votes(
+    voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: torch.Tensor
+) -> torch.Tensor:
     """The attention that some of the computed positions pay to each token."""
     assert layer.lse is not None
     rows = voters(layer)
@@ -73,10 +90,12 @@ def votes(voters: Callable[[ScoredLayer], Rows], layer: ScoredLayer, tokens: tor
 
 
 def masked_voters(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> Rows:
-    """Some quarters of the masked positions that the layer computes, in order; one position at least (MaskKV: all of
-    them; Table 11: one quarter)."""
+    """Some quarters of the masked positions that the layer computes, in order; one
+    position at least (MaskKV: all of them; Table 11: one quarter)."""
     positions = np.flatnonzero(layer.canvas.known[: layer.q.shape[0]] < 0)
-    first, stop = (quarter * len(positions) // 4 for quarter in (first_quarter, stop_quarter))
+    first, stop = (
+        quarter * len(positions) // 4 for quarter in (first_quarter, stop_quarter)
+    )
     return on_device(positions[first : max(stop, first + 1)], layer.q.device)
 
 
@@ -87,15 +106,22 @@ def last_prompt_voters(layer: ScoredLayer) -> Rows:
 
 
 def prompt_voters(layer: ScoredLayer) -> Rows:
-    """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its heavy hitters, here of a model
-    whose attention is not causal."""
+    """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its
+    heavy hitters, here of a model whose attention is not causal."""
     return slice(layer.canvas.spec.prompt_length)
 
 
 def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:
-    """Noise, to compare with: the same for the same request seed, layer, head and position."""
-    heads = torch.arange(layer.k.shape[1], device=tokens.device)[:, None] + layer.first_kv_head
-    seed, number = (torch.full_like(tokens, value) for value in (layer.canvas.seed, layer.layer))
+    """Noise, to compare with: the same for the same request seed, layer, head and
+    position.
+    """
+    heads = (
+        torch.arange(layer.k.shape[1], device=tokens.device)[:, None]
+        + layer.first_kv_head
+    )
+    seed, number = (
+        torch.full_like(tokens, value) for value in (layer.canvas.seed, layer.layer)
+    )
     return uniform(seed[None], number[None], tokens[None], heads).float()
 
 
@@ -106,8 +132,13 @@ SCORERS: dict[str, Scorer] = {
     "prompt_voting": Scorer(partial(votes, prompt_voters)),
     # The width that its paper has for LongBench.
     "snapkv": Scorer(
-        partial(votes, last_prompt_voters), num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW), pool_kernel_size=7
+        partial(votes, last_prompt_voters),
+        num_recent=lambda kept: kept.clamp(max=SNAPKV_WINDOW),
+        pool_kernel_size=7,
     ),
     "h2o": Scorer(partial(votes, prompt_voters), num_recent=lambda kept: kept // 2),
     "random": Scorer(random, needs_lse=False),
-} | {f"mask_voting_{name}": Scorer(partial(votes, partial(masked_voters, i, i + 1))) for i, name in enumerate(QUARTERS)}
+} | {
+    f"mask_voting_{name}": Scorer(partial(votes, partial(masked_voters, i, i + 1)))
+    for i, name in enumerate(QUARTERS)
+}

@@ -1,4 +1,6 @@
-"""Passes of decisions: logits of the tokens that accepted texts have, and the fields that a pass commits."""
+"""Passes of decisions: logits of the tokens that accepted texts have, and the fields
+that a pass commits.
+"""
 
 import numpy as np
 import torch
@@ -13,55 +15,93 @@ from dllm_engine.scheduler.constraints.decision import TokenOptions
 from dllm_engine.scheduler.messages import Failures, failure_of
 
 
-def decide(predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates) -> tuple[Filled, Failures]:
-    """Commit fields of each decision, from hidden states of a group of decisions alone. Waits for the device once.
-    Returns also the failures of decisions whose own part raises an exception."""
+def decide(
+    predictor: TokenPredictor, hidden: torch.Tensor, group: BatchCandidates
+) -> tuple[Filled, Failures]:
+    """Commit fields of each decision, from hidden states of a group of decisions alone.
+    Waits for the device once. Returns also the failures of decisions whose own part
+    raises an exception."""
     device, canvases = hidden.device, group.batch.canvases
     asked = []
     for index in group.members:
         decision = canvases[index].decision
         assert decision is not None
-        asked.append((slice(*group.bounds[index : index + 2].tolist()), on_device(decision.columns, device)))
+        asked.append(
+            (
+                slice(*group.bounds[index : index + 2].tolist()),
+                on_device(decision.columns, device),
+            )
+        )
     logits = on_host(predictor.logits_at(hidden, asked))
     parts = [np.empty((4, 0), np.int64)]
     failures: Failures = {}
-    for index, (rows, _), request_logits in zip(group.members, asked, logits, strict=True):
+    for index, (rows, _), request_logits in zip(
+        group.members, asked, logits, strict=True
+    ):
         try:
-            parts.append(_commit(index, canvases[index], group.columns[2, rows], request_logits.astype(np.float64)))
+            parts.append(
+                _commit(
+                    index,
+                    canvases[index],
+                    group.columns[2, rows],
+                    request_logits.astype(np.float64),
+                )
+            )
         except Exception as error:
             request_id = group.batch.request_ids[index]
             failures[request_id] = failure_of(request_id, error)
     return on_device(np.concatenate(parts, axis=1), device), failures
 
 
-def _commit(index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray) -> np.ndarray:
+def _commit(
+    index: int, canvas: Canvas, positions: np.ndarray, logits: np.ndarray
+) -> np.ndarray:
     """A request's part of ``Filled``. ``positions``: of its canvas, ascending."""
     if not np.isfinite(logits).all():
-        return np.stack([np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)])
+        return np.stack(
+            [np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)]
+        )
     decision, start = canvas.decision, canvas.spec.prompt_length
     assert decision is not None
     in_response = positions < canvas.spec.response_span.stop
-    places, with_logprobs = (positions[in_response] - start).tolist(), canvas.logprobs is not None
-    committed, options = decision.commit(places, logits[in_response], with_logprobs=with_logprobs)
+    places, with_logprobs = (
+        (positions[in_response] - start).tolist(),
+        canvas.logprobs is not None,
+    )
+    committed, options = decision.commit(
+        places, logits[in_response], with_logprobs=with_logprobs
+    )
     tokens = {start + position: token for position, token in committed.items()}
     if decision.is_complete:
         # What lies behind the response in its last block may be anything.
-        tokens |= dict.fromkeys(positions[~in_response].tolist(), int(decision.columns[-1]))
-    written, values = on_device([[*tokens], [*tokens.values()]], canvas.tokens.device).unbind()
+        tokens |= dict.fromkeys(
+            positions[~in_response].tolist(), int(decision.columns[-1])
+        )
+    written, values = on_device(
+        [[*tokens], [*tokens.values()]], canvas.tokens.device
+    ).unbind()
     canvas.tokens[written] = values
     canvas.masked[written] = False
     if canvas.logprobs is not None:
         _keep_logprobs(canvas, canvas.logprobs, committed, options)
-    return np.array([[index, position, token, CHOSEN] for position, token in tokens.items()]).T.reshape(4, -1)
+    return np.array(
+        [[index, position, token, CHOSEN] for position, token in tokens.items()]
+    ).T.reshape(4, -1)
 
 
-def _keep_logprobs(canvas: Canvas, kept: TokenLogprobs, tokens: dict[int, int], options: TokenOptions) -> None:
+def _keep_logprobs(
+    canvas: Canvas, kept: TokenLogprobs, tokens: dict[int, int], options: TokenOptions
+) -> None:
     """Keep log-probabilities among accepted texts."""
     for position, token in tokens.items():
         place, (names, values) = canvas.spec.prompt_length + position, options[position]
         own = values[names == token].max()
-        # Fewer tokens than asked for may follow; the rest stays out of sight as repetitions of the first.
+        # Fewer tokens than asked for may follow; the rest stays out of sight as
+        # repetitions of the first.
         order = np.argsort(-values)[: kept.top.shape[1]]
         order = np.append(order, np.repeat(order[:1], kept.top.shape[1] - len(order)))
         kept.token[place], kept.rank[place] = float(own), 1 + int((values > own).sum())
-        kept.top_tokens[place], kept.top[place] = torch.from_numpy(names[order]), torch.from_numpy(values[order])
+        kept.top_tokens[place], kept.top[place] = (
+            torch.from_numpy(names[order]),
+            torch.from_numpy(values[order]),
+        )

@@ -1,7 +1,8 @@
 """Filling in: the predictions of candidates, and the choice of those that a step fills.
 
-What the host decides, ``FillWork``, is the same in most steps; the numbers that differ are in tensors, ``FillInputs``.
-So a step is launched, or replayed from what was recorded for the same work, by one function.
+What the host decides, ``FillWork``, is the same in most steps; the numbers that differ
+are in tensors, ``FillInputs``. So a step is launched, or replayed from what was
+recorded for the same work, by one function.
 """
 
 from collections.abc import Sequence
@@ -19,17 +20,28 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
-from dllm_engine.model_executor.unmasking.rules import SELECTION_RULES, Rule, drawn_below, first_of_all, select
+from dllm_engine.model_executor.unmasking.rules import (
+    SELECTION_RULES,
+    Rule,
+    drawn_below,
+    first_of_all,
+    select,
+)
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
 from dllm_engine.scheduler.step_plan import StepPlan, UnmaskQuota
-from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES, Measure
+from dllm_engine.scheduler.unmasking_policies import (
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    Measure,
+)
 
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 
 Filled = torch.Tensor
-"""Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by request and position: request
-number in the batch, canvas position, token, and a sum of ``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as
-the quota asks) and ``NOT_FINITE`` (the logits were not finite)."""
+"""Result of a step for some candidates, int64 ``[4, num_candidates]``, ascending by
+request and position: request number in the batch, canvas position, token, and a sum of
+``CHOSEN`` (filled, or its token replaced), ``OBSERVED`` (as the quota asks) and
+``NOT_FINITE`` (the logits were not finite)."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +61,15 @@ class StepOutcome:
 def outcomes_of(
     filled: list[list[Filled]], num_requests: int, asked: Sequence[torch.Tensor] = ()
 ) -> tuple[list[StepOutcome], list[np.ndarray]]:
-    """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the device once."""
+    """The outcome of each step, and the numbers of the tensors ``asked``. Waits for the
+    device once.
+    """
     parts = list(chain.from_iterable(filled))
     requests = range(num_requests)
-    outcomes = [StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set()) for _ in filled]
+    outcomes = [
+        StepOutcome([[] for _ in requests], [[] for _ in requests], {}, set())
+        for _ in filled
+    ]
     if not parts:
         return outcomes, on_host(asked)
     columns, *answers = on_host([torch.cat(parts, dim=1), *asked])
@@ -60,13 +77,19 @@ def outcomes_of(
     for outcome, step_parts in zip(outcomes, filled, strict=True):
         start, stop = stop, stop + sum(part.shape[1] for part in step_parts)
         flags = columns[3, start:stop]
-        for request, position, token in columns[:3, start:stop][:, flags & CHOSEN > 0].T.tolist():
+        for request, position, token in columns[:3, start:stop][
+            :, flags & CHOSEN > 0
+        ].T.tolist():
             outcome.positions[request].append(position)
             outcome.tokens[request].append(token)
         if (flags > CHOSEN).any():
             # Positions of a request ascend.
-            outcome.farthest.update(columns[:2, start:stop][:, flags & OBSERVED > 0].T.tolist())
-            outcome.not_finite.update(columns[0, start:stop][flags == NOT_FINITE].tolist())
+            outcome.farthest.update(
+                columns[:2, start:stop][:, flags & OBSERVED > 0].T.tolist()
+            )
+            outcome.not_finite.update(
+                columns[0, start:stop][flags == NOT_FINITE].tolist()
+            )
     return outcomes, answers
 
 
@@ -75,7 +98,9 @@ Choice = tuple[Measure, Rule]
 
 
 class Number(IntEnum):
-    """Rows of ``FillInputs.numbers``. Those after ``CHOICE`` are the bits of float64 numbers."""
+    """Rows of ``FillInputs.numbers``. Those after ``CHOICE`` are the bits of float64
+    numbers.
+    """
 
     SEED = 0
     FORWARD = 1
@@ -84,7 +109,9 @@ class Number(IntEnum):
     LEAST = 3
     """Minimum number of filled candidates; 0: the rule decides."""
     ENOUGH = 4
-    """Number of candidates that the rule must allow, or one is filled; 0: no such number."""
+    """Number of candidates that the rule must allow, or one is filled; 0: no such
+    number.
+    """
     DELAYS_EOS = 5
     CHOICE = 6
     """Number of the request's choice in ``FillWork.choices``; −1: a guide chooses."""
@@ -96,17 +123,27 @@ class Number(IntEnum):
     EDITED = 10
     """Probability above which the token of a decided candidate is replaced."""
     BEGINS_DECIDED = 11
-    """1 for a step that is planned to begin without a mask. Another one that does has nothing to do."""
+    """1 for a step that is planned to begin without a mask. Another one that does has
+    nothing to do.
+    """
 
 
-_SWITCHED = (Number.GUARANTEED, Number.LEAST, Number.ENOUGH, Number.DELAYS_EOS, Number.ALG_TEMP)
+_SWITCHED = (
+    Number.GUARANTEED,
+    Number.LEAST,
+    Number.ENOUGH,
+    Number.DELAYS_EOS,
+    Number.ALG_TEMP,
+)
 """Numbers that are 0 where a request does not use them."""
 _BOUNDS = (Number.OBSERVED, Number.EDITED)
 """Numbers that are infinite where a request does not use them."""
 
 
 class FillWork(NamedTuple):
-    """What filling in computes, as far as the host decides it; equal work differs in numbers alone."""
+    """What filling in computes, as far as the host decides it; equal work differs in
+    numbers alone.
+    """
 
     settings: SamplingSettings
     choices: tuple[Choice, ...]
@@ -124,7 +161,9 @@ class FillWork(NamedTuple):
 
 @dataclass
 class FillInputs:
-    """What filling in reads on the device. All but ``numbers`` is of ``BatchCandidates``, under the same names."""
+    """What filling in reads on the device. All but ``numbers`` is of
+    ``BatchCandidates``, under the same names.
+    """
 
     table: torch.Tensor
     """int64 ``[6, num_candidates]``"""
@@ -137,9 +176,11 @@ class FillInputs:
     width: int
 
 
-def fill_work(group: BatchCandidates, plans: Sequence[StepPlan]) -> tuple[FillWork, np.ndarray]:
-    """The work of a step's plans, in batch order, for candidates of equal settings, and ``FillInputs.numbers`` on the
-    host."""
+def fill_work(
+    group: BatchCandidates, plans: Sequence[StepPlan]
+) -> tuple[FillWork, np.ndarray]:
+    """The work of a step's plans, in batch order, for candidates of equal settings, and
+    ``FillInputs.numbers`` on the host."""
     canvases = group.batch.canvases
     specs = [canvas.spec for canvas in canvases]
     numbers = np.zeros((len(Number), len(plans)), dtype=np.int64)
@@ -155,10 +196,14 @@ def fill_work(group: BatchCandidates, plans: Sequence[StepPlan]) -> tuple[FillWo
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
             numbers[Number.GUARANTEED, i] = 1
         elif quota.guaranteed is not None:
-            numbers[Number.GUARANTEED, i] = quota.guaranteed.stop - quota.candidates.start
+            numbers[Number.GUARANTEED, i] = (
+                quota.guaranteed.stop - quota.candidates.start
+            )
         if quota.parallel is not None:
             may_pass_none = PARALLEL_RULES[quota.parallel.kind].may_pass_none
-            numbers[Number.LEAST, i] = quota.least if may_pass_none else max(quota.least, 1)
+            numbers[Number.LEAST, i] = (
+                quota.least if may_pass_none else max(quota.least, 1)
+            )
         numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
         numbers[Number.DELAYS_EOS, i] = spec.delay_eos
         floats[Number.ALG_TEMP, i] = spec.alg_temp
@@ -172,10 +217,16 @@ def fill_work(group: BatchCandidates, plans: Sequence[StepPlan]) -> tuple[FillWo
     if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
         uses.add(Number.CHOICE)
     members = [specs[i] for i in group.members]
-    measures = frozenset(UNMASKING_POLICIES[spec.unmasking].measures for spec in members)
-    kept = [spec.num_logprobs_kept for spec in members if spec.num_logprobs_kept is not None]
+    measures = frozenset(
+        UNMASKING_POLICIES[spec.unmasking].measures for spec in members
+    )
+    kept = [
+        spec.num_logprobs_kept for spec in members if spec.num_logprobs_kept is not None
+    ]
     settings = canvases[group.members[0]].settings
-    work = FillWork(settings, tuple(choices), measures, max(kept, default=None), frozenset(uses))
+    work = FillWork(
+        settings, tuple(choices), measures, max(kept, default=None), frozenset(uses)
+    )
     if work.draws_positions or settings.temperature > 0:
         numbers[Number.SEED] = [canvas.seed for canvas in canvases]
         numbers[Number.FORWARD] = [plan.forward for plan in plans]
@@ -192,20 +243,30 @@ def fill(
     biased: Sequence[BiasedRows] = (),
     constrained: Sequence[ConstrainedRows] = (),
 ) -> tuple[Filled, TokenStatistics]:
-    """Predict the candidates whose rows are ``hidden`` ``[num_candidates, hidden_size]``, and unmask the plans' quotas
-    of those that are still masked."""
+    """Predict the candidates whose rows are ``hidden`` ``[num_candidates,
+    hidden_size]``, and unmask the plans' quotas of those that are still masked."""
     requests, offsets, positions, places, _, flags = inputs.table.unbind()
-    numbers, floats, uses = inputs.numbers, inputs.numbers.view(torch.float64), work.uses
+    numbers, floats, uses = (
+        inputs.numbers,
+        inputs.numbers.view(torch.float64),
+        work.uses,
+    )
     counters = None
     if work.draws_positions or work.settings.temperature > 0:
-        counters = Counters(numbers[Number.SEED][requests], numbers[Number.FORWARD][requests], positions)
+        counters = Counters(
+            numbers[Number.SEED][requests], numbers[Number.FORWARD][requests], positions
+        )
     masked, stays = store.masked[places], store.tokens[places]
     options = None
     if constrained and Number.EDITED in uses:
         # A decided token stays or gives way, whatever lets the whole text match.
-        free = predictor.predict(hidden, work.settings, counters, frozenset(), biased=biased)
+        free = predictor.predict(
+            hidden, work.settings, counters, frozenset(), biased=biased
+        )
         surer = free.probability > floats[Number.EDITED].float()[requests]
-        options = torch.stack((stays, torch.where(surer, free.token, stays)), dim=1).masked_fill(masked[:, None], -1)
+        options = torch.stack(
+            (stays, torch.where(surer, free.token, stays)), dim=1
+        ).masked_fill(masked[:, None], -1)
     statistics = predictor.predict(
         hidden,
         work.settings,
@@ -233,36 +294,63 @@ def fill(
     statistics.written = (masked | chosen) & (flags & UNFINISHED == 0)
     barred = barred | ~masked
     guaranteed, least, enough = (
-        numbers[number] if number in uses else None for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
+        numbers[number] if number in uses else None
+        for number in (Number.GUARANTEED, Number.LEAST, Number.ENOUGH)
     )
     for number, (measure, rule) in enumerate(work.choices):
         confidence = statistics.confidence(measure, offsets)
         if inputs.certainty is not None:
             confidence = confidence * inputs.certainty
         if Number.ALG_TEMP in uses:
-            # The largest of them are draws without replacement from the softmax of confidences over temperatures.
-            confidence = confidence + floats[Number.ALG_TEMP][requests] * gumbel_of(required(statistics.noise))
-        others = barred | (numbers[Number.CHOICE][requests] != number) if Number.CHOICE in uses else barred
+            # The largest of them are draws without replacement from the softmax of
+            # confidences over temperatures.
+            confidence = confidence + floats[Number.ALG_TEMP][requests] * gumbel_of(
+                required(statistics.noise)
+            )
+        others = (
+            barred | (numbers[Number.CHOICE][requests] != number)
+            if Number.CHOICE in uses
+            else barred
+        )
         confidence = confidence.masked_fill(others, -torch.inf)
         values = floats[Number.VALUE].to(confidence.dtype)
-        chosen |= select(rule, confidence, requests, offsets, values, inputs.width, guaranteed, least, enough)
+        chosen |= select(
+            rule,
+            confidence,
+            requests,
+            offsets,
+            values,
+            inputs.width,
+            guaranteed,
+            least,
+            enough,
+        )
     store.fill(places, statistics.token, chosen)
     outcome = chosen * CHOSEN
     if Number.OBSERVED in uses:
         bounds = floats[Number.OBSERVED].float()[requests]
-        outcome = outcome + ((statistics.probability >= bounds) & (flags == 0)) * OBSERVED
+        outcome = (
+            outcome + ((statistics.probability >= bounds) & (flags == 0)) * OBSERVED
+        )
     # A NaN or an infinity among a row's logits makes every probability of the row NaN.
     outcome = outcome.long().masked_fill(statistics.probability.isnan(), NOT_FINITE)
     return torch.stack((requests, positions, statistics.token, outcome)), statistics
 
 
-def _held_back(store: CanvasStore, end_tokens: torch.Tensor, inputs: FillInputs, tokens: torch.Tensor) -> torch.Tensor:
-    """Predicted end tokens after a masked position, while the response has none, where the request delays them; bool
-    ``[num_candidates]``."""
+def _held_back(
+    store: CanvasStore,
+    end_tokens: torch.Tensor,
+    inputs: FillInputs,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Predicted end tokens after a masked position, while the response has none, where
+    the request delays them; bool ``[num_candidates]``."""
     owners, places = required(inputs.responses)
     delays = inputs.numbers[Number.DELAYS_EOS]
     ends = torch.isin(store.tokens[places], end_tokens)
-    delayed = (delays > 0) & (torch.zeros_like(delays).index_add_(0, owners, ends.long()) == 0)
+    delayed = (delays > 0) & (
+        torch.zeros_like(delays).index_add_(0, owners, ends.long()) == 0
+    )
     after_mask = store.masked[inputs.table[3] - 1]
     return torch.isin(tokens, end_tokens) & after_mask & delayed[inputs.table[0]]
 

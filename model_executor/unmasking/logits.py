@@ -1,5 +1,6 @@
-"""Logits of which each tensor-parallel rank has a shard: numbers that requests add to them, tokens that spell a text
-which a constraint accepts, chosen by classes of tokens, and log-probabilities."""
+"""Logits of which each tensor-parallel rank has a shard: numbers that requests add to
+them, tokens that spell a text which a constraint accepts, chosen by classes of tokens,
+and log-probabilities."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,11 @@ from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.kernels.token_statistics import token_statistics
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.transfer import gather_from_ranks, gather_shards, on_device
+from dllm_engine.model_executor.transfer import (
+    gather_from_ranks,
+    gather_shards,
+    on_device,
+)
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 from dllm_engine.scheduler.constraints.constraint import Constraint
 from dllm_engine.scheduler.request import TokenBias
@@ -26,9 +31,11 @@ class BiasedRows(NamedTuple):
     bias: TokenBias
 
 
-def with_biases(shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: slice) -> VocabularyShard:
-    """A shard of the logits of a chunk of the rows, with the numbers added as far as their tokens are in it; float32
-    where there are any."""
+def with_biases(
+    shard: VocabularyShard, biased: Sequence[BiasedRows], chunk: slice
+) -> VocabularyShard:
+    """A shard of the logits of a chunk of the rows, with the numbers added as far as
+    their tokens are in it; float32 where there are any."""
     if not biased:
         return shard
     logits, first_token = shard[0].to(torch.float32, copy=True), shard[1]
@@ -47,15 +54,20 @@ class ConstrainedRows:
 
     rows: slice
     class_of: torch.Tensor
-    """int64 ``[vocab_size]``: the class of each token; ``num_classes`` for a token that must not be written."""
+    """int64 ``[vocab_size]``: the class of each token; ``num_classes`` for a token that
+    must not be written.
+    """
     num_classes: int
     choose: Callable[[np.ndarray], np.ndarray]
-    """From the score of each row's best token of each class, ``[num_rows, num_classes]``, to the class that each row
-    writes, int64 ``[num_rows]``; −1 for a row that the constraint leaves open."""
+    """From the score of each row's best token of each class, ``[num_rows,
+    num_classes]``, to the class that each row writes, int64 ``[num_rows]``; −1 for a
+    row that the constraint leaves open."""
 
     def within(self, chunk: slice) -> slice:
         """Rows within ``chunk``, counted from its first row."""
-        return slice(max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0))
+        return slice(
+            max(self.rows.start - chunk.start, 0), max(self.rows.stop - chunk.start, 0)
+        )
 
 
 @lru_cache(maxsize=16)
@@ -65,8 +77,11 @@ def class_on_device(constraint: Constraint, device: torch.device) -> torch.Tenso
     return on_device(np.where(class_of < 0, constraint.num_classes, class_of), device)
 
 
-def class_maxima(scores: torch.Tensor, class_of: torch.Tensor, num_classes: int) -> torch.Tensor:
-    """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without a token.
+def class_maxima(
+    scores: torch.Tensor, class_of: torch.Tensor, num_classes: int
+) -> torch.Tensor:
+    """The best score of each class, ``[num_rows, num_classes]``; −∞ for a class without
+    a token.
 
     ``scores``: ``[num_rows, num_tokens]``; ``class_of``: of the same tokens.
     """
@@ -75,12 +90,16 @@ def class_maxima(scores: torch.Tensor, class_of: torch.Tensor, num_classes: int)
 
 
 def best_of_class(
-    scores: torch.Tensor, class_of: torch.Tensor, classes: torch.Tensor, forbidden_token: int
+    scores: torch.Tensor,
+    class_of: torch.Tensor,
+    classes: torch.Tensor,
+    forbidden_token: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The score and the column of the best token of each row's class, ``[num_rows]`` each; −∞ where no token is of it.
+    """The score and the column of the best token of each row's class, ``[num_rows]``
+    each; −∞ where no token is of it.
 
-    ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all tokens but ``forbidden_token``,
-    which is a column, or −1 for none.
+    ``scores`` and ``class_of`` as of ``class_maxima``. Where the class is −1: of all
+    tokens but ``forbidden_token``, which is a column, or −1 for none.
     """
     allowed, is_open = class_of == classes[:, None], classes < 0
     if is_open.any():
@@ -92,7 +111,9 @@ def best_of_class(
     if ruled_out.any():
         # A token that has no probability is better than one that must not be written.
         column = torch.where(ruled_out, allowed.byte().argmax(dim=-1), column)
-        score = torch.where(ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score)
+        score = torch.where(
+            ruled_out & allowed.any(dim=-1), torch.finfo(score.dtype).min, score
+        )
     return score, column
 
 
@@ -103,20 +124,29 @@ def token_logprobs(
     tp_group: GroupCoordinator,
     log_total: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest, on every rank.
+    """Log-probabilities of a given token per row and of the ``num_logprobs`` likeliest,
+    on every rank.
 
-    ``tokens``: int64 ``[num_rows]``. ``log_total``: the log of the sum of exponentials of each row's logits on all
-    ranks, float32 ``[num_rows]``, where it is known.
+    ``tokens``: int64 ``[num_rows]``. ``log_total``: the log of the sum of exponentials
+    of each row's logits on all ranks, float32 ``[num_rows]``, where it is known.
     """
     (logits, first_token), sharded = shard, tp_group.world_size > 1
     if log_total is None:
-        _, _, log_total, *_ = token_statistics(logits, -1, with_entropy=False, with_margin=False)
-        log_total = gather_from_ranks(log_total, tp_group).logsumexp(dim=0) if sharded else log_total
+        _, _, log_total, *_ = token_statistics(
+            logits, -1, with_entropy=False, with_margin=False
+        )
+        log_total = (
+            gather_from_ranks(log_total, tp_group).logsumexp(dim=0)
+            if sharded
+            else log_total
+        )
     columns, size = tokens - first_token, logits.shape[-1]
     token_logit = logits.gather(-1, columns.clamp(0, size - 1)[:, None])[:, 0]
     if sharded:  # the token is in one rank's shard
         elsewhere = (columns < 0) | (columns >= size)
-        token_logit = gather_from_ranks(token_logit.masked_fill(elsewhere, -torch.inf), tp_group).amax(dim=0)
+        token_logit = gather_from_ranks(
+            token_logit.masked_fill(elsewhere, -torch.inf), tp_group
+        ).amax(dim=0)
     top, top_tokens = logits.topk(min(num_logprobs, size), dim=-1)
     top_tokens = top_tokens + first_token
     larger = (logits > token_logit[:, None]).sum(dim=-1)

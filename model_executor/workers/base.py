@@ -20,7 +20,9 @@ class DiffusionWorker:
         """Data-parallel ranks of a dense model do not wait for each other."""
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        """A trainer may send some tensors at a time, and need not send those that have not changed."""
+        """A trainer may send some tensors at a time, and need not send those that have
+        not changed.
+        """
         model = self.model_runner.model
         model.takes_parts = True
         try:
@@ -28,6 +30,8 @@ class DiffusionWorker:
         finally:
             model.takes_parts = False
 
-    def masked_logprobs(self, sequences: list[list[int]], masked: list[list[int]]) -> list[list[float]]:
+    def masked_logprobs(
+        self, sequences: list[list[int]], masked: list[list[int]]
+    ) -> list[list[float]]:
         """For ``LLM.masked_logprobs``, through vLLM's ``collective_rpc``."""
         return masked_logprobs(self.model_runner.rank, sequences, masked)

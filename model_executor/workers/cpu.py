@@ -16,17 +16,24 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionCPUWorker(DiffusionWorker, CPUWorker):
-    """Differs from vLLM\'s in the runner that it makes, and in how that is warmed up."""
+    """Differs from vLLM\'s in the runner that it makes, and in how that
+    is warmed up.
+    """
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()
         # Not the inherited one, which names vLLM's runner in its body.
         self.device = torch.device("cpu")
         method = self.distributed_init_method
-        # Rank-local shared memory of vLLM's CPU collectives is found by this name: the end of a file's path, or a port.
+        # Rank-local shared memory of vLLM's CPU collectives is found by this name: the
+        # end of a file's path, or a port.
         os.environ["VLLM_DIST_IDENT"] = re.split("[/:]", method)[-1]
         init_worker_distributed_environment(
-            self.vllm_config, self.rank, method, self.local_rank, current_platform.dist_backend
+            self.vllm_config,
+            self.rank,
+            method,
+            self.local_rank,
+            current_platform.dist_backend,
         )
         set_random_seed(self.model_config.seed)
         self.model_runner = DiffusionModelRunner(self.vllm_config, self.device)

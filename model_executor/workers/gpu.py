@@ -16,12 +16,15 @@ from dllm_engine.model_executor.workers.parent import end_vllm_process_with_pare
 
 
 class DiffusionGPUWorker(DiffusionWorker, Worker):
-    """Differs from vLLM\'s in the runner that it makes, and in how that is warmed up."""
+    """Differs from vLLM\'s in the runner that it makes, and in how that
+    is warmed up.
+    """
 
     def init_device(self) -> None:
         end_vllm_process_with_parent()
         super().init_device()
-        # For a few rows it chooses products that need no second kernel to add their parts: 2 % of a step of 32 rows.
+        # For a few rows it chooses products that need no second kernel to add their
+        # parts: 2 % of a step of 32 rows.
         torch.backends.cuda.preferred_blas_library("cublaslt")
 
     def _make_model_runner(self) -> DiffusionModelRunner:
@@ -30,13 +33,18 @@ class DiffusionGPUWorker(DiffusionWorker, Worker):
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         start = time.perf_counter()
-        warm_up(self.model_runner, self.load_config.use_tqdm_on_load and is_global_first_rank())
+        warm_up(
+            self.model_runner,
+            self.load_config.use_tqdm_on_load and is_global_first_rank(),
+        )
         if self.model_runner.denoiser.graphs is not None:
-            # vLLM's experts compute in memory that is freed when more is needed. Graphs would go on to use it.
+            # vLLM's experts compute in memory that is freed when more is needed. Graphs
+            # would go on to use it.
             lock_workspace()
         freeze_gc_heap()  # what lives now lives as long as the process
         return CompilationTimes(language_model=time.perf_counter() - start, encoder=0.0)
 
     def shutdown(self) -> None:
         super().shutdown()
-        reset_workspace_manager()  # it refers to its worker, and would keep weights and pages on the GPU
+        # It refers to its worker, and would keep weights and pages on the GPU.
+        reset_workspace_manager()

@@ -11,14 +11,18 @@ _POLL_SECONDS = 0.1
 
 
 def end_with_parent() -> None:
-    """End this process soon after the one that started it, which may have ended before this call."""
+    """End this process soon after the one that started it, which may have ended before
+    this call.
+    """
     started_by, parent = multiprocessing.parent_process(), os.getppid()
 
     def watch() -> None:
-        # What was forked later keeps the first of the two alive, as one that ended before keeps the second.
+        # What was forked later keeps the first of the two alive, as one that ended
+        # before keeps the second.
         while (started_by is None or started_by.is_alive()) and os.getppid() == parent:
             time.sleep(_POLL_SECONDS)
-        # The kernel's own end of a process: it waits for no thread, not even one that does not let Python run.
+        # The kernel's own end of a process: it waits for no thread, not even one that
+        # does not let Python run.
         signal.alarm(GRACE_SECONDS)
 
     threading.Thread(target=watch, name="ParentWatcher", daemon=True).start()
@@ -27,9 +31,9 @@ def end_with_parent() -> None:
 def end_vllm_process_with_parent() -> None:
     """``end_with_parent`` in a process of vLLM's own: an engine or one of its workers.
 
-    vLLM tells a worker that its engine is gone, and the worker ends after the step in hand. A step that waits for
-    another rank, or a model that is being loaded, does not end soon or at all. Nobody tells an engine that its front
-    end was killed.
+    vLLM tells a worker that its engine is gone, and the worker ends after the step in
+    hand. A step that waits for another rank, or a model that is being loaded, does not
+    end soon or at all. Nobody tells an engine that its front end was killed.
     """
     if multiprocessing.current_process().name.startswith(("EngineCore", "VllmWorker")):
         end_with_parent()

@@ -1,4 +1,6 @@
-"""vLLM's Ray executor for machines without accelerators, where Ray has only CPUs to place workers on."""
+"""vLLM's Ray executor for machines without accelerators, where Ray has only CPUs to
+place workers on.
+"""
 
 from typing import Any
 
@@ -20,13 +22,17 @@ class RayCPUExecutor(RayExecutorV2):
 
     @staticmethod
     def _get_actor_resource_kwargs() -> dict[str, Any]:
-        # The placement group's bundle holds the CPU; the actor inside it asks for nothing more.
+        # The placement group's bundle holds the CPU; the actor inside it asks for
+        # nothing more.
         return {}
 
     def _init_executor(self) -> None:
         CpuPlatform.ray_device_key = "CPU"
         # The inherited method names its actor class in its body.
-        stock, ray_executor_v2.RayWorkerProc = ray_executor_v2.RayWorkerProc, RayCPUWorkerProc
+        stock, ray_executor_v2.RayWorkerProc = (
+            ray_executor_v2.RayWorkerProc,
+            RayCPUWorkerProc,
+        )
         try:
             super()._init_executor()
         finally:

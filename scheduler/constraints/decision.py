@@ -1,7 +1,8 @@
-"""Decisions: fields with accepted texts, and the probabilities that forward passes give these texts.
+"""Decisions: fields with accepted texts, and the probabilities that forward passes give
+these texts.
 
-docs/decisions.md defines the probabilities. The tokens that all accepted texts have at the same position are given; the
-rest are masks.
+docs/decisions.md defines the probabilities. The tokens that all accepted texts have at
+the same position are given; the rest are masks.
 """
 
 import io
@@ -14,20 +15,36 @@ from typing import Any
 import numpy as np
 
 from dllm_engine.scheduler.constraints.field_texts import FieldChances, FieldLattice
-from dllm_engine.scheduler.constraints.lattice import EDGE, END, LITERAL, OPEN, Graph, Lattice, edges_between
+from dllm_engine.scheduler.constraints.lattice import (
+    EDGE,
+    END,
+    LITERAL,
+    OPEN,
+    Graph,
+    Lattice,
+    edges_between,
+)
 
 
 class Posterior:
     """Log-probabilities of all accepted texts in one pass."""
 
     def __init__(self, lattice: Lattice, scores: np.ndarray) -> None:
-        """``scores``: of each edge, float64 ``[num_lattice_edges]``; −∞ where none may write its token."""
+        """``scores``: of each edge, float64 ``[num_lattice_edges]``; −∞ where none may
+        write its token.
+        """
         before, after = lattice.log_sums(scores)
         self.lattice = lattice
         self.weights = scores + after[lattice.targets]
         """Score of each edge, plus the log of the sum over all paths behind it."""
-        with np.errstate(invalid="ignore"):  # of nodes that no allowed path passes through
-            self.steps = np.where(np.isfinite(self.weights), self.weights - after[lattice.sources], -np.inf)
+        with np.errstate(
+            invalid="ignore"
+        ):  # of nodes that no allowed path passes through
+            self.steps = np.where(
+                np.isfinite(self.weights),
+                self.weights - after[lattice.sources],
+                -np.inf,
+            )
         """Log-probability of each edge, given that its source is passed through."""
         self.visits = before + after
         """Log-probability that a text passes through each node, ``[num_nodes]``."""
@@ -40,7 +57,12 @@ class Posterior:
         leaving = self.lattice.edges_from(node)
         if not leaving.size:
             return 0.0
-        return float(np.logaddexp.reduce(self.steps[leaving[self.lattice.fields[leaving] != field]], initial=-np.inf))
+        return float(
+            np.logaddexp.reduce(
+                self.steps[leaving[self.lattice.fields[leaving] != field]],
+                initial=-np.inf,
+            )
+        )
 
 
 class FieldChoices:
@@ -53,9 +75,14 @@ class FieldChoices:
         """Edges that begin a choice."""
 
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
-        """Value, probability and distribution, where the edges of the field's most probable text are ``own``."""
+        """Value, probability and distribution, where the edges of the field's most
+        probable text are ``own``.
+        """
         lattice, values = posterior.lattice, self.values
-        chances = np.exp(posterior.visits[lattice.sources[self.begins]] + posterior.steps[self.begins])
+        chances = np.exp(
+            posterior.visits[lattice.sources[self.begins]]
+            + posterior.steps[self.begins]
+        )
         sums = np.bincount(lattice.choices[self.begins], chances, minlength=len(values))
         shares, choice = (sums / sums.sum()).tolist(), int(lattice.choices[own].max())
         ranked = sorted(zip(values, shares, strict=True), key=lambda each: -each[1])
@@ -69,7 +96,10 @@ class FieldTexts:
         self.decision = decision
         edges = decision.edges_of_fields[field]
         self.lattice = FieldLattice(
-            decision.lattice, edges, decision.pieces_of_tokens[decision.edge_columns[edges]], decision.piece_lengths
+            decision.lattice,
+            edges,
+            decision.pieces_of_tokens[decision.edge_columns[edges]],
+            decision.piece_lengths,
         )
         self.read = json.loads if decision.is_json[field] else bytes.decode
         """Value of a text."""
@@ -77,18 +107,29 @@ class FieldTexts:
     def answer(self, posterior: Posterior, own: np.ndarray) -> dict[str, Any]:
         """As of ``FieldChoices``. The probabilities are exact."""
         decision = self.decision
-        text = b"".join(decision.spellings[column] for column in decision.edge_columns[own])
+        text = b"".join(
+            decision.spellings[column] for column in decision.edge_columns[own]
+        )
         chances = FieldChances(self.lattice, posterior.visits, posterior.steps)
-        texts = {text, *chances.most_probable_texts(decision.pieces, decision.beginnings)}
-        probabilities = chances.probabilities([*texts], decision.pieces, decision.piece_numbers)
-        ranked = sorted(texts, key=lambda each: (-probabilities[each], each != text, each))[: decision.top_k]
+        texts = {
+            text,
+            *chances.most_probable_texts(decision.pieces, decision.beginnings),
+        }
+        probabilities = chances.probabilities(
+            [*texts], decision.pieces, decision.piece_numbers
+        )
+        ranked = sorted(
+            texts, key=lambda each: (-probabilities[each], each != text, each)
+        )[: decision.top_k]
         if text not in ranked:
             ranked[-1] = text
         distribution = [(self.read(each), probabilities[each]) for each in ranked]
         return _answer(self.read(text), probabilities[text], distribution)
 
 
-def _answer(value: Any, probability: float, ranked: list[tuple[Any, float]]) -> dict[str, Any]:
+def _answer(
+    value: Any, probability: float, ranked: list[tuple[Any, float]]
+) -> dict[str, Any]:
     listed = [{"value": each, "probability": share} for each, share in ranked]
     return {"value": value, "probability": probability, "distribution": listed}
 
@@ -106,9 +147,13 @@ class Decision:
     top_k: int
     """Values that are reported of a field with a pattern."""
     is_json: Sequence[bool]
-    """True for each field with a pattern whose texts are JSON; its values are what JSON says."""
+    """True for each field with a pattern whose texts are JSON; its values are what JSON
+    says.
+    """
     beginnings: int
-    """Beginnings of texts that the search for these values goes on with, from each state of a pattern."""
+    """Beginnings of texts that the search for these values goes on with, from each
+    state of a pattern.
+    """
 
     @cached_property
     def tokens(self) -> np.ndarray:
@@ -127,8 +172,14 @@ class Decision:
 
     @cached_property
     def edge_columns(self) -> np.ndarray:
-        """Index into ``tokens`` of each edge of the lattice; the number of tokens for an end token."""
-        return np.where(self.lattice.tokens == END, len(self.tokens), np.searchsorted(self.tokens, self.lattice.tokens))
+        """Index into ``tokens`` of each edge of the lattice; the number of tokens for
+        an end token.
+        """
+        return np.where(
+            self.lattice.tokens == END,
+            len(self.tokens),
+            np.searchsorted(self.tokens, self.lattice.tokens),
+        )
 
     @cached_property
     def edges_of_fields(self) -> list[np.ndarray]:
@@ -136,7 +187,9 @@ class Decision:
         fields = self.lattice.fields
         order = np.argsort(fields, kind="stable")
         bounds = np.searchsorted(fields[order], np.arange(len(self.names) + 1))
-        return [order[slice(*bounds[field : field + 2])] for field in range(len(self.names))]
+        return [
+            order[slice(*bounds[field : field + 2])] for field in range(len(self.names))
+        ]
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -160,7 +213,9 @@ class Decision:
 
     @cached_property
     def fields(self) -> list[FieldChoices | FieldTexts]:
-        kinds = (FieldTexts if values is None else FieldChoices for values in self.values)
+        kinds = (
+            FieldTexts if values is None else FieldChoices for values in self.values
+        )
         return [kind(self, field) for field, kind in enumerate(kinds)]
 
     @cached_property
@@ -171,8 +226,12 @@ class Decision:
         values = [None if each is None else [*each] for each in self.values]
         settings = [self.top_k, self.is_json, self.beginnings]
         header = json.dumps([self.names, values, spellings, *settings, self.template])
-        columns = np.stack([graph.edges[name] for name in EDGE.names or ()])  # each compresses well alone
-        np.savez_compressed(buffer, ends=graph.ends, columns=columns, header=np.array(header))
+        columns = np.stack(
+            [graph.edges[name] for name in EDGE.names or ()]
+        )  # each compresses well alone
+        np.savez_compressed(
+            buffer, ends=graph.ends, columns=columns, header=np.array(header)
+        )
         return buffer.getvalue()
 
 
@@ -181,21 +240,29 @@ def unpacked_decision(packed: bytes) -> Decision:
     """The decision of ``Decision.packed``. Requests with the same fields share it."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
         graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
-        names, values, spellings, *settings, template = json.loads(arrays["header"].item())
+        names, values, spellings, *settings, template = json.loads(
+            arrays["header"].item()
+        )
     texts = [bytes.fromhex(text) for text in spellings]
     decision = Decision(graph, names, values, texts, *settings)
-    vars(decision)["template"] = tuple(template)  # what only asks for that need not make the lattice
+    vars(decision)["template"] = tuple(
+        template
+    )  # what only asks for that need not make the lattice
     return decision
 
 
 TokenOptions = dict[int, tuple[np.ndarray, np.ndarray]]
-"""By positions, tokens that may follow those before, and their log-probabilities among accepted texts."""
+"""By positions, tokens that may follow those before, and their log-probabilities among
+accepted texts.
+"""
 
 
 class RunningDecision:
     """A decision of one request, pass by pass."""
 
-    def __init__(self, decision: Decision, end_tokens: frozenset[int], passes: int) -> None:
+    def __init__(
+        self, decision: Decision, end_tokens: frozenset[int], passes: int
+    ) -> None:
         """``passes``: the most forward passes."""
         self.decision, self.lattice = decision, decision.lattice
         self._ends = sorted(end_tokens)
@@ -208,8 +275,13 @@ class RunningDecision:
 
     @property
     def answers(self) -> dict[str, dict[str, Any]]:
-        """Value, probability and distribution of each committed field, in the order of the fields."""
-        return {self.decision.names[field]: self._answers[field] for field in sorted(self._answers)}
+        """Value, probability and distribution of each committed field, in the order of
+        the fields.
+        """
+        return {
+            self.decision.names[field]: self._answers[field]
+            for field in sorted(self._answers)
+        }
 
     @property
     def is_complete(self) -> bool:
@@ -217,51 +289,87 @@ class RunningDecision:
         return not self._left
 
     def commit(
-        self, positions: Sequence[int], logits: np.ndarray, *, with_logprobs: bool = False
+        self,
+        positions: Sequence[int],
+        logits: np.ndarray,
+        *,
+        with_logprobs: bool = False,
     ) -> tuple[dict[int, int], TokenOptions]:
-        """Commit the surest fields, or in the last pass all that are left. Returns the tokens that this decides, by
-        their positions, and with ``with_logprobs`` the options of these positions.
+        """Commit the surest fields, or in the last pass all that are left. Returns the
+        tokens that this decides, by their positions, and with ``with_logprobs`` the
+        options of these positions.
 
         Args:
             positions: all masks of the response, counted from its start.
             logits: float64 ``[num_masks, num_columns]`` of ``columns``; finite.
         """
-        decision, lattice, num_tokens = self.decision, self.lattice, len(self.decision.tokens)
+        decision, lattice, num_tokens = (
+            self.decision,
+            self.lattice,
+            len(self.decision.tokens),
+        )
         table = np.zeros((lattice.length, num_tokens + 1))
         table[positions, :num_tokens] = logits[:, :num_tokens]
-        table[positions, num_tokens] = np.logaddexp.reduce(logits[:, num_tokens:], axis=1, initial=-np.inf)
-        scores = np.where(self._allowed, table[lattice.positions, decision.edge_columns], -np.inf)
+        table[positions, num_tokens] = np.logaddexp.reduce(
+            logits[:, num_tokens:], axis=1, initial=-np.inf
+        )
+        scores = np.where(
+            self._allowed, table[lattice.positions, decision.edge_columns], -np.inf
+        )
         posterior = Posterior(lattice, scores)
         path, path_fields = posterior.path, lattice.fields[posterior.path]
-        committed = self._left if self._passes_left == 1 else self._surest(positions, posterior)
+        committed = (
+            self._left if self._passes_left == 1 else self._surest(positions, posterior)
+        )
         self._left = [field for field in self._left if field not in committed]
         self._passes_left -= 1
         for field in committed:
-            self._answers[field] = decision.fields[field].answer(posterior, path[path_fields == field])
-        left = self._tokens_left(path, committed) if self._left else lattice.tokens[path]
+            self._answers[field] = decision.fields[field].answer(
+                posterior, path[path_fields == field]
+            )
+        left = (
+            self._tokens_left(path, committed) if self._left else lattice.tokens[path]
+        )
         # The best end token of a position stands for all of them.
         best = np.full(lattice.length, END)
         if self._ends:
-            best[positions] = np.array(self._ends)[logits[:, num_tokens:].argmax(axis=1)]
+            best[positions] = np.array(self._ends)[
+                logits[:, num_tokens:].argmax(axis=1)
+            ]
         is_written = (left != OPEN) & ((left != END) | self.is_complete)
         left = np.where(left == END, best, left)
-        tokens = {position: int(left[position]) for position in positions if is_written[position]}
-        options = lattice.conditionals(path, posterior.weights, tokens) if with_logprobs else {}
-        return tokens, {p: (np.where(ids == END, best[p], ids), values) for p, (ids, values) in options.items()}
+        tokens = {
+            position: int(left[position])
+            for position in positions
+            if is_written[position]
+        }
+        options = (
+            lattice.conditionals(path, posterior.weights, tokens)
+            if with_logprobs
+            else {}
+        )
+        return tokens, {
+            p: (np.where(ids == END, best[p], ids), values)
+            for p, (ids, values) in options.items()
+        }
 
     def _surest(self, positions: Sequence[int], posterior: Posterior) -> list[int]:
-        """The fields to commit in a pass that is not the last: those whose tokens are all decided, and an equal part of
-        the others. ``positions`` as of ``commit``."""
+        """The fields to commit in a pass that is not the last: those whose tokens are
+        all decided, and an equal part of the others. ``positions`` as of ``commit``."""
         lattice, path, steps = self.lattice, posterior.path, posterior.steps
         path_fields, as_on_path = lattice.fields[path], self._as_on_path(path)
 
         def sureness(field: int) -> float:
-            """Log-probability that the field has its text at these positions: only what is somewhere is committed."""
+            """Log-probability that the field has its text at these positions: only what
+            is somewhere is committed.
+            """
             own = path[path_fields == field]
             place = lattice.positions[own[0]]
             start, stop = np.searchsorted(lattice.positions, (place, place + 1))
             first = start + np.flatnonzero(as_on_path[start:stop])
-            begins = np.logaddexp.reduce(posterior.visits[lattice.sources[first]] + steps[first])
+            begins = np.logaddexp.reduce(
+                posterior.visits[lattice.sources[first]] + steps[first]
+            )
             ends = posterior.leaves(field, int(lattice.nodes_behind[own[-1]]))
             return float(begins + steps[own[1:]].sum() + ends)
 
@@ -271,7 +379,8 @@ class RunningDecision:
         return decided + sorted(undecided, key=sureness, reverse=True)[:count]
 
     def _as_on_path(self, path: np.ndarray) -> np.ndarray:
-        """The edges that write what a path writes at their position, bool ``[num_lattice_edges]``.
+        """The edges that write what a path writes at their position, bool
+        ``[num_lattice_edges]``.
 
         A text that may follow several others begins with an edge from each of them.
         """
@@ -280,8 +389,12 @@ class RunningDecision:
         return np.logical_and.reduce([column == column[same] for column in columns])
 
     def _tokens_left(self, path: np.ndarray, committed: list[int]) -> np.ndarray:
-        """Allow only texts that have the committed fields where the path has them; as ``Lattice.tokens_left``."""
+        """Allow only texts that have the committed fields where the path has them; as
+        ``Lattice.tokens_left``.
+        """
         fields = self.lattice.fields
         fixed = np.isin(fields[path], committed)[self.lattice.positions]
-        self._allowed &= np.where(fixed, self._as_on_path(path), ~np.isin(fields, committed))
+        self._allowed &= np.where(
+            fixed, self._as_on_path(path), ~np.isin(fields, committed)
+        )
         return self.lattice.tokens_left(self._allowed)

@@ -1,8 +1,9 @@
 """The most probable texts of a field with a pattern, and their probabilities.
 
-Several sequences of tokens may spell a text, and a field may begin at several positions: the probability of a text is
-the sum over all of these. A search therefore goes from text to text, not from token to token. It takes one state of the
-pattern after the other, and computes all beginnings that lead to it at once.
+Several sequences of tokens may spell a text, and a field may begin at several
+positions: the probability of a text is the sum over all of these. A search therefore
+goes from text to text, not from token to token. It takes one state of the pattern after
+the other, and computes all beginnings that lead to it at once.
 """
 
 from collections import defaultdict
@@ -17,16 +18,22 @@ from dllm_engine.scheduler.constraints.lattice import Lattice
 
 
 class Arcs(NamedTuple):
-    """Pieces of text that lead from one state to others. All tokens with the same text are one piece."""
+    """Pieces of text that lead from one state to others. All tokens with the same text
+    are one piece.
+    """
 
     pieces: np.ndarray
     """Number of each piece, ascending."""
     targets: np.ndarray
     """The state behind each piece."""
     positions: np.ndarray
-    """Positions that the pieces may have, ascending; 0 is the first one of the field."""
+    """Positions that the pieces may have, ascending; 0 is the first one
+    of the field.
+    """
     place: slice
-    """Where the numbers of ``[num_arcs, num_positions]`` are among those of all states."""
+    """Where the numbers of ``[num_arcs, num_positions]`` are among those
+    of all states.
+    """
 
 
 class Beginnings(NamedTuple):
@@ -34,21 +41,29 @@ class Beginnings(NamedTuple):
 
     texts: list[bytes]
     chances: np.ndarray
-    """``[num_texts, num_positions]``: probability that the field begins so and that this takes all tokens before a
-    position."""
+    """``[num_texts, num_positions]``: probability that the field begins so and that
+    this takes all tokens before a position."""
 
 
 Choice = Callable[[int, Beginnings], tuple[np.ndarray, np.ndarray]]
-"""From a state and the beginnings that lead to it: the beginnings that go on, and the arc that each takes. A beginning
-may take several."""
+"""From a state and the beginnings that lead to it: the beginnings that go on, and the
+arc that each takes. A beginning may take several."""
 
 
 class FieldLattice:
-    """A field's part of a lattice. State 0 is before the field, and each arc leads to a state of a larger number."""
+    """A field's part of a lattice. State 0 is before the field, and each arc leads to a
+    state of a larger number.
+    """
 
-    def __init__(self, lattice: Lattice, edges: np.ndarray, pieces: np.ndarray, lengths: np.ndarray) -> None:
-        """``edges``: those of the field, ascending. ``pieces``: number of the text of each; ``lengths``: bytes of each
-        text."""
+    def __init__(
+        self,
+        lattice: Lattice,
+        edges: np.ndarray,
+        pieces: np.ndarray,
+        lengths: np.ndarray,
+    ) -> None:
+        """``edges``: those of the field, ascending. ``pieces``: number of the text of
+        each; ``lengths``: bytes of each text."""
         sources, targets = lattice.states[edges], lattice.next_states[edges]
         first = int(lattice.positions[edges[0]])
         positions = lattice.positions[edges] - first
@@ -58,7 +73,8 @@ class FieldLattice:
         self.begins = ~np.isin(sources, targets)
         """True for edges that begin the field."""
         states, target_of = np.unique(targets, return_inverse=True)
-        # An edge from the last position of a state leads to a later one: states are numbered by their last positions.
+        # An edge from the last position of a state leads to a later one: states are
+        # numbered by their last positions.
         last = np.zeros(len(states), np.int64)
         np.maximum.at(last, target_of, positions)
         number = np.empty(len(states), np.int64)
@@ -69,17 +85,31 @@ class FieldLattice:
         sources = np.where(self.begins, 0, number[source_of])
         assert (sources < targets).all()
         self._set_arcs(sources, targets, positions, pieces)
-        self.end_places, ends = np.unique(targets * self.num_positions + positions + 1, return_index=True)
-        """State and position of each node behind an edge, as an index into ``[num_states, num_positions]``."""
+        self.end_places, ends = np.unique(
+            targets * self.num_positions + positions + 1, return_index=True
+        )
+        """State and position of each node behind an edge, as an index into
+        ``[num_states, num_positions]``.
+        """
         self.end_nodes = lattice.nodes_behind[edges[ends]]
 
-    def _set_arcs(self, sources: np.ndarray, targets: np.ndarray, positions: np.ndarray, pieces: np.ndarray) -> None:
+    def _set_arcs(
+        self,
+        sources: np.ndarray,
+        targets: np.ndarray,
+        positions: np.ndarray,
+        pieces: np.ndarray,
+    ) -> None:
         states = np.arange(self.num_states + 1)
         _, firsts, arc_of = np.unique(
-            sources * (int(pieces.max()) + 1) + pieces, return_index=True, return_inverse=True
+            sources * (int(pieces.max()) + 1) + pieces,
+            return_index=True,
+            return_inverse=True,
         )
         arc_bounds = np.searchsorted(sources[firsts], states)
-        columns, column_of = np.unique(sources * self.num_positions + positions, return_inverse=True)
+        columns, column_of = np.unique(
+            sources * self.num_positions + positions, return_inverse=True
+        )
         column_bounds = np.searchsorted(columns, states * self.num_positions)
         widths = np.diff(column_bounds)
         bounds = np.concatenate(([0], np.cumsum(np.diff(arc_bounds) * widths)))
@@ -87,10 +117,24 @@ class FieldLattice:
         """Those from each state."""
         for state in range(self.num_states):
             arcs = firsts[slice(*arc_bounds[state : state + 2])]
-            own_positions = columns[slice(*column_bounds[state : state + 2])] % self.num_positions
-            self.arcs.append(Arcs(pieces[arcs], targets[arcs], own_positions, slice(*bounds[state : state + 2])))
+            own_positions = (
+                columns[slice(*column_bounds[state : state + 2])] % self.num_positions
+            )
+            self.arcs.append(
+                Arcs(
+                    pieces[arcs],
+                    targets[arcs],
+                    own_positions,
+                    slice(*bounds[state : state + 2]),
+                )
+            )
         rows = arc_of - arc_bounds[sources]
-        self.edge_places = bounds[sources] + rows * widths[sources] + column_of - column_bounds[sources]
+        self.edge_places = (
+            bounds[sources]
+            + rows * widths[sources]
+            + column_of
+            - column_bounds[sources]
+        )
         """Index of each edge into the numbers of all arcs and positions."""
         self.num_places = int(bounds[-1])
 
@@ -98,26 +142,36 @@ class FieldLattice:
 class FieldChances:
     """Probabilities in a field's part of a lattice, in one pass."""
 
-    def __init__(self, own: FieldLattice, visits: np.ndarray, steps: np.ndarray) -> None:
-        """``visits``: log-probability that a text passes through each node. ``steps``: log-probability of each edge,
-        given that its source is passed through."""
+    def __init__(
+        self, own: FieldLattice, visits: np.ndarray, steps: np.ndarray
+    ) -> None:
+        """``visits``: log-probability that a text passes through each node. ``steps``:
+        log-probability of each edge, given that its source is passed through."""
         lattice = own.lattice
         edges = np.exp(steps[own.edges])
         edges[own.begins] *= np.exp(visits[lattice.sources[own.edges[own.begins]]])
         places = np.bincount(own.edge_places, edges, own.num_places)
         self.own = own
-        self.arcs = [places[each.place].reshape(len(each.pieces), len(each.positions)) for each in own.arcs]
-        """``[num_arcs, num_positions]`` of each state: probability of an arc, given that the state is passed through at
-        this position; from state 0, also that the field begins there."""
+        self.arcs = [
+            places[each.place].reshape(len(each.pieces), len(each.positions))
+            for each in own.arcs
+        ]
+        """``[num_arcs, num_positions]`` of each state: probability of an arc, given
+        that the state is passed through at this position; from state 0, also that the
+        field begins there."""
         leaving, counts = lattice.edges_from_each(own.end_nodes)
         owners = np.repeat(np.arange(len(counts)), counts)
         others = lattice.fields[leaving] != lattice.fields[own.edges[0]]
         ends = np.bincount(owners[others], np.exp(steps[leaving[others]]), len(counts))
         self.ends = np.zeros((own.num_states, own.num_positions))
-        """Probability that the field ends at a state and a position, given that they are passed through."""
+        """Probability that the field ends at a state and a position, given that they
+        are passed through.
+        """
         self.ends.flat[own.end_places] = np.where(counts == 0, 1.0, ends)
         self.best = self.ends.copy()
-        """Probability of the most probable pieces from a state and a position to the end of the field."""
+        """Probability of the most probable pieces from a state and a position to the
+        end of the field.
+        """
         for state in reversed(range(own.num_states)):
             behind = self._best_of_arcs(state)
             if behind.size:
@@ -125,20 +179,28 @@ class FieldChances:
                 self.best[at] = np.maximum(self.best[at], behind.max(axis=0))
 
     def most_probable_texts(self, spellings: Sequence[bytes], most: int) -> list[bytes]:
-        """Up to ``most`` texts, the most probable ones. One of many improbable spellings may be missing.
+        """Up to ``most`` texts, the most probable ones. One of many improbable
+        spellings may be missing.
 
-        Only the ``most`` beginnings go on from each state whose best spelling is the most probable.
+        Only the ``most`` beginnings go on from each state whose best spelling is the
+        most probable.
 
         Args:
             spellings: text of each piece.
         """
         complete: dict[bytes, float] = {}
-        for state, reached in self._beginnings(spellings, partial(self.choose, most=most), most):
+        for state, reached in self._beginnings(
+            spellings, partial(self.choose, most=most), most
+        ):
             complete |= self._complete(state, reached)
         return sorted(complete, key=lambda text: (-complete[text], text))[:most]
 
-    def choose(self, state: int, reached: Beginnings, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """The most probable beginnings with an arc more, up to ``most``; as ``Choice``."""
+    def choose(
+        self, state: int, reached: Beginnings, most: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The most probable beginnings with an arc more, up to
+        ``most``; as ``Choice``.
+        """
         behind = self._best_of_arcs(state)
         used = np.arange(len(behind))
         if len(behind) > most * behind.shape[1]:
@@ -146,13 +208,20 @@ class FieldChances:
             used = np.unique(np.argpartition(-behind, most, axis=0)[:most])
         chances = reached.chances[:, self.own.arcs[state].positions] @ behind[used].T
         # As many beginnings have one arc at least that is so probable.
-        least = np.partition(chances.max(axis=1), -most)[-most] if len(chances) >= most else 0.0
+        least = (
+            np.partition(chances.max(axis=1), -most)[-most]
+            if len(chances) >= most
+            else 0.0
+        )
         rows, columns = np.nonzero((chances >= least) & (chances > 0))
         largest = _largest(chances[rows, columns], most)
         return rows[largest], used[columns[largest]]
 
     def probabilities(
-        self, texts: Sequence[bytes], spellings: Sequence[bytes], numbers: dict[bytes, int]
+        self,
+        texts: Sequence[bytes],
+        spellings: Sequence[bytes],
+        numbers: dict[bytes, int],
     ) -> dict[bytes, float]:
         """The probability of each text, summed over all of its spellings.
 
@@ -161,7 +230,9 @@ class FieldChances:
         beginnings = {text[:stop] for text in texts for stop in range(1, len(text) + 1)}
         pieces_behind: dict[bytes, list[int]] = defaultdict(list)
         for beginning in beginnings:
-            for start in range(max(len(beginning) - self.own.longest_piece, 0), len(beginning)):
+            for start in range(
+                max(len(beginning) - self.own.longest_piece, 0), len(beginning)
+            ):
                 piece = numbers.get(beginning[start:])
                 if piece is not None:
                     pieces_behind[beginning[:start]].append(piece)
@@ -184,11 +255,15 @@ class FieldChances:
     def _beginnings(
         self, spellings: Sequence[bytes], choose: Choice, most: int | None = None
     ) -> Iterator[tuple[int, Beginnings]]:
-        """Each state that beginnings of texts lead to, and these; ``most``: only as many, the most promising ones."""
+        """Each state that beginnings of texts lead to, and these; ``most``: only as
+        many, the most promising ones.
+        """
         own, width = self.own, self.own.num_positions
         rows_of: list[dict[bytes, int]] = [{} for _ in range(own.num_states)]
         """Row of each beginning that leads to a state."""
-        arriving: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in range(own.num_states)]
+        arriving: list[list[tuple[np.ndarray, np.ndarray]]] = [
+            [] for _ in range(own.num_states)
+        ]
         """Places in ``[num_texts, num_positions]``, and what is added there."""
         rows_of[0][b""] = 0
         arriving[0].append((np.arange(width), np.ones(width)))
@@ -196,8 +271,12 @@ class FieldChances:
             texts = [*rows_of[state]]
             if not texts:
                 continue
-            places, added = (np.concatenate(parts) for parts in zip(*arriving[state], strict=True))
-            chances = np.bincount(places, added, len(texts) * width).reshape(len(texts), width)
+            places, added = (
+                np.concatenate(parts) for parts in zip(*arriving[state], strict=True)
+            )
+            chances = np.bincount(places, added, len(texts) * width).reshape(
+                len(texts), width
+            )
             rows_of[state], arriving[state] = {}, []
             if most is not None and len(texts) > most:
                 best = _largest(chances @ self.best[state], most)
@@ -210,27 +289,45 @@ class FieldChances:
             following = chances[rows[:, None], arcs.positions] * self.arcs[state][taken]
             targets = arcs.targets[taken]
             order = np.argsort(targets, kind="stable")
-            for group in np.split(order, np.flatnonzero(np.diff(targets[order])) + 1) if len(order) else ():
+            for group in (
+                np.split(order, np.flatnonzero(np.diff(targets[order])) + 1)
+                if len(order)
+                else ()
+            ):
                 target = int(targets[group[0]])
                 index = rows_of[target]
-                pairs = zip(rows[group].tolist(), arcs.pieces[taken[group]].tolist(), strict=True)
-                target_rows = [index.setdefault(texts[row] + spellings[piece], len(index)) for row, piece in pairs]
+                pairs = zip(
+                    rows[group].tolist(),
+                    arcs.pieces[taken[group]].tolist(),
+                    strict=True,
+                )
+                target_rows = [
+                    index.setdefault(texts[row] + spellings[piece], len(index))
+                    for row, piece in pairs
+                ]
                 places = np.array(target_rows)[:, None] * width + arcs.positions + 1
                 arriving[target].append((places.ravel(), following[group].ravel()))
 
     def _complete(self, state: int, reached: Beginnings) -> dict[bytes, float]:
         """The beginnings that are whole texts, and their probabilities."""
         chances = reached.chances @ self.ends[state]
-        return {reached.texts[row]: float(chances[row]) for row in np.flatnonzero(chances).tolist()}
+        return {
+            reached.texts[row]: float(chances[row])
+            for row in np.flatnonzero(chances).tolist()
+        }
 
     def _best_of_arcs(self, state: int) -> np.ndarray:
-        """Probability of each arc from a state with the most probable pieces behind, ``[num_arcs, num_positions]``."""
+        """Probability of each arc from a state with the most probable pieces behind,
+        ``[num_arcs, num_positions]``.
+        """
         arcs = self.own.arcs[state]
         return self.arcs[state] * self.best[arcs.targets[:, None], arcs.positions + 1]
 
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the ``count`` largest values, ascending; of all where there are no more."""
+    """Indices of the ``count`` largest values, ascending; of all where there are no
+    more.
+    """
     if len(values) <= count:
         return np.arange(len(values))
     return np.sort(np.argpartition(-values, count)[:count])

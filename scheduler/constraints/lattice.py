@@ -1,4 +1,6 @@
-"""Sums and maxima over all sequences of tokens that a graph spells in a given number of positions."""
+"""Sums and maxima over all sequences of tokens that a graph spells in a given number of
+positions.
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -15,21 +17,31 @@ OPEN = -2
 """Number of a position that may hold several tokens."""
 LITERAL = -1
 """Field of an edge that belongs to none; choice of an edge that does not begin one."""
-EDGE = np.dtype([(name, np.int32) for name in ("source", "token", "target", "field", "choice")])
-"""An edge between two states of a graph, the number of the field that it belongs to, and of the choice that it begins;
-``LITERAL`` where there is none."""
+EDGE = np.dtype(
+    [(name, np.int32) for name in ("source", "token", "target", "field", "choice")]
+)
+"""An edge between two states of a graph, the number of the field that it belongs to,
+and of the choice that it begins; ``LITERAL`` where there is none."""
 
 
 def edges_between(
-    source: ArrayLike, token: ArrayLike, target: ArrayLike, field: ArrayLike, choice: ArrayLike = LITERAL
+    source: ArrayLike,
+    token: ArrayLike,
+    target: ArrayLike,
+    field: ArrayLike,
+    choice: ArrayLike = LITERAL,
 ) -> np.ndarray:
     """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
-    return np.rec.fromarrays(np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE)
+    return np.rec.fromarrays(
+        np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE
+    )
 
 
-def states_reached(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray) -> Iterator[np.ndarray]:
-    """States that each number of edges leads to from those of ``begins`` (bool ``[num_states]``), in the same form, as
-    long as there are any."""
+def states_reached(
+    sources: np.ndarray, targets: np.ndarray, begins: np.ndarray
+) -> Iterator[np.ndarray]:
+    """States that each number of edges leads to from those of ``begins`` (bool
+    ``[num_states]``), in the same form, as long as there are any."""
     reached = begins
     while reached.any():
         yield reached
@@ -40,7 +52,9 @@ def states_reached(sources: np.ndarray, targets: np.ndarray, begins: np.ndarray)
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted sequences, each once."""
+    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted
+    sequences, each once.
+    """
 
     ends: np.ndarray
     """int64 ``[num_ends]``"""
@@ -55,7 +69,9 @@ class Graph:
 
     @cached_property
     def num_positions(self) -> np.ndarray:
-        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many there are."""
+        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many
+        there are.
+        """
         return np.sum(self.reached, axis=0)
 
     @property
@@ -65,7 +81,9 @@ class Graph:
 
 
 class Level(NamedTuple):
-    """Edges at the same distance from the start of their segments, by the node that each is joined at."""
+    """Edges at the same distance from the start of their segments, by the node that
+    each is joined at.
+    """
 
     edges: np.ndarray
     nodes: np.ndarray
@@ -81,22 +99,32 @@ class Level(NamedTuple):
 
 
 class Lattice:
-    """All sequences of a graph in as many positions as its longest one has. End tokens follow a shorter sequence.
+    """All sequences of a graph in as many positions as its longest one has. End tokens
+    follow a shorter sequence.
 
-    A node is a state before a position. Where all sequences pass through one node, the lattice falls into segments.
-    They depend on nothing in each other, so one sweep over levels, which count positions from the start of a segment,
-    computes all of them. The node between two segments is two nodes: the last one of the first, the first one of the
-    second.
+    A node is a state before a position. Where all sequences pass through one node, the
+    lattice falls into segments. They depend on nothing in each other, so one sweep over
+    levels, which count positions from the start of a segment, computes all of them. The
+    node between two segments is two nodes: the last one of the first, the first one of
+    the second.
     """
 
     def __init__(self, graph: Graph) -> None:
         final = len(graph.reached[0])
         closing = [*graph.ends.tolist(), final]
-        edges = np.concatenate((graph.edges, edges_between(closing, END, final, LITERAL)))
+        edges = np.concatenate(
+            (graph.edges, edges_between(closing, END, final, LITERAL))
+        )
         edges = edges[np.argsort(edges["source"], kind="stable")]
-        sources, targets, states = edges["source"], edges["target"], np.arange(final + 1)
+        sources, targets, states = (
+            edges["source"],
+            edges["target"],
+            np.arange(final + 1),
+        )
         self.length = len(graph.reached) - 1
-        reached = np.stack([*islice(states_reached(sources, targets, states == 0), self.length + 1)])
+        reached = np.stack(
+            [*islice(states_reached(sources, targets, states == 0), self.length + 1)]
+        )
         from_end = states_reached(targets, sources, np.isin(states, closing))
         completable = np.stack([*islice(from_end, self.length + 1)])[::-1]
         steps = zip(reached[:-1], completable[1:], strict=True)
@@ -104,12 +132,19 @@ class Lattice:
         self.positions = np.repeat(np.arange(self.length), list(map(len, alive)))
         """Position of each edge, ascending."""
         edges = edges[np.concatenate(alive)]
-        self.tokens, self.fields, self.choices = (edges[name].copy() for name in ("token", "field", "choice"))
+        self.tokens, self.fields, self.choices = (
+            edges[name].copy() for name in ("token", "field", "choice")
+        )
         """Token, field and choice of each edge, as in the graph."""
-        self.states, self.next_states = edges["source"].astype(np.int64), edges["target"].astype(np.int64)
+        self.states, self.next_states = (
+            edges["source"].astype(np.int64),
+            edges["target"].astype(np.int64),
+        )
         """States of the graph that each edge leads from and to."""
         # At the end all states are one.
-        next_states = np.where(self.positions == self.length - 1, final, edges["target"])
+        next_states = np.where(
+            self.positions == self.length - 1, final, edges["target"]
+        )
         is_cut = (reached & completable).sum(axis=1) == 1
         is_cut[-1] = True
         self.segments = is_cut.cumsum()[self.positions] - 1
@@ -117,7 +152,9 @@ class Lattice:
         source_keys = self.positions * len(states) + edges["source"]
         target_keys = (self.positions + 1) * len(states) + next_states
         target_keys += (self.length + 1) * len(states) * is_cut[self.positions + 1]
-        keys, nodes = np.unique(np.concatenate((source_keys, target_keys)), return_inverse=True)
+        keys, nodes = np.unique(
+            np.concatenate((source_keys, target_keys)), return_inverse=True
+        )
         self.sources, self.targets = np.split(nodes, 2)
         """Nodes of each edge; the sources ascend."""
         self.first_edges = np.searchsorted(self.sources, np.arange(len(keys) + 1))
@@ -134,19 +171,31 @@ class Lattice:
         following = np.arange(len(keys))
         following[self.closes[:-1]] = self.opens[1:]
         self.nodes_behind = following[self.targets]
-        """The node behind each edge: at the end of a segment the first one of the next."""
+        """The node behind each edge: at the end of a segment the first one
+        of the next.
+        """
 
     def log_sums(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Logs of the sums over all paths from the start of a segment to each node, and from it to the end.
+        """Logs of the sums over all paths from the start of a segment to each node, and
+        from it to the end.
 
-        ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path is their sum.
+        ``[num_nodes]`` each. ``scores``: ``[num_lattice_edges]``; the score of a path
+        is their sum.
         """
-        before = self._sweep(np.logaddexp, scores, self.opens, self.sources, self._forward)
-        return before, self._sweep(np.logaddexp, scores, self.closes, self.targets, self._backward)
+        before = self._sweep(
+            np.logaddexp, scores, self.opens, self.sources, self._forward
+        )
+        return before, self._sweep(
+            np.logaddexp, scores, self.closes, self.targets, self._backward
+        )
 
     def best_path(self, scores: np.ndarray) -> np.ndarray:
-        """The edges of a path with the largest score, one per position, int64 ``[length]``."""
-        best = self._sweep(np.maximum, scores, self.closes, self.targets, self._backward)
+        """The edges of a path with the largest score, one per position, int64
+        ``[length]``.
+        """
+        best = self._sweep(
+            np.maximum, scores, self.closes, self.targets, self._backward
+        )
         totals = scores + best[self.targets]
         path, node = np.empty(self.length, np.int64), self.opens[0]
         for position in range(self.length):
@@ -156,10 +205,16 @@ class Lattice:
         return path
 
     def _sweep(
-        self, join: np.ufunc, scores: np.ndarray, begins: np.ndarray, far: np.ndarray, levels: list["Level"]
+        self,
+        join: np.ufunc,
+        scores: np.ndarray,
+        begins: np.ndarray,
+        far: np.ndarray,
+        levels: list["Level"],
     ) -> np.ndarray:
-        """The ``join`` of the scores of all paths between nodes ``begins`` and each node, ``[num_nodes]``; −∞ where
-        there is none. Each edge carries a value from its ``far`` node to its near one, level by level."""
+        """The ``join`` of the scores of all paths between nodes ``begins`` and each
+        node, ``[num_nodes]``; −∞ where there is none. Each edge carries a value from
+        its ``far`` node to its near one, level by level."""
         values = np.full(len(self.first_edges) - 1, -np.inf)
         values[begins] = 0.0
         for edges, nodes, firsts in levels:
@@ -167,8 +222,9 @@ class Lattice:
         return values
 
     def tokens_left(self, allowed: np.ndarray) -> np.ndarray:
-        """The token of each position that all sequences of ``allowed`` edges (bool ``[num_lattice_edges]``) have there,
-        int64 ``[length]``; ``OPEN`` where they differ."""
+        """The token of each position that all sequences of ``allowed`` edges (bool
+        ``[num_lattice_edges]``) have there, int64 ``[length]``; ``OPEN`` where they
+        differ."""
         scores = np.where(allowed, 0.0, -np.inf)
         before, after = self.log_sums(scores)
         alive = np.isfinite(before[self.sources] + scores + after[self.targets])
@@ -182,26 +238,35 @@ class Lattice:
         return np.arange(*self.first_edges[node : node + 2])
 
     def edges_from_each(self, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The edges that leave each of some nodes, one node after the other, and how many those of each are."""
+        """The edges that leave each of some nodes, one node after the other, and how
+        many those of each are.
+        """
         firsts = self.first_edges[nodes]
         counts = self.first_edges[nodes + 1] - firsts
-        return np.arange(counts.sum()) + np.repeat(firsts - np.cumsum(counts) + counts, counts), counts
+        return np.arange(counts.sum()) + np.repeat(
+            firsts - np.cumsum(counts) + counts, counts
+        ), counts
 
     def conditionals(
         self, path: np.ndarray, weights: np.ndarray, positions: Collection[int]
     ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """At each of some positions, the tokens that may follow a path's tokens before it, and their log-probabilities.
+        """At each of some positions, the tokens that may follow a path's tokens before
+        it, and their log-probabilities.
 
         ``weights``: per edge its score and the log of the sum over all paths behind it.
         """
         options = {}
         nodes = self.opens[:1]
-        for position, edge in enumerate(path[: max(positions, default=-1) + 1].tolist()):
+        for position, edge in enumerate(
+            path[: max(positions, default=-1) + 1].tolist()
+        ):
             leaving, _ = self.edges_from_each(nodes)
             if position in positions:
                 tokens, token_of = np.unique(self.tokens[leaving], return_inverse=True)
                 logs = np.full(len(tokens), -np.inf)
                 np.logaddexp.at(logs, token_of, weights[leaving])
                 options[position] = tokens, logs - np.logaddexp.reduce(logs)
-            nodes = np.unique(self.nodes_behind[leaving[self.tokens[leaving] == self.tokens[edge]]])
+            nodes = np.unique(
+                self.nodes_behind[leaving[self.tokens[leaving] == self.tokens[edge]]]
+            )
         return options

@@ -1,5 +1,5 @@
-"""Cache methods. A new one is a file here and an entry in ``CACHE_METHODS``; a layer pass of its own is a file in
-``model_executor/passes/``."""
+"""Cache methods. A new one is a file here and an entry in ``CACHE_METHODS``; a layer
+pass of its own is a file in ``model_executor/passes/``."""
 
 from dllm_engine.families import Attention
 from dllm_engine.scheduler.methods.base import CacheMethod
@@ -36,4 +36,6 @@ DEFAULT_METHODS: dict[Attention, str] = {"full": "none", "block_causal": "block"
 
 def methods_for(attention: Attention) -> list[str]:
     """The names of the methods for a kind of attention."""
-    return [name for name, method in CACHE_METHODS.items() if attention in method.attention]
+    return [
+        name for name, method in CACHE_METHODS.items() if attention in method.attention
+    ]

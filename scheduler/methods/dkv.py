@@ -1,4 +1,6 @@
-"""dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step after it was decoded."""
+"""dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step
+after it was decoded.
+"""
 
 from dataclasses import dataclass
 
@@ -22,24 +24,34 @@ class DKVStep:
     """A step that computes rows by what is masked."""
 
     last_row: bool = False
-    """Compute the last row of the canvas as well, which predicts nothing with shifted logits."""
+    """Compute the last row of the canvas as well, which predicts nothing with shifted
+    logits.
+    """
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows and those just decoded.
+    """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows
+    and those just decoded.
 
-    LLaDA recomputes all in a window's first two steps, because the second is the first in which a decoded token's
-    own K/V could be kept; Dream in the first alone.
+    LLaDA recomputes all in a window's first two steps, because the second is the first
+    in which a decoded token's own K/V could be kept; Dream in the first alone.
     """
     options = DKVOptions.of(spec)
-    whole = progress.step % options.refresh_interval == 0 or (progress.step == 1 and not spec.shifts_logits)
-    state, scope = (RefreshState.UPDATE, Scope.ALL) if whole else (RefreshState.REUSE, Scope.ACTIVE)
+    whole = progress.step % options.refresh_interval == 0 or (
+        progress.step == 1 and not spec.shifts_logits
+    )
+    state, scope = (
+        (RefreshState.UPDATE, Scope.ALL)
+        if whole
+        else (RefreshState.REUSE, Scope.ACTIVE)
+    )
     plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
     if whole:
         return plan
     # At most the window and all behind it was masked when the window began.
     plan.max_rows = plan.span.stop - plan.window.start
-    # The last row predicts no token, so nothing says when it is final; it is taken to be after the second step.
+    # The last row predicts no token, so nothing says when it is final; it is taken to
+    # be after the second step.
     plan.own = DKVStep(last_row=spec.shifts_logits and progress.step == 1)
     if plan.own.last_row:
         plan.max_rows += 1
@@ -52,6 +64,9 @@ DKV = CacheMethod(
     DKVOptions,
     "passes.dkv:MaskedRowsPass",
     # The authors' interval for Dream is half of LLaDA's.
-    paper_settings={"LLaDA": {"": {"refresh_interval": 8}}, "Dream": {"": {"refresh_interval": 4}}},
+    paper_settings={
+        "LLaDA": {"": {"refresh_interval": 8}},
+        "Dream": {"": {"refresh_interval": 4}},
+    },
     tuned={"refresh_interval": (4, 8, 16)},
 )

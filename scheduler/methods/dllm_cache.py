@@ -1,5 +1,5 @@
-"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of their own, and between refreshes the
-response rows that have changed most."""
+"""dLLM-Cache (arXiv 2506.06295): prompt and response are refreshed at intervals of
+their own, and between refreshes the response rows that have changed most."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -14,58 +14,75 @@ from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class DLLMCacheOptions(CacheOptions):
-    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward passes over the response; where
-    the number of tokens that a pass unmasks is open (parallel unmasking, a guide), what ``interval_unit`` says."""
+    """Options of ``dllm_cache`` (dLLM-Cache, arXiv 2506.06295). Intervals count forward
+    passes over the response; where the number of tokens that a pass unmasks is open
+    (parallel unmasking, a guide), what ``interval_unit`` says."""
 
     prompt_refresh_interval: int = Field(default=50, ge=1)
-    """Forward passes, or tokens, from one computation of the prompt to the next (Kp)."""
+    """Forward passes, or tokens, from one computation of the prompt to
+    the next (Kp).
+    """
     response_refresh_interval: int = Field(default=7, ge=1)
-    """Forward passes, or tokens, from one computation of the response to the next (Kr)."""
+    """Forward passes, or tokens, from one computation of the response to
+    the next (Kr).
+    """
     interval_unit: Literal["tokens", "passes"] = "tokens"
-    """Unit of the intervals if a pass may unmask several tokens (parallel unmasking, a guide): unmasked tokens, or
-    forward passes."""
+    """Unit of the intervals if a pass may unmask several tokens (parallel unmasking, a
+    guide): unmasked tokens, or forward passes."""
     update_ratio: float = Field(default=0.25, ge=0, le=1)
     """Share of the response rows that each layer recomputes in the other passes (ρ)."""
     similarity: Literal["value", "key", "random"] = "value"
-    """Choice of these rows: those whose new value (or key) differs most from the cached one. ``random``: at random in
-    each layer and pass, as a baseline; then only the chosen rows are renewed (Figure 5)."""
+    """Choice of these rows: those whose new value (or key) differs most from the cached
+    one. ``random``: at random in each layer and pass, as a baseline; then only the
+    chosen rows are renewed (Figure 5)."""
     similarity_metric: Literal["cosine", "l2"] = "cosine"
-    """Comparison of new and cached values: by their angle, or by their L2 distance (appendix A.5, which finds it far
-    worse)."""
+    """Comparison of new and cached values: by their angle, or by their L2 distance
+    (appendix A.5, which finds it far worse)."""
     exclude_prompt_states: bool = True
-    """Keep no features of prompt rows, because nothing reads them (MaskKV's prompt-state exclusion). False: keep them,
-    as dLLM-Cache's code does. That takes more memory and changes no token."""
+    """Keep no features of prompt rows, because nothing reads them (MaskKV's
+    prompt-state exclusion). False: keep them, as dLLM-Cache's code does. That takes
+    more memory and changes no token."""
     refresh_first_layer: bool = True
-    """Recompute the whole response in the first layer in every pass, as dLLM-Cache's code does; the paper does not say
-    so. False: choose rows as in other layers. Only rows that were just unmasked have changed there, because a row's
-    value in the first layer depends on its token alone."""
+    """Recompute the whole response in the first layer in every pass, as dLLM-Cache's
+    code does; the paper does not say so. False: choose rows as in other layers. Only
+    rows that were just unmasked have changed there, because a row's value in the first
+    layer depends on its token alone."""
 
     @model_validator(mode="after")
     def _metric_has_a_use(self) -> Self:
         if self.similarity == "random" and self.similarity_metric != "cosine":
             raise ValueError(
-                f"similarity='random' compares nothing, so similarity_metric={self.similarity_metric!r} has no use; "
-                f"leave one out"
+                f"similarity='random' compares nothing, so "
+                f"similarity_metric={self.similarity_metric!r} has no use; leave one "
+                f"out"
             )
         return self
 
 
 @dataclass(frozen=True)
 class AdaptiveStep:
-    """A step that recomputes, in each layer, the response rows that have changed most."""
+    """A step that recomputes, in each layer, the response rows that
+    have changed most.
+    """
 
     num_updated: int
-    """Rows per layer. An update of 0 rows still renews the values that rows are compared by."""
+    """Rows per layer. An update of 0 rows still renews the values that rows are
+    compared by.
+    """
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """Algorithm 1: prompt and response are recomputed at intervals of their own, counted over the whole
-    response (``_due``); between them ``update_ratio`` of the response rows are, chosen per layer. A ratio of 0 reuses
-    the response as it is; one that comes to less than a row recomputes none, but still replaces all values."""
+    """Algorithm 1: prompt and response are recomputed at intervals of their own,
+    counted over the whole
+    response (``_due``); between them ``update_ratio`` of the response rows are, chosen
+    per layer. A ratio of 0 reuses the response as it is; one that comes to less than a
+    row recomputes none, but still replaces all values."""
     options = DLLMCacheOptions.of(spec)
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
-    span = spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
+    span = (
+        spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
+    )
     scope = {
         (True, True): Scope.ALL,
         (True, False): Scope.PROMPT,
@@ -76,48 +93,65 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     plan = plan_on_canvas(spec, progress, state, scope, span)
     if response_due or options.update_ratio == 0:
         return plan
-    plan.own = AdaptiveStep(int((plan.span.stop - spec.prompt_length) * options.update_ratio))
+    plan.own = AdaptiveStep(
+        int((plan.span.stop - spec.prompt_length) * options.update_ratio)
+    )
     return plan
 
 
 def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
-    """Return True if an interval, counted over the whole response, begins with this forward pass.
+    """Return True if an interval, counted over the whole response, begins with this
+    forward pass.
 
-    The paper counts forward passes (``interval_unit="passes"``). But changed tokens make the cache stale, so by default
-    intervals count tokens where a pass may unmask any number of them.
+    The paper counts forward passes (``interval_unit="passes"``). But changed tokens
+    make the cache stale, so by default intervals count tokens where a pass may unmask
+    any number of them.
     """
-    if DLLMCacheOptions.of(spec).interval_unit == "passes" or (spec.parallel is None and spec.guidance is None):
+    if DLLMCacheOptions.of(spec).interval_unit == "passes" or (
+        spec.parallel is None and spec.guidance is None
+    ):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
 
 
 def live_start(spec: DecodingSpec) -> int:
-    """First canvas position whose hidden state every step needs (MaskKV's prompt-state exclusion). States of the prompt
-    are read by nothing but their own later layers, except that with shifted logits the last one predicts the response's
-    first token."""
+    """First canvas position whose hidden state every step needs (MaskKV's prompt-state
+    exclusion). States of the prompt are read by nothing but their own later layers,
+    except that with shifted logits the last one predicts the response's first token."""
     if not DLLMCacheOptions.of(spec).exclude_prompt_states:
         return 0
     return max(spec.prompt_length - spec.shifts_logits, 0)
 
 
-def hold_canvas_and_features(spec: DecodingSpec, running: Blocks, geometry: PoolGeometry) -> PageCounts:
-    return geometry.uniform(spec.canvas_length) | {PageKind.FEATURES: feature_pages(spec, geometry)}
+def hold_canvas_and_features(
+    spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
+) -> PageCounts:
+    return geometry.uniform(spec.canvas_length) | {
+        PageKind.FEATURES: feature_pages(spec, geometry)
+    }
 
 
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
     """A layer that recomputes every live row in every step needs no features."""
-    features = [geometry.feature_pages(spec.canvas_length - live_start(spec))] * geometry.num_layers
-    return [0, *features[1:]] if DLLMCacheOptions.of(spec).refresh_first_layer else features
+    features = [
+        geometry.feature_pages(spec.canvas_length - live_start(spec))
+    ] * geometry.num_layers
+    return (
+        [0, *features[1:]]
+        if DLLMCacheOptions.of(spec).refresh_first_layer
+        else features
+    )
 
 
 _INTERVALS = {
     "LLaDA": {"1.5": (100, 6), "base": (25, 5), "instruct": (50, 7)},
     "Dream": {"base": (100, 2), "instruct": (50, 2)},
 }
-"""(prompt, response), by a part of the model's name. The paper has some for each benchmark (Tables 11 to 14), which
-``dllm eval --paper-task`` takes. Those for all benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache
-(its Appendix B). It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as LLaDA-8B-Instruct's 50 and 7
-are (Table 12)."""
+"""(prompt, response), by a part of the model's name. The paper has some for each
+benchmark (Tables 11 to 14), which ``dllm eval --paper-task`` takes. Those for all
+benchmarks are from Sparse-dLLM, which compares itself with dLLM-Cache (its Appendix B).
+It leaves out LLaDA-8B-Base, which gets those for GSM8K (Table 11), as
+LLaDA-8B-Instruct's 50 and 7 are (Table 12)."""
 DLLM_CACHE = CacheMethod(
     plan,
     hold_canvas_and_features,
@@ -125,7 +159,10 @@ DLLM_CACHE = CacheMethod(
     "passes.adaptive:AdaptivePass",
     paper_settings={
         family: {
-            part: {"prompt_refresh_interval": prompt, "response_refresh_interval": response}
+            part: {
+                "prompt_refresh_interval": prompt,
+                "response_refresh_interval": response,
+            }
             for part, (prompt, response) in intervals.items()
         }
         for family, intervals in _INTERVALS.items()

@@ -1,8 +1,14 @@
-"""FreeCache (arXiv 2505.21467, section 3.2.1): the prompt and finished blocks are computed once."""
+"""FreeCache (arXiv 2505.21467, section 3.2.1): the prompt and finished blocks are
+computed once.
+"""
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens, plan_behind_prefix
+from dllm_engine.scheduler.methods.base import (
+    CacheMethod,
+    hold_tokens,
+    plan_behind_prefix,
+)
 from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec
 from dllm_engine.scheduler.step_plan import StepPlan
@@ -12,16 +18,20 @@ class FreeCacheOptions(CacheOptions):
     """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
 
     include_suffix: bool = True
-    """Compute the masked tokens behind the window in every step too. False: the window alone."""
+    """Compute the masked tokens behind the window in every step too. False: the window
+    alone.
+    """
     cache_block_length: int | None = Field(default=None, ge=1)
-    """Response tokens whose keys and values are kept together, once all of them are finished; until then every step
-    computes them. A multiple of ``block_length`` (the paper: 256, with blocks of 64). None: one block."""
+    """Response tokens whose keys and values are kept together, once all of them are
+    finished; until then every step computes them. A multiple of ``block_length`` (the
+    paper: 256, with blocks of 64). None: one block."""
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
-    """The first step computes the whole canvas and keeps the prompt. A finished cache block is fed once more, with its
-    final tokens, when it has left the window: the first step after that keeps it. Its last row then predicts the
-    window's first position where logits are shifted.
+    """The first step computes the whole canvas and keeps the prompt. A finished cache
+    block is fed once more, with its final tokens, when it has left the window: the
+    first step after that keeps it. Its last row then predicts the window's first
+    position where logits are shifted.
     """
     window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
     visible = spec.visible(window)
@@ -33,20 +43,25 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 
 
 def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
-    """Tokens that are kept while these blocks run: the prompt, and whole cache blocks before them."""
+    """Tokens that are kept while these blocks run: the prompt, and whole cache blocks
+    before them.
+    """
     finished = spec.span_of(running).start - spec.prompt_length
     together = FreeCacheOptions.of(spec).cache_block_length or spec.block_length
     return spec.prompt_length + finished - finished % together
 
 
 def refusal(spec: DecodingSpec) -> str | None:
-    """Cache blocks are whole blocks; a response of one block keeps nothing but its prompt."""
+    """Cache blocks are whole blocks; a response of one block keeps nothing but its
+    prompt.
+    """
     length = FreeCacheOptions.of(spec).cache_block_length
     if length is None or spec.num_blocks == 1 or length % spec.block_length == 0:
         return None
     return (
-        f"block_length={spec.block_length} does not divide the engine's cache_block_length={length}; choose one that "
-        f"does, or start the engine with another cache_block_length"
+        f"block_length={spec.block_length} does not divide the engine's "
+        f"cache_block_length={length}; choose one that does, or start the engine with "
+        f"another cache_block_length"
     )
 
 

@@ -2,7 +2,8 @@
 
 from dllm_engine.scheduler.methods.base import CacheMethod, plan_whole
 
-# ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos` asks for that.
+# ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos`
+# asks for that.
 NONE = CacheMethod(
     plan_whole,
     attention=("full", "block_causal"),

@@ -1,4 +1,6 @@
-"""The options of a request in vLLM's sampling parameters, and the error of one that cannot be served."""
+"""The options of a request in vLLM's sampling parameters, and the error of one that
+cannot be served.
+"""
 
 from typing import Any
 
@@ -10,27 +12,35 @@ from dllm_engine.options import explain
 from dllm_engine.scheduler.options.request_fields import RequestOptions
 
 DEFAULT_GEN_LENGTH = 256
-"""Response tokens of a request that names no length, unless the checkpoint says otherwise."""
+"""Response tokens of a request that names no length, unless the checkpoint says
+otherwise.
+"""
 
 
 class DefaultLength(int):
-    """Response tokens of a request that names no length, where vLLM needs a number. It may grow."""
+    """Response tokens of a request that names no length, where vLLM needs a number. It
+    may grow.
+    """
 
 
 class LongestLength(int):
-    """Response tokens that a request allows, more than which it does not want. It may shrink."""
+    """Response tokens that a request allows, more than which it does not want. It may
+    shrink.
+    """
 
 
 CONSTRAINT = "constraint"
 REASONING = "reasoning"
 DECISION = "decision"
 SOURCE = "source"
-"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for that of the text before it, for
-the fields of a decision, and for the HTTP request that it is part of. Their values are bytes, which clients cannot
-send."""
+"""Keys of a request's ``extra_args`` for the automaton of ``structured_outputs``, for
+that of the text before it, for the fields of a decision, and for the HTTP request that
+it is part of. Their values are bytes, which clients cannot send."""
 
 _TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
-"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are empty."""
+"""Fields of requests that vLLM's server puts into ``extra_args``, also where they are
+empty.
+"""
 
 
 class InvalidRequestError(VLLMValidationError, ValueError):
@@ -38,23 +48,37 @@ class InvalidRequestError(VLLMValidationError, ValueError):
 
 
 def request_options(params: SamplingParams) -> RequestOptions:
-    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming what is wrong with which."""
+    """The options in a request's ``extra_args``; raises ``InvalidRequestError`` naming
+    what is wrong with which.
+    """
     given = params.extra_args or {}
-    carried = {name for name in (CONSTRAINT, REASONING, DECISION, SOURCE) if bytes_in(params, name) is not None}
+    carried = {
+        name
+        for name in (CONSTRAINT, REASONING, DECISION, SOURCE)
+        if bytes_in(params, name) is not None
+    }
     carried |= {name for name in _TRANSFERS if given.get(name) == {}}
-    return parse_request_options({name: x for name, x in given.items() if name not in carried})
+    return parse_request_options(
+        {name: x for name, x in given.items() if name not in carried}
+    )
 
 
 def bytes_in(params: SamplingParams, name: str) -> bytes | None:
-    """Bytes that a request carries as ``CONSTRAINT`` or another key above; None: it carries nothing."""
+    """Bytes that a request carries as ``CONSTRAINT`` or another key above; None: it
+    carries nothing.
+    """
     given = (params.extra_args or {}).get(name)
     return given if isinstance(given, bytes) else None
 
 
-def parse_request_options(raw: dict[str, Any], what: str = "request option") -> RequestOptions:
-    """Validate request options; raises ``InvalidRequestError`` naming what is wrong with which. ``what`` as in
-    ``explain``."""
+def parse_request_options(
+    raw: dict[str, Any], what: str = "request option"
+) -> RequestOptions:
+    """Validate request options; raises ``InvalidRequestError`` naming what is wrong
+    with which. ``what`` as in ``explain``."""
     try:
         return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        raise InvalidRequestError(explain(error, what, RequestOptions.model_fields)) from None
+        raise InvalidRequestError(
+            explain(error, what, RequestOptions.model_fields)
+        ) from None

@@ -1,4 +1,6 @@
-"""Resolution of a request's parameters, with the defaults of engine, checkpoint and family, into a ``DecodingSpec``."""
+"""Resolution of a request's parameters, with the defaults of engine, checkpoint and
+family, into a ``DecodingSpec``.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,7 +9,12 @@ from typing import Any
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
-from dllm_engine.options import OPTIONS_KEY, EngineOptions, checkpoint_section, shortened
+from dllm_engine.options import (
+    OPTIONS_KEY,
+    EngineOptions,
+    checkpoint_section,
+    shortened,
+)
 from dllm_engine.scheduler.options.request_fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
@@ -27,7 +34,10 @@ from dllm_engine.scheduler.options.request_options import (
     parse_request_options,
     request_options,
 )
-from dllm_engine.scheduler.options.resolve_tokens import decision_template, response_template
+from dllm_engine.scheduler.options.resolve_tokens import (
+    decision_template,
+    response_template,
+)
 from dllm_engine.scheduler.options.resolve_unmasking import (
     check_attention,
     check_several_blocks,
@@ -44,35 +54,57 @@ _UNGUIDED = (
     *("unmasking", "certainty_sigma", "alg_temp", "delay_eos", "block_add_threshold"),
     *(*COUNT_OPTIONS, *END_OPTIONS, *PARALLEL_OPTIONS),
 )
-"""Request options about what a step fills, which the guide decides for a guided request."""
+"""Request options about what a step fills, which the guide decides for a guided
+request.
+"""
 _POST_STEPS = 16
 """Default of ``max_post_steps`` (LLaDA2.1's code)."""
 _KEPT = {
-    *("tokens_per_step", "certainty_sigma", "alg_temp", "block_add_threshold", *END_OPTIONS),
-    *("edit_threshold", "suffix_blocks", "delay_eos", "return_given", "return_order", "passes"),
+    *(
+        "tokens_per_step",
+        "certainty_sigma",
+        "alg_temp",
+        "block_add_threshold",
+        *END_OPTIONS,
+    ),
+    *(
+        "edit_threshold",
+        "suffix_blocks",
+        "delay_eos",
+        "return_given",
+        "return_order",
+        "passes",
+    ),
 }
 """Request options that ``DecodingSpec`` has under the same names, as they are."""
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
     """Raise ``ValueError`` if ``engine.request_defaults`` could serve no request."""
-    options = _check_defaults(engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS)
+    options = _check_defaults(
+        engine.request_defaults, "request_defaults", DEFAULTABLE_OPTIONS
+    )
     _resolve_cache(options, engine)
     _check_guide(options, engine)
 
 
 def checkpoint_defaults(hf_config: object) -> dict[str, Any]:
-    """Request defaults of a checkpoint, by its config.json or else its name; raises ``ValueError`` if one is wrong."""
+    """Request defaults of a checkpoint, by its config.json or else its name; raises
+    ``ValueError`` if one is wrong.
+    """
     section = checkpoint_section(hf_config)
     _check_defaults(section, f"config.json: {OPTIONS_KEY!r}", CHECKPOINT_OPTIONS)
     return with_defaults(section, dict(released_defaults(hf_config)))
 
 
-def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]) -> RequestOptions:
+def _check_defaults(
+    defaults: dict[str, Any], where: str, allowed: Sequence[str]
+) -> RequestOptions:
     for name in defaults:
         if name not in allowed:
             raise ValueError(
-                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold {', '.join(allowed)})"
+                f"{where} takes no {name!r}{did_you_mean(name, allowed)} (it may hold "
+                f"{', '.join(allowed)})"
             )
     try:
         options = parse_request_options(defaults, "request default")
@@ -84,10 +116,15 @@ def _check_defaults(defaults: dict[str, Any], where: str, allowed: Sequence[str]
 
 
 def _fit(
-    options: RequestOptions, own: RequestOptions, family: ModelFamily, prompt_length: int, gen_length: int
+    options: RequestOptions,
+    own: RequestOptions,
+    family: ModelFamily,
+    prompt_length: int,
+    gen_length: int,
 ) -> tuple[int, int, int]:
-    """(block_length, steps, positions). What the request did not name is fitted to its response: no block is longer,
-    and each gets a step. Blocks that attention goes by may be longer, and add positions behind the response."""
+    """(block_length, steps, positions). What the request did not name is fitted to its
+    response: no block is longer, and each gets a step. Blocks that attention goes by
+    may be longer, and add positions behind the response."""
     block_length = options.block_length or family.block_length_of(gen_length)
     begun = added = 0
     if family.attention == "block_causal":
@@ -97,12 +134,13 @@ def _fit(
         block_length = min(block_length, gen_length)
     elif block_length > gen_length:
         raise InvalidRequestError(
-            f"block_length={block_length} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}"
+            f"block_length={block_length} is out of range: it must be 1 … gen_length "
+            f"(max_tokens), here {gen_length}"
         )
     if family.experts_by_block and block_length != family.attention_block:
         raise InvalidRequestError(
-            f"block_length={block_length}: this model chooses experts by blocks of {family.attention_block}; leave it "
-            f"unset"
+            f"block_length={block_length}: this model chooses experts by blocks of "
+            f"{family.attention_block}; leave it unset"
         )
     positions = gen_length + added
     steps = options.steps or positions
@@ -111,18 +149,21 @@ def _fit(
     if steps > positions:
         behind = f" and {added} behind it in its last block" if added else ""
         raise InvalidRequestError(
-            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), here {gen_length}{behind}; a step "
-            f"unmasks at least one token"
+            f"steps={steps} is out of range: it must be 1 … gen_length (max_tokens), "
+            f"here {gen_length}{behind}; a step unmasks at least one token"
         )
     return block_length, steps, positions
 
 
 def _resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptions:
-    """The engine's cache options with what the request lowers; refuses what the cache method does not do."""
+    """The engine's cache options with what the request lowers; refuses what the cache
+    method does not do.
+    """
     if options.suffix_blocks is not None and not engine.method.trims_suffix:
         raise InvalidRequestError(
-            f"suffix_blocks={options.suffix_blocks}: cache_method={engine.cache_method!r} keeps the whole canvas; "
-            f"leave suffix_blocks unset, or start the engine with another cache method"
+            f"suffix_blocks={options.suffix_blocks}: "
+            f"cache_method={engine.cache_method!r} keeps the whole canvas; leave "
+            f"suffix_blocks unset, or start the engine with another cache method"
         )
     wanted = options.retention_ratio
     if wanted is None:
@@ -130,12 +171,13 @@ def _resolve_cache(options: RequestOptions, engine: EngineOptions) -> CacheOptio
     allowed = getattr(engine.cache, "retention_ratio", None)
     if allowed is None:
         raise InvalidRequestError(
-            f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts nothing; leave it unset"
+            f"retention_ratio={wanted}: cache_method={engine.cache_method!r} evicts "
+            f"nothing; leave it unset"
         )
     if wanted > allowed:
         raise InvalidRequestError(
-            f"retention_ratio={wanted} is out of range: pages are sized for the engine's {allowed}, a request may "
-            f"only lower it"
+            f"retention_ratio={wanted} is out of range: pages are sized for the "
+            f"engine's {allowed}, a request may only lower it"
         )
     return engine.cache.model_copy(update={"retention_ratio": wanted})
 
@@ -145,56 +187,86 @@ def _check_guide(options: RequestOptions, engine: EngineOptions) -> None:
     for name in ("guided", *GUIDE_OPTIONS) if engine.guide_model is None else ():
         value = getattr(options, name)
         if value is not None and (name, value) != ("guided", False):
-            raise InvalidRequestError(f"{name}={value}: the engine has no guide; start it with guide_model")
+            raise InvalidRequestError(
+                f"{name}={value}: the engine has no guide; start it with guide_model"
+            )
 
 
 def _resolve_guidance(
-    options: RequestOptions, own: RequestOptions, params: SamplingParams, engine: EngineOptions
+    options: RequestOptions,
+    own: RequestOptions,
+    params: SamplingParams,
+    engine: EngineOptions,
 ) -> Guidance | None:
-    """Settings of the guide for a request; None: the request is not guided. What the guide has no use for is refused
-    only where the request itself (``own``) names it."""
+    """Settings of the guide for a request; None: the request is not guided. What the
+    guide has no use for is refused only where the request itself (``own``) names it."""
     _check_guide(options, engine)
     if engine.guide_model is None:
         return None
     if options.guided is False:
-        if named := ", ".join(name for name in GUIDE_OPTIONS if getattr(own, name) is not None):
-            raise InvalidRequestError(f"guided=False and {named} contradict each other; leave one unset")
+        if named := ", ".join(
+            name for name in GUIDE_OPTIONS if getattr(own, name) is not None
+        ):
+            raise InvalidRequestError(
+                f"guided=False and {named} contradict each other; leave one unset"
+            )
         return None
     for name in _UNGUIDED:
         value = getattr(own, name)
-        if value is not None and value is not False and (name, value) != ("alg_temp", 0):
+        if (
+            value is not None
+            and value is not False
+            and (name, value) != ("alg_temp", 0)
+        ):
             raise InvalidRequestError(
-                f"{name}={value}: the guide decides what a step unmasks; leave it unset, or set guided=False"
+                f"{name}={value}: the guide decides what a step unmasks; leave it "
+                f"unset, or set guided=False"
             )
-    given = {name: value for name in GUIDE_OPTIONS if (value := getattr(options, name)) is not None}
-    guidance = Guidance(**{name.removeprefix("guide_"): value for name, value in given.items()})
+    given = {
+        name: value
+        for name in GUIDE_OPTIONS
+        if (value := getattr(options, name)) is not None
+    }
+    guidance = Guidance(
+        **{name.removeprefix("guide_"): value for name, value in given.items()}
+    )
     asked = "return_order=True" if own.return_order else None
     asked = asked if params.logprobs is None else f"logprobs={params.logprobs}"
     if asked and (guidance.correction or guidance.fallback == "guide"):
         raise InvalidRequestError(
-            f"{asked}: tokens of the guide have no log-probability of the model; leave it unset, "
-            f"or set guide_fallback='draft' without guide_correction, or guided=False"
+            f"{asked}: tokens of the guide have no log-probability of the model; leave "
+            f"it unset, or set guide_fallback='draft' without guide_correction, or "
+            f"guided=False"
         )
     for name in ("logit_bias", "min_tokens"):
         if value := getattr(params, name):
             raise InvalidRequestError(
-                f"{name}={shortened(value)}: it is for the model's tokens, not for the guide's; leave it unset, or "
-                f"set guided=False"
+                f"{name}={shortened(value)}: it is for the model's tokens, not for the "
+                f"guide's; leave it unset, or set guided=False"
             )
     return guidance
 
 
 def resolve_decoding(
-    params: SamplingParams, prompt_length: int, family: ModelFamily, engine: EngineOptions
+    params: SamplingParams,
+    prompt_length: int,
+    family: ModelFamily,
+    engine: EngineOptions,
 ) -> DecodingSpec:
-    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option, its value and its range."""
+    """Fill in the family's defaults; raises ``InvalidRequestError`` naming the option,
+    its value and its range.
+    """
     own = request_options(params)
     if own.trace and not engine.trace:
         raise InvalidRequestError(
-            "trace=True: the engine records no trace; start it with trace=True (--trace), or leave it unset"
+            "trace=True: the engine records no trace; start it with trace=True "
+            "(--trace), or leave it unset"
         )
     if params.max_tokens is None or params.max_tokens < 1:
-        raise InvalidRequestError(f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be at least 1")
+        raise InvalidRequestError(
+            f"gen_length={params.max_tokens} (max_tokens) is out of range: it must be "
+            f"at least 1"
+        )
     options, guidance, decision = own, None, bytes_in(params, DECISION)
     if decision is not None:
         # Defaults, and a guide, are for generation alone.
@@ -202,15 +274,20 @@ def resolve_decoding(
     else:
         if own.passes is not None:
             raise InvalidRequestError(
-                f"passes={own.passes} counts the passes of a decision (POST /v1/decisions, LLM.decide); leave it unset"
+                f"passes={own.passes} counts the passes of a decision (POST "
+                f"/v1/decisions, LLM.decide); leave it unset"
             )
-        options = parse_request_options(with_defaults(own.model_dump(exclude_none=True), engine.request_defaults))
+        options = parse_request_options(
+            with_defaults(own.model_dump(exclude_none=True), engine.request_defaults)
+        )
         options = without_unsuited_defaults(options, own)
         if (guidance := _resolve_guidance(options, own, params, engine)) is not None:
             options = options.model_copy(update=dict.fromkeys(_UNGUIDED))
         template = response_template(own, params.max_tokens)
     gen_length = len(template) or params.max_tokens
-    block_length, steps, positions = _fit(options, own, family, prompt_length, gen_length)
+    block_length, steps, positions = _fit(
+        options, own, family, prompt_length, gen_length
+    )
     top_p = params.top_p if options.top_p is None else options.top_p
     top_k = max(params.top_k if options.top_k is None else options.top_k, 0)
     sampler = engine.method.uniform_sampler
@@ -223,15 +300,19 @@ def resolve_decoding(
         parallel = parallel._replace(kind="exceeded_threshold")
     check_several_blocks(options, parallel)
     check_attention(options, family)
-    max_post_steps = _POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    max_post_steps = (
+        _POST_STEPS if options.max_post_steps is None else options.max_post_steps
+    )
     if options.edit_threshold is None and own.max_post_steps is not None:
         raise InvalidRequestError(
-            f"max_post_steps={max_post_steps} counts steps of token editing; set edit_threshold, or leave it unset"
+            f"max_post_steps={max_post_steps} counts steps of token editing; set "
+            f"edit_threshold, or leave it unset"
         )
     has_end = bool(params.stop_token_ids) or not params.ignore_eos
     if own.early_stop and not has_end:
         raise InvalidRequestError(
-            "early_stop=True: the request has no end token, since ignore_eos=True; set stop_token_ids, or leave one out"
+            "early_stop=True: the request has no end token, since ignore_eos=True; set "
+            "stop_token_ids, or leave one out"
         )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
@@ -239,7 +320,8 @@ def resolve_decoding(
         prompt_length=prompt_length,
         gen_length=gen_length,
         block_length=block_length,
-        # A rule of parallel unmasking ends a block by itself; what else counts on steps counts a token each.
+        # A rule of parallel unmasking ends a block by itself; what else counts on steps
+        # counts a token each.
         steps=steps if parallel is None else positions,
         block_steps=options.steps_per_block if scheduled else None,
         schedule=family.schedule,
@@ -254,7 +336,8 @@ def resolve_decoding(
         slow_fast=resolve_slow_fast(options, family),
         max_post_steps=0 if options.edit_threshold is None else max_post_steps,
         guidance=guidance,
-        # A block attends to nothing behind it: giving up what is behind an end token changes nothing before it.
+        # A block attends to nothing behind it: giving up what is behind an end token
+        # changes nothing before it.
         early_stop=bool(options.early_stop) and has_end and family.attention == "full",
         template=template,
         constraint=bytes_in(params, CONSTRAINT),
@@ -271,32 +354,58 @@ def resolve_decoding(
         return replace(spec, steps=sum(spec.steps_per_block))
     if spec.parallel is None and spec.steps < spec.num_blocks:
         raise InvalidRequestError(
-            f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks of {block_length} tokens "
-            f"needs at least one; raise steps or block_length"
+            f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks "
+            f"of {block_length} tokens needs at least one; raise steps or block_length"
         )
     return spec
 
 
 def check_room(
-    spec: DecodingSpec, engine: EngineOptions, max_rows: int, geometry: PoolGeometry, num_pages: int | None
+    spec: DecodingSpec,
+    engine: EngineOptions,
+    max_rows: int,
+    geometry: PoolGeometry,
+    num_pages: int | None,
 ) -> None:
-    """Refuse a request if a step has no room for its canvas, or for one block where steps go in parts, or if the pool
-    could never hold its pages. ``num_pages``: those of the pool; None: not known yet."""
+    """Refuse a request if a step has no room for its canvas, or for one block where
+    steps go in parts, or if the pool could never hold its pages. ``num_pages``: those
+    of the pool; None: not known yet."""
     if spec.decision is not None:
-        num_rows = spec.canvas_length - (spec.blocks_start if engine.method.keeps_for_good else 0)
-        what, remedy = f"the {num_rows} positions of a decision's pass", "shorten the prompt, or ask for fewer fields"
+        num_rows = spec.canvas_length - (
+            spec.blocks_start if engine.method.keeps_for_good else 0
+        )
+        what, remedy = (
+            f"the {num_rows} positions of a decision's pass",
+            "shorten the prompt, or ask for fewer fields",
+        )
     elif engine.method.shortened is None:
-        num_rows, what, remedy = spec.canvas_length, f"a canvas of {spec.canvas_length}", "shorten prompt or response"
+        num_rows, what, remedy = (
+            spec.canvas_length,
+            f"a canvas of {spec.canvas_length}",
+            "shorten prompt or response",
+        )
     else:
-        num_rows, what, remedy = spec.block_length, f"block_length={spec.block_length}", "lower block_length"
+        num_rows, what, remedy = (
+            spec.block_length,
+            f"block_length={spec.block_length}",
+            "lower block_length",
+        )
     if num_rows > max_rows:
         raise InvalidRequestError(
-            f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; {remedy}, or raise "
-            f"max_num_batched_tokens"
+            f"{what}: a step has at most max_num_batched_tokens={max_rows} rows; "
+            f"{remedy}, or raise max_num_batched_tokens"
         )
-    if num_pages is not None and (demand := engine.method.page_demand(spec, geometry)) > num_pages:
-        retain_less = "lower retention_ratio, " if hasattr(engine.cache, "retention_ratio") else ""
+    if (
+        num_pages is not None
+        and (demand := engine.method.page_demand(spec, geometry)) > num_pages
+    ):
+        retain_less = (
+            "lower retention_ratio, "
+            if hasattr(engine.cache, "retention_ratio")
+            else ""
+        )
         raise InvalidRequestError(
-            f"the request needs {demand} pages ({geometry.num_layers} layers, page_size {engine.page_size}), the pool "
-            f"has {num_pages}; shorten prompt or response, {retain_less}or raise kv_cache_memory_bytes"
+            f"the request needs {demand} pages ({geometry.num_layers} layers, "
+            f"page_size {engine.page_size}), the pool has {num_pages}; shorten prompt "
+            f"or response, {retain_less}or raise kv_cache_memory_bytes"
         )

@@ -1,11 +1,15 @@
-"""The structured start: initial weights that roughly find a token's context in the prompt and copy from there.
+"""The structured start: initial weights that roughly find a token's context in the
+prompt and copy from there.
 
-The residual stream is cut into slots of equal width, one dimension that is the same for every token and, where there
-are mask tokens, one that marks them. Slot 0 holds the token itself. Head h of the first layer looks h + 1 positions
-back (the constant dimension and the RoPE phase make the attention peak there) and writes that token into slot h + 1.
-Heads of later layers compare some of these context slots between query and key, in the RoPE dimensions that turn
-slowest, and copy a token from the position they find into the output slot. The output head starts as a copy of the
-embedding that reads the output slot. Training changes all of it; without this start recall takes far longer to appear.
+The residual stream is cut into slots of equal width, one dimension that is the same for
+every token and, where there are mask tokens, one that marks them. Slot 0 holds the
+token itself. Head h of the first layer looks h + 1 positions back (the constant
+dimension and the RoPE phase make the attention peak there) and writes that token into
+slot h + 1. Heads of later layers compare some of these context slots between query and
+key, in the RoPE dimensions that turn slowest, and copy a token from the position they
+find into the output slot. The output head starts as a copy of the embedding that reads
+the output slot. Training changes all of it; without this start recall takes far longer
+to appear.
 """
 
 import math
@@ -22,14 +26,18 @@ from .samples import MASK, VOCAB_SIZE
 CONTEXT = 4
 """Tokens back that the first layer writes beside each token, one per head."""
 EMBEDDING_NORM = 5.0
-"""Scale of the residual stream, large next to one step of the optimizers: smaller ones wreck the start."""
+"""Scale of the residual stream, large next to one step of the optimizers: smaller ones
+wreck the start.
+"""
 
 
 @dataclass(frozen=True)
 class CopyHead:
-    """What a head of a later layer does at first: attend where slots agree, copy one slot from there to the output.
+    """What a head of a later layer does at first: attend where slots agree, copy one
+    slot from there to the output.
 
-    ``compare`` lists pairs (slot of the query, slot of the key) that should hold the same token.
+    ``compare`` lists pairs (slot of the query, slot of the key) that should hold the
+    same token.
     """
 
     compare: tuple[tuple[int, int], ...]
@@ -79,30 +87,60 @@ class Circuit:
         first, *later = blocks
         for head in range(CONTEXT):
             self._look_back(first, head, head + 1, settings)
-            self._copy_slot(first, head, source=0, target=head + 1, gain=0.35, settings=settings)
+            self._copy_slot(
+                first, head, source=0, target=head + 1, gain=0.35, settings=settings
+            )
         for block, heads in zip(later, self.later_heads, strict=True):
             for head, plan in enumerate(heads):
-                self._match_slots(block, head, plan.compare, gain=2.5, settings=settings)
-                self._copy_slot(block, head, plan.copied, self.output_slot, gain=0.3, settings=settings)
+                self._match_slots(
+                    block, head, plan.compare, gain=2.5, settings=settings
+                )
+                self._copy_slot(
+                    block,
+                    head,
+                    plan.copied,
+                    self.output_slot,
+                    gain=0.3,
+                    settings=settings,
+                )
 
     def _slot(self, index: int) -> slice:
         return slice(index * self.slot_width, (index + 1) * self.slot_width)
 
-    def _look_back(self, block: Any, head: int, distance: int, settings: ModelSettings) -> None:
-        """Make a head attend ``distance`` positions back, with the six RoPE pairs that turn fastest."""
+    def _look_back(
+        self, block: Any, head: int, distance: int, settings: ModelSettings
+    ) -> None:
+        """Make a head attend ``distance`` positions back, with the six RoPE pairs that
+        turn fastest.
+        """
         strength = 0.9
         start, half = head * settings.head_dim, settings.head_dim // 2
         for pair, frequency in enumerate(rope_frequencies(settings)[:6].tolist()):
             block.q_proj.weight[start + pair, self.constant_dim] = strength
-            block.k_proj.weight[start + pair, self.constant_dim] = strength * math.cos(distance * frequency)
-            block.k_proj.weight[start + half + pair, self.constant_dim] = strength * math.sin(distance * frequency)
+            block.k_proj.weight[start + pair, self.constant_dim] = strength * math.cos(
+                distance * frequency
+            )
+            block.k_proj.weight[start + half + pair, self.constant_dim] = (
+                strength * math.sin(distance * frequency)
+            )
 
     def _match_slots(
-        self, block: Any, head: int, compare: tuple[tuple[int, int], ...], gain: float, settings: ModelSettings
+        self,
+        block: Any,
+        head: int,
+        compare: tuple[tuple[int, int], ...],
+        gain: float,
+        settings: ModelSettings,
     ) -> None:
-        """Make a head attend where the given slots of query and key hold the same tokens, and not to masks."""
+        """Make a head attend where the given slots of query and key hold the same
+        tokens, and not to masks.
+        """
         start, half = head * settings.head_dim, settings.head_dim // 2
-        slow = [pair + part for pair in range(start + half // 2, start + half) for part in (0, half)]
+        slow = [
+            pair + part
+            for pair in range(start + half // 2, start + half)
+            for part in (0, half)
+        ]
         if self.marks_masks:
             last = slow.pop()
             block.q_proj.weight[last, self.constant_dim] = gain
@@ -110,24 +148,46 @@ class Circuit:
         for query_slot, key_slot in compare:
             projection = torch.empty(len(slow), self.slot_width)
             nn.init.orthogonal_(projection)
-            block.q_proj.weight[slow, self._slot(query_slot)] = gain / len(compare) ** 0.5 * projection
-            block.k_proj.weight[slow, self._slot(key_slot)] = gain / len(compare) ** 0.5 * projection
+            block.q_proj.weight[slow, self._slot(query_slot)] = (
+                gain / len(compare) ** 0.5 * projection
+            )
+            block.k_proj.weight[slow, self._slot(key_slot)] = (
+                gain / len(compare) ** 0.5 * projection
+            )
 
-    def _copy_slot(self, block: Any, head: int, source: int, target: int, gain: float, settings: ModelSettings) -> None:
-        """Make a head write slot ``source`` of the attended position into slot ``target``."""
+    def _copy_slot(
+        self,
+        block: Any,
+        head: int,
+        source: int,
+        target: int,
+        gain: float,
+        settings: ModelSettings,
+    ) -> None:
+        """Make a head write slot ``source`` of the attended position into slot
+        ``target``.
+        """
         start = head * settings.head_dim
         rows = slice(start, start + self.slot_width)
-        block.v_proj.weight[rows, self._slot(source)] = gain * torch.eye(self.slot_width)
-        block.attn_out.weight[self._slot(target), rows] = EMBEDDING_NORM * gain * torch.eye(self.slot_width)
+        block.v_proj.weight[rows, self._slot(source)] = gain * torch.eye(
+            self.slot_width
+        )
+        block.attn_out.weight[self._slot(target), rows] = (
+            EMBEDDING_NORM * gain * torch.eye(self.slot_width)
+        )
 
 
 def same_context(*slots: int) -> CopyHead:
-    """Find the place with the same tokens before it at these distances, and copy what stands there."""
+    """Find the place with the same tokens before it at these distances, and copy what
+    stands there.
+    """
     return CopyHead(tuple((slot, slot) for slot in slots))
 
 
 PREDECESSOR = CopyHead(compare=((1, 0),), copied=1)
-"""Find the token that stands before the query, and copy the one before it: one step of reversing a list."""
+"""Find the token that stands before the query, and copy the one before it: one step of
+reversing a list.
+"""
 DEMO_CIRCUIT = Circuit(
     slot_width=24,
     output_slot=0,
@@ -138,14 +198,21 @@ DEMO_CIRCUIT = Circuit(
     ),
     marks_masks=True,
 )
-FOLLOWING = tuple(CopyHead(tuple((back, back + 1) for back in range(length))) for length in range(1, 5))
+FOLLOWING = tuple(
+    CopyHead(tuple((back, back + 1) for back in range(length)))
+    for length in range(1, 5)
+)
 """Find where the last one to four tokens stood before, and copy what came next."""
 PRECEDING = CopyHead(((0, 1),), copied=2)
-"""Find where the last token stood before, and copy what came before it there: one step of reversing a list."""
+"""Find where the last token stood before, and copy what came before it there: one step
+of reversing a list.
+"""
 NEXT_ASKED = CopyHead(((0, 1), (4, 2)))
 """After "Ida=07,": find "Ida," and copy what comes next."""
 SEPARATOR = CopyHead(((3, 1),))
-"""After "Ida=07": find "Ida" and copy what comes next, a comma or the end of the question."""
+"""After "Ida=07": find "Ida" and copy what comes next, a comma or the end of the
+question.
+"""
 GUIDE_CIRCUIT = Circuit(
     slot_width=21,
     output_slot=CONTEXT + 1,  # a slot of its own: slot 0 is never empty here

@@ -1,4 +1,6 @@
-"""The network of the demo models: LLaDA's architecture, and what Llama and SDAR do differently."""
+"""The network of the demo models: LLaDA's architecture, and what Llama and SDAR do
+differently.
+"""
 
 from dataclasses import dataclass
 
@@ -30,32 +32,58 @@ class Block(nn.Module):
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        d, hidden, eps = settings.d_model, settings.mlp_hidden_size, settings.rms_norm_eps
+        d, hidden, eps = (
+            settings.d_model,
+            settings.mlp_hidden_size,
+            settings.rms_norm_eps,
+        )
         self.head_dim = settings.head_dim
         self.group = settings.n_heads // settings.n_kv_heads
-        query_width, kv_width = settings.n_heads * settings.head_dim, settings.n_kv_heads * settings.head_dim
+        query_width, kv_width = (
+            settings.n_heads * settings.head_dim,
+            settings.n_kv_heads * settings.head_dim,
+        )
         self.attn_norm = nn.RMSNorm(d, eps)
         self.q_proj = nn.Linear(d, query_width, bias=False)
         self.k_proj = nn.Linear(d, kv_width, bias=False)
         self.v_proj = nn.Linear(d, kv_width, bias=False)
         self.attn_out = nn.Linear(query_width, d, bias=False)
-        self.q_norm = nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        self.q_norm = (
+            nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        )
+        self.k_norm = (
+            nn.RMSNorm(settings.head_dim, eps) if settings.qk_norm else nn.Identity()
+        )
         self.ff_norm = nn.RMSNorm(d, eps)
         self.ff_proj = nn.Linear(d, hidden, bias=False)
         self.up_proj = nn.Linear(d, hidden, bias=False)
         self.ff_out = nn.Linear(hidden, d, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor | None, first_row: int = 0) -> Tensor:
-        """Map ``x`` [batch, length, d_model] to the new rows from ``first_row`` on; keys and values use all rows.
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        visible: Tensor | None,
+        first_row: int = 0,
+    ) -> Tensor:
+        """Map ``x`` [batch, length, d_model] to the new rows from ``first_row`` on;
+        keys and values use all rows.
 
         ``visible``, bool [length, length], says which keys each row sees; None: all.
         """
         normed = self.attn_norm(x)
         x, queries_from = x[:, first_row:], normed[:, first_row:]
-        q = rotate(self.q_norm(self._heads(self.q_proj(queries_from))), cos[first_row:], sin[first_row:])
+        q = rotate(
+            self.q_norm(self._heads(self.q_proj(queries_from))),
+            cos[first_row:],
+            sin[first_row:],
+        )
         k = rotate(self.k_norm(self._heads(self.k_proj(normed))), cos, sin)
-        k, v = (part.repeat_interleave(self.group, dim=1) for part in (k, self._heads(self.v_proj(normed))))
+        k, v = (
+            part.repeat_interleave(self.group, dim=1)
+            for part in (k, self._heads(self.v_proj(normed)))
+        )
         mask = None if visible is None else visible[first_row:]
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.attn_out(attended.transpose(1, 2).flatten(2))
@@ -68,7 +96,9 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply half-split RoPE to ``x`` [batch, heads, length, head_dim]; ``cos`` and ``sin`` [length, head_dim / 2]."""
+    """Apply half-split RoPE to ``x`` [batch, heads, length, head_dim]; ``cos`` and
+    ``sin`` [length, head_dim / 2].
+    """
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -80,7 +110,9 @@ def rope_frequencies(settings: ModelSettings) -> Tensor:
 
 
 class DemoModel(nn.Module):
-    """LLaDA's architecture. Attribute names give the published tensor names after ``model.transformer.``."""
+    """LLaDA's architecture. Attribute names give the published tensor names after
+    ``model.transformer.``.
+    """
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
@@ -91,15 +123,21 @@ class DemoModel(nn.Module):
         self.ff_out = nn.Linear(settings.d_model, VOCAB_SIZE, bias=False)
 
     def forward(self, canvas: Tensor, first_row: int = 0) -> Tensor:
-        """Final normalised hidden states [batch, length - first_row, d_model] of the rows from ``first_row`` on.
+        """Final normalised hidden states [batch, length - first_row, d_model] of the
+        rows from ``first_row`` on.
 
-        The last layer is computed for these rows only: nobody needs predictions inside the prompt.
+        The last layer is computed for these rows only: nobody needs predictions inside
+        the prompt.
         """
         positions = torch.arange(canvas.shape[1])
         return self.compute(canvas, positions, self.visible(positions), first_row)
 
-    def compute(self, tokens: Tensor, positions: Tensor, visible: Tensor | None, first_row: int) -> Tensor:
-        """``forward`` for rows that stand at ``positions`` and see the rows that ``visible`` says."""
+    def compute(
+        self, tokens: Tensor, positions: Tensor, visible: Tensor | None, first_row: int
+    ) -> Tensor:
+        """``forward`` for rows that stand at ``positions`` and see the rows that
+        ``visible`` says.
+        """
         angles = positions.float()[:, None] * rope_frequencies(self.settings)
         cos, sin = angles.cos(), angles.sin()
         x = self.wte(tokens)
@@ -117,7 +155,8 @@ class Guide(DemoModel):
 
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__(settings)
-        # Drawn a second time: the shipped weights depend on this order of random numbers.
+        # Drawn a second time: the shipped weights depend on this order of random
+        # numbers.
         self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.n_layers))
 
     def visible(self, positions: Tensor) -> Tensor:
@@ -125,25 +164,33 @@ class Guide(DemoModel):
 
 
 class BlockModel(DemoModel):
-    """The same with attention that is causal between blocks: SDAR under LLaDA's attribute names.
+    """The same with attention that is causal between blocks: SDAR under LLaDA's
+    attribute names.
 
-    Blocks are counted from position 0, so a block may hold the end of the prompt and the start of the response.
+    Blocks are counted from position 0, so a block may hold the end of the prompt and
+    the start of the response.
     """
 
     def visible(self, positions: Tensor) -> Tensor:
         return positions[:, None] // BLOCK_LENGTH >= positions // BLOCK_LENGTH
 
     def denoise(self, clean: Tensor, noisy: Tensor, first_row: int) -> Tensor:
-        """Hidden states [batch, length - first_row, d_model] of the rows of ``noisy`` [batch, length] from
-        ``first_row`` on, which starts a block.
+        """Hidden states [batch, length - first_row, d_model] of the rows of ``noisy``
+        [batch, length] from ``first_row`` on, which starts a block.
 
-        One pass for all blocks: a noisy row sees the noisy rows of its own block, and of the blocks before it the rows
-        of the ``clean`` canvas, as if each block were being decoded.
+        One pass for all blocks: a noisy row sees the noisy rows of its own block, and
+        of the blocks before it the rows of the ``clean`` canvas, as if each block were
+        being decoded.
         """
         length = clean.shape[1]
         position = torch.arange(length)
         positions = torch.cat([position, position[first_row:]])
-        block, is_noisy = positions // BLOCK_LENGTH, torch.arange(len(positions)) >= length
+        block, is_noisy = (
+            positions // BLOCK_LENGTH,
+            torch.arange(len(positions)) >= length,
+        )
         same, before = block[:, None] == block, block[:, None] > block
         visible = (same & (is_noisy[:, None] == is_noisy)) | (before & ~is_noisy)
-        return self.compute(torch.cat([clean, noisy[:, first_row:]], dim=1), positions, visible, length)
+        return self.compute(
+            torch.cat([clean, noisy[:, first_row:]], dim=1), positions, visible, length
+        )

@@ -1,4 +1,6 @@
-"""The three models: what each starts from, what it is trained to predict, and the files that it is saved in."""
+"""The three models: what each starts from, what it is trained to predict, and the files
+that it is saved in.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -16,14 +18,23 @@ from dllm_engine.demo import DEMO_BLOCKS_DIR, DEMO_GUIDE_DIR, DEMO_MODEL_DIR
 
 from .circuit import DEMO_CIRCUIT, GUIDE_CIRCUIT
 from .network import BlockModel, DemoModel, Guide, ModelSettings
-from .samples import BLOCK_LENGTH, GEN_LENGTH, MASK, Batch, SampleStream, train_tokenizer
+from .samples import (
+    BLOCK_LENGTH,
+    GEN_LENGTH,
+    MASK,
+    Batch,
+    SampleStream,
+    train_tokenizer,
+)
 from .training import Loss, train
 
 MIN_MASK_RATIO = 0.05
 BLOCK_MASKED_SHARE = 0.4
 """Share of samples masked the way block decoding meets them."""
 HEAD_NORM = 2.0
-"""First weights of the norms of queries and keys: about the scale that these have in the demo model."""
+"""First weights of the norms of queries and keys: about the scale that these have in
+the demo model.
+"""
 LLAMA_NAMES = {
     "wte": "model.embed_tokens",
     "ln_f": "model.norm",
@@ -35,7 +46,9 @@ LLAMA_NAMES = {
     "blocks.up_proj": "mlp.up_proj",
     "blocks.ff_out": "mlp.down_proj",
 }
-"""Modules of Llama and SDAR; those of a layer that are not here have LLaDA's names, in ``self_attn``."""
+"""Modules of Llama and SDAR; those of a layer that are not here have LLaDA's names, in
+``self_attn``.
+"""
 
 
 def llada_name(name: str) -> str:
@@ -74,26 +87,33 @@ def answer_loss(
         num_hidden: Each token's weight is divided by it, [tokens].
         total: What the sum is divided by; None: the sum of the weights.
     """
-    token_loss = F.cross_entropy(model.ff_out(hidden), batch.tokens[:, positions][chosen], reduction="none")
+    token_loss = F.cross_entropy(
+        model.ff_out(hidden), batch.tokens[:, positions][chosen], reduction="none"
+    )
     in_answer = (positions < batch.answer_ends[:, None])[chosen]
     weight = torch.where(in_answer, 1.0, tail_weight) / num_hidden
     recall = in_answer & batch.is_recall[:, None].expand_as(chosen)[chosen]
-    loss: Tensor = (weight * token_loss).sum() / (weight.sum() if total is None else total)
+    loss: Tensor = (weight * token_loss).sum() / (
+        weight.sum() if total is None else total
+    )
     return loss, (float(token_loss.detach()[recall].sum()), int(recall.sum()))
 
 
 def draw_ratios(shape: tuple[int, ...], generator: Generator) -> Tensor:
     """Mask ratios, uniform and stratified over the batch."""
     size = torch.Size(shape).numel()
-    strata = torch.randperm(size, generator=generator) + torch.rand(1, generator=generator)
+    strata = torch.randperm(size, generator=generator) + torch.rand(
+        1, generator=generator
+    )
     return (strata / size).clamp(min=MIN_MASK_RATIO).view(shape)
 
 
 def draw_masks(batch: Batch, generator: Generator) -> Tensor:
-    """Choose the response tokens to hide, bool [batch, length]; at least one per sample.
+    """Choose the response tokens to hide, bool [batch, length]; at least one per
+    sample.
 
-    In ``BLOCK_MASKED_SHARE`` of the samples a random block is masked with the sample's ratio, everything before it is
-    clean and everything after it masked.
+    In ``BLOCK_MASKED_SHARE`` of the samples a random block is masked with the sample's
+    ratio, everything before it is clean and everything after it masked.
     """
     size, length = batch.tokens.shape
     ratio = draw_ratios((size, 1), generator)
@@ -113,52 +133,86 @@ def draw_masks(batch: Batch, generator: Generator) -> Tensor:
     return masked
 
 
-def masked_loss(model: DemoModel, batch: Batch, generator: Generator, tail_weight: float) -> Loss:
-    """Cross-entropy of the hidden tokens, averaged per sample by how many were hidden, then over the batch.
+def masked_loss(
+    model: DemoModel, batch: Batch, generator: Generator, tail_weight: float
+) -> Loss:
+    """Cross-entropy of the hidden tokens, averaged per sample by how many were hidden,
+    then over the batch.
 
-    Dividing by the number hidden does what the 1/t of the diffusion objective does, with less variance.
+    Dividing by the number hidden does what the 1/t of the diffusion objective does,
+    with less variance.
     """
     masked = draw_masks(batch, generator)
     first_row = int(batch.prompt_lengths.min())
     hidden = model(batch.tokens.masked_fill(masked, MASK), first_row)
-    masked, positions = masked[:, first_row:], torch.arange(first_row, batch.tokens.shape[1])
+    masked, positions = (
+        masked[:, first_row:],
+        torch.arange(first_row, batch.tokens.shape[1]),
+    )
     num_hidden = masked.sum(dim=1, keepdim=True).expand_as(masked)[masked]
-    settings: dict[str, Any] = {"tail_weight": tail_weight, "num_hidden": num_hidden, "total": len(masked)}
+    settings: dict[str, Any] = {
+        "tail_weight": tail_weight,
+        "num_hidden": num_hidden,
+        "total": len(masked),
+    }
     return answer_loss(model, hidden[masked], batch, positions, masked, **settings)
 
 
-def block_loss(model: BlockModel, batch: Batch, generator: Generator, tail_weight: float) -> Loss:
-    """Cross-entropy of hidden tokens, where every block of every response has a mask ratio of its own.
+def block_loss(
+    model: BlockModel, batch: Batch, generator: Generator, tail_weight: float
+) -> Loss:
+    """Cross-entropy of hidden tokens, where every block of every response has a mask
+    ratio of its own.
 
-    Each canvas goes through twice in one pass, as in BD3-LM and SDAR: clean, and with masks. A block's tokens count by
-    how many of it were hidden. Blocks behind the longest answer of the batch are left out: decoding ends before them.
+    Each canvas goes through twice in one pass, as in BD3-LM and SDAR: clean, and with
+    masks. A block's tokens count by how many of it were hidden. Blocks behind the
+    longest answer of the batch are left out: decoding ends before them.
     """
     first_row = int(batch.prompt_lengths.min()) // BLOCK_LENGTH * BLOCK_LENGTH
     end = -(-int(batch.answer_ends.max()) // BLOCK_LENGTH) * BLOCK_LENGTH
     clean, positions = batch.tokens[:, :end], torch.arange(first_row, end)
 
-    ratio = draw_ratios((len(clean), len(positions) // BLOCK_LENGTH), generator).repeat_interleave(BLOCK_LENGTH, dim=1)
+    ratio = draw_ratios(
+        (len(clean), len(positions) // BLOCK_LENGTH), generator
+    ).repeat_interleave(BLOCK_LENGTH, dim=1)
     noise = torch.rand(ratio.shape, generator=generator)
     masked = (positions >= batch.prompt_lengths[:, None]) & (noise < ratio)
 
     noisy = clean.clone()
     noisy[:, first_row:][masked] = MASK
     hidden = model.denoise(clean, noisy, first_row)[masked]
-    num_hidden = masked.unflatten(1, (-1, BLOCK_LENGTH)).sum(dim=-1).repeat_interleave(BLOCK_LENGTH, dim=1)[masked]
-    return answer_loss(model, hidden, batch, positions, masked, tail_weight=tail_weight, num_hidden=num_hidden)
+    num_hidden = (
+        masked.unflatten(1, (-1, BLOCK_LENGTH))
+        .sum(dim=-1)
+        .repeat_interleave(BLOCK_LENGTH, dim=1)[masked]
+    )
+    return answer_loss(
+        model,
+        hidden,
+        batch,
+        positions,
+        masked,
+        tail_weight=tail_weight,
+        num_hidden=num_hidden,
+    )
 
 
-def next_token_loss(model: Guide, batch: Batch, generator: Generator, tail_weight: float) -> Loss:
-    """Mean cross-entropy of the response tokens, each predicted from the true tokens before it.
+def next_token_loss(
+    model: Guide, batch: Batch, generator: Generator, tail_weight: float
+) -> Loss:
+    """Mean cross-entropy of the response tokens, each predicted from the true tokens
+    before it.
 
-    End-of-text tokens after the first count little, but count: a draft fills its canvas with them, so the guide must
-    foresee them too.
+    End-of-text tokens after the first count little, but count: a draft fills its canvas
+    with them, so the guide must foresee them too.
     """
     first_row = int(batch.prompt_lengths.min()) - 1
     positions = torch.arange(first_row + 1, batch.tokens.shape[1])
     in_response = positions >= batch.prompt_lengths[:, None]
     hidden = model(batch.tokens[:, :-1], first_row)[in_response]
-    return answer_loss(model, hidden, batch, positions, in_response, tail_weight=tail_weight)
+    return answer_loss(
+        model, hidden, batch, positions, in_response, tail_weight=tail_weight
+    )
 
 
 # Recipes
@@ -166,12 +220,16 @@ def next_token_loss(model: Guide, batch: Batch, generator: Generator, tail_weigh
 
 @torch.no_grad()
 def start_from_demo(model: DemoModel) -> None:
-    """Set the weights of ``model`` to those of the demo model, which has the same layers up to what SDAR adds.
+    """Set the weights of ``model`` to those of the demo model, which has the same
+    layers up to what SDAR adds.
 
-    Its heads become the first query head of each group; the other query heads start as noise.
+    Its heads become the first query head of each group; the other query heads start as
+    noise.
     """
     settings, demo = model.settings, load_file(DEMO_MODEL_DIR / "model.safetensors")
-    heads = torch.arange(settings.n_heads * settings.head_dim).view(settings.n_kv_heads, -1, settings.head_dim)
+    heads = torch.arange(settings.n_heads * settings.head_dim).view(
+        settings.n_kv_heads, -1, settings.head_dim
+    )
     first = heads[:, 0].flatten()
     for name, parameter in model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
@@ -202,12 +260,16 @@ class Recipe:
     tail_weight: float = 0.1
     """Weight in the loss of end-of-text tokens after the first."""
     stages: tuple[int, ...] = (6, 16, 40)
-    """Largest number of pairs per stage; the next stage starts once the recall loss is low enough."""
+    """Largest number of pairs per stage; the next stage starts once the recall loss is
+    low enough.
+    """
     stage_loss: float = 0.0
     muon_lr: float = 0.005
     adam_lr: float = 3e-3
     long_response_share: float = 0.15
-    """Share of samples with a response of 64 or 128 tokens in place of 32, all but the answer being end-of-text."""
+    """Share of samples with a response of 64 or 128 tokens in place of 32, all but the
+    answer being end-of-text.
+    """
 
     def run(self, out: Path) -> None:
         """Train the model and write its checkpoint folder."""
@@ -223,7 +285,9 @@ class Recipe:
         generator = Generator().manual_seed(self.seed)
         train(
             model,
-            SampleStream(tokenizer, self.seed, self.stages[0], self.long_response_share),
+            SampleStream(
+                tokenizer, self.seed, self.stages[0], self.long_response_share
+            ),
             lambda batch: self.loss(model, batch, generator, self.tail_weight),
             steps=self.steps,
             muon_lr=self.muon_lr,
@@ -231,7 +295,10 @@ class Recipe:
             stages=self.stages[1:],
             stage_loss=self.stage_loss,
         )
-        tensors = {self.tensor_name(name): p.detach().bfloat16() for name, p in model.named_parameters()}
+        tensors = {
+            self.tensor_name(name): p.detach().bfloat16()
+            for name, p in model.named_parameters()
+        }
         save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -271,7 +338,8 @@ RECIPES = {
         tensor_name=llama_name,
         steps=3000,
         seed=1,
-        # Names and signs of an answer are easy to foresee, so the mean is lower than for masks.
+        # Names and signs of an answer are easy to foresee, so the mean is lower than
+        # for masks.
         stage_loss=0.35,
     ),
 }

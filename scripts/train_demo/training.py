@@ -13,7 +13,9 @@ from .samples import Batch, SampleStream
 WARMUP_STEPS = 50
 
 Loss = tuple[Tensor, tuple[float, int]]
-"""The loss, and sum and count of the cross-entropy over the answers of recall samples, for the curriculum."""
+"""The loss, and sum and count of the cross-entropy over the answers of recall samples,
+for the curriculum.
+"""
 
 
 def train(
@@ -27,16 +29,20 @@ def train(
     stages: Sequence[int],
     stage_loss: float,
 ) -> None:
-    """Train ``model`` in place. The stream's prompts grow to the next of ``stages`` once the recall loss is below
-    ``stage_loss``."""
+    """Train ``model`` in place. The stream's prompts grow to the next of ``stages``
+    once the recall loss is below ``stage_loss``."""
     matrices = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    others = [
+        p for p in model.parameters() if all(p is not matrix for matrix in matrices)
+    ]
     optimizers = [
         Muon(matrices, lr=muon_lr),
         torch.optim.AdamW(others, lr=adam_lr, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / WARMUP_STEPS, 1 - step / steps))
+        torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min((step + 1) / WARMUP_STEPS, 1 - step / steps)
+        )
         for optimizer in optimizers
     ]
     loss_mean, recall_mean, left = FadingMean(), FadingMean(), iter(stages)
@@ -55,7 +61,9 @@ def train(
             recall_mean = FadingMean()
         if step % 100 == 0:
             means = f"loss {loss_mean.value:.3f}  recall loss {recall_mean.value:.3f}"
-            print(f"step {step:5d}  {means}  pairs up to {stream.max_pairs}", flush=True)
+            print(
+                f"step {step:5d}  {means}  pairs up to {stream.max_pairs}", flush=True
+            )
 
 
 class FadingMean:
@@ -76,33 +84,51 @@ class FadingMean:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update of each matrix is replaced by the nearest orthogonal matrix (Jordan et al., 2024).
+    """Momentum whose update of each matrix is replaced by the nearest orthogonal matrix
+    (Jordan et al., 2024).
 
-    Matrices of one shape (up to transposition) are orthogonalised together, which costs far less on a CPU.
+    Matrices of one shape (up to transposition) are orthogonalised together, which costs
+    far less on a CPU.
     """
 
-    def __init__(self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+    def __init__(
+        self, matrices: list[nn.Parameter], lr: float, momentum: float = 0.95
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # takes no closure
         for group in self.param_groups:
-            by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = defaultdict(list)
+            by_shape: dict[tuple[int, int], list[tuple[nn.Parameter, Tensor]]] = (
+                defaultdict(list)
+            )
             for parameter in group["params"]:
-                velocity = self.state[parameter].setdefault("velocity", torch.zeros_like(parameter))
+                velocity = self.state[parameter].setdefault(
+                    "velocity", torch.zeros_like(parameter)
+                )
                 velocity.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(velocity, group["momentum"])
-                by_shape[min(update.shape), max(update.shape)].append((parameter, update))
+                by_shape[min(update.shape), max(update.shape)].append(
+                    (parameter, update)
+                )
             for entries in by_shape.values():
-                wide = torch.stack([u if u.shape[0] <= u.shape[1] else u.mT for _, u in entries])
-                for (parameter, update), new in zip(entries, orthogonalise(wide), strict=True):
+                wide = torch.stack(
+                    [u if u.shape[0] <= u.shape[1] else u.mT for _, u in entries]
+                )
+                for (parameter, update), new in zip(
+                    entries, orthogonalise(wide), strict=True
+                ):
                     rows, columns = update.shape
                     scale = max(1.0, rows / columns) ** 0.5
-                    parameter.add_(new if rows <= columns else new.mT, alpha=-group["lr"] * scale)
+                    parameter.add_(
+                        new if rows <= columns else new.mT, alpha=-group["lr"] * scale
+                    )
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Push the singular values of ``matrices`` [count, rows <= columns] towards 1 by a quintic Newton-Schulz."""
+    """Push the singular values of ``matrices`` [count, rows <= columns] towards 1 by a
+    quintic Newton-Schulz.
+    """
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(iterations):

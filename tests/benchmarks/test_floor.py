@@ -16,7 +16,11 @@ from tests.support.plans import resolved, spec_of
 
 PROMPT, RESPONSE, BLOCK = 40, 16, 8
 CANVAS = PROMPT + RESPONSE
-ATTENTION, MLP, EXPERTS = ("qkv_proj", "out_proj"), ("mlp.gate_up_proj", "mlp.down_proj"), ("mlp",)
+ATTENTION, MLP, EXPERTS = (
+    ("qkv_proj", "out_proj"),
+    ("mlp.gate_up_proj", "mlp.down_proj"),
+    ("mlp",),
+)
 
 
 def plan_of(method: str, step: int, **cache_options):
@@ -46,24 +50,53 @@ def test_keys_are_those_that_a_row_attends_to(method, options, step, rows, keys)
 
 
 def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
-    spec = spec_of(prompt_length=10, gen_length=6, block_length=4, attention="block_causal", steps=6)
+    spec = spec_of(
+        prompt_length=10,
+        gen_length=6,
+        block_length=4,
+        attention="block_causal",
+        steps=6,
+    )
     plans = [plan for plan, _ in CACHE_METHODS["block"].steps(spec)]
-    seen = [(plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4)) for plan in plans]
+    seen = [
+        (plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4))
+        for plan in plans
+    ]
     assert seen == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
-def test_a_floor_runs_each_linear_layer_once_on_all_rows(engines, request, family, monkeypatch):
-    model, rows_of, names = runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model, Counter(), []
+def test_a_floor_runs_each_linear_layer_once_on_all_rows(
+    engines, request, family, monkeypatch
+):
+    model, rows_of, names = (
+        runner_of(engines(request.getfixturevalue(f"tiny_{family}"))).model,
+        Counter(),
+        [],
+    )
     for i, layer in enumerate(model.layers):
-        for part in (*ATTENTION, *(MLP if hasattr(layer.mlp, "down_proj") else EXPERTS)):
+        for part in (
+            *ATTENTION,
+            *(MLP if hasattr(layer.mlp, "down_proj") else EXPERTS),
+        ):
             names.append(f"{i}.{part}")
-            count = lambda _, inputs, name=names[-1]: rows_of.update([(name, len(inputs[0]))])  # noqa: E731
-            request.addfinalizer(layer.get_submodule(part).register_forward_pre_hook(count).remove)
+
+            def count(_, inputs, name=names[-1]):
+                rows_of[name] = len(inputs[0])
+
+            request.addfinalizer(
+                layer.get_submodule(part).register_forward_pre_hook(count).remove
+            )
     head = model.lm_head.quant_method
     apply = head.apply
-    monkeypatch.setattr(head, "apply", lambda of, x, *rest: rows_of.update([("head", len(x))]) or apply(of, x, *rest))
-    seconds = Floor(model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)).seconds()
+    monkeypatch.setattr(
+        head,
+        "apply",
+        lambda of, x, *rest: rows_of.update([("head", len(x))]) or apply(of, x, *rest),
+    )
+    seconds = Floor(
+        model, PassShape(((8, 56), (8, 56), (56, 56)), head_rows=5)
+    ).seconds()
     assert seconds > 0
     assert rows_of == dict.fromkeys([*((name, 72) for name in names), ("head", 5)], 1)
 
@@ -80,7 +113,9 @@ def run_watched(llm, num_requests=2):
     seen = []
     params = DiffusionParams(gen_length=RESPONSE, block_length=BLOCK, ignore_eos=True)
     for i in range(num_requests):
-        llm.llm_engine.add_request(str(i), {"prompt_token_ids": [5 + i] * SHORT}, params)
+        llm.llm_engine.add_request(
+            str(i), {"prompt_token_ids": [5 + i] * SHORT}, params
+        )
     while llm.llm_engine.has_unfinished_requests():
         seen += observed_step(llm).passes
     assert_nothing_left(llm)
@@ -96,14 +131,24 @@ def test_passes_are_seen_with_their_kinds_and_shapes(engines, tiny_llada):
     assert seen[0].shape.requests == ((SHORT_CANVAS, SHORT_CANVAS),) * 2
     assert seen[2].shape.requests == ((BLOCK, retained + BLOCK),) * 2
     # One token of each request's block per step.
-    assert [forward.shape.head_rows for forward in seen] == [2 * left for left in range(8, 0, -1)] * 2
+    assert [forward.shape.head_rows for forward in seen] == [
+        2 * left for left in range(8, 0, -1)
+    ] * 2
     assert runner_of(llm).denoiser.forward == forward
 
 
 def test_passes_that_keep_a_finished_block_are_updates(engines, tiny_sdar):
     seen = run_watched(engines(tiny_sdar, enable_prefix_caching=False))
-    assert [forward.kind for forward in seen] == ["whole", *["reuse"] * 7, "update", *["reuse"] * 7]
-    rows, keys = zip(*(forward.shape.requests[0] for forward in (seen[0], seen[1], seen[8])), strict=True)
+    assert [forward.kind for forward in seen] == [
+        "whole",
+        *["reuse"] * 7,
+        "update",
+        *["reuse"] * 7,
+    ]
+    rows, keys = zip(
+        *(forward.shape.requests[0] for forward in (seen[0], seen[1], seen[8])),
+        strict=True,
+    )
     assert rows == (SHORT + BLOCK, BLOCK, 2 * BLOCK)
     assert keys == (20, SHORT + BLOCK, SHORT + 3 * BLOCK // 2)
 
@@ -120,7 +165,11 @@ def test_rows_are_those_that_layers_compute(engines, tiny_llada):
 def test_time_in_the_model_is_part_of_a_dispatch(engines, tiny_llada, method):
     llm = engines(tiny_llada, cache_method=method)
     inner = InnerTime(llm)
-    llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * SHORT}, DiffusionParams(gen_length=4, block_length=4))
+    llm.llm_engine.add_request(
+        "one",
+        {"prompt_token_ids": [5] * SHORT},
+        DiffusionParams(gen_length=4, block_length=4),
+    )
     with inner.watching():
         start = time.perf_counter()
         llm.llm_engine.step()

@@ -18,7 +18,15 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
     path = os.pathsep.join([str(preloaded_programs()), os.environ["PATH"]])
     ran = subprocess.run(
-        [CHECKOUT / "benchmarks" / "gpu.sh", "--stages", "2", "--model", "llada-8b/32", "--output", tmp_path],
+        [
+            CHECKOUT / "benchmarks" / "gpu.sh",
+            "--stages",
+            "2",
+            "--model",
+            "llada-8b/32",
+            "--output",
+            tmp_path,
+        ],
         env=os.environ | {"PATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -27,7 +35,10 @@ def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
     assert ran.returncode == 1, ran.stdout
     assert "cuda_graphs=True needs a GPU" in ran.stdout
     figures = json.loads((tmp_path / "launched.json").read_text())["figures"]
-    assert {(row["method"], row["kind"]) for row in figures} >= {("none", "whole"), ("dual", "reuse")}
+    assert {(row["method"], row["kind"]) for row in figures} >= {
+        ("none", "whole"),
+        ("dual", "reuse"),
+    }
     assert all(row["floor_over_step"] > 0 for row in figures)
     launched, recorded = (tmp_path / "summary.txt").read_text().splitlines()
     assert " ok " in launched
@@ -35,7 +46,9 @@ def test_a_command_that_fails_does_not_stop_the_others(tmp_path):
 
 
 def test_an_unknown_option_prints_what_there_is():
-    ran = subprocess.run([CHECKOUT / "benchmarks" / "gpu.sh", "--help"], capture_output=True, text=True)
+    ran = subprocess.run(
+        [CHECKOUT / "benchmarks" / "gpu.sh", "--help"], capture_output=True, text=True
+    )
     assert ran.returncode == 2
     assert "benchmarks/gpu.sh [--output FOLDER]" in ran.stderr
     assert "set -euo" not in ran.stderr

@@ -15,14 +15,20 @@ def demo(engines):
 
 @pytest.fixture(autouse=True)
 def nothing_logged(monkeypatch):
-    """As in a process of its own, where a command silences vLLM before it is imported."""
+    """As in a process of its own, where a command silences vLLM before
+    it is imported.
+    """
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [logging.NullHandler()])
-    monkeypatch.setattr("vllm.engine.arg_utils.configure_logging_if_needed", lambda config: None)
+    monkeypatch.setattr(
+        "vllm.engine.arg_utils.configure_logging_if_needed", lambda config: None
+    )
 
 
 @pytest.fixture
 def started(demo, monkeypatch):
-    """Every engine of `dllm eval` and `dllm tune` is the demo's; holds the arguments that they were asked for with."""
+    """Every engine of `dllm eval` and `dllm tune` is the demo's; holds the arguments
+    that they were asked for with.
+    """
     settings = []
 
     def load(arguments):

@@ -1,4 +1,6 @@
-"""Input and output files of a batch run: an interrupted run goes on, nothing is lost or doubled."""
+"""Input and output files of a batch run: an interrupted run goes on, nothing is lost or
+doubled.
+"""
 
 import json
 import multiprocessing
@@ -7,7 +9,13 @@ import signal
 
 import pytest
 
-from dllm_engine.batch import BatchRequest, InputLine, ResultFile, read_input, settings_digest
+from dllm_engine.batch import (
+    BatchRequest,
+    InputLine,
+    ResultFile,
+    read_input,
+    settings_digest,
+)
 from dllm_engine.text import one_line
 
 SETTINGS = settings_digest({"model": "demo"})
@@ -33,13 +41,23 @@ def indices(output):
 def test_blank_lines_are_skipped_but_counted(tmp_path):
     file = tmp_path / "in.jsonl"
     file.write_bytes(b'{"prompt": "a"}\r\n\n  \n{"prompt": "b"}')
-    assert read_input(file) == [InputLine(0, b'{"prompt": "a"}'), InputLine(3, b'{"prompt": "b"}')]
+    assert read_input(file) == [
+        InputLine(0, b'{"prompt": "a"}'),
+        InputLine(3, b'{"prompt": "b"}'),
+    ]
 
 
 def test_requests_are_parsed():
     messages = {"messages": [{"role": "user", "content": "a", "name": "Tom"}]}
-    for asked in ({"prompt": "a"}, {"prompt": "", "id": "x"}, {"prompt": "a", "id": 7}, messages):
-        assert BatchRequest.model_validate_json(json.dumps(asked | {"answer": "b"})) == BatchRequest(**asked)
+    for asked in (
+        {"prompt": "a"},
+        {"prompt": "", "id": "x"},
+        {"prompt": "a", "id": 7},
+        messages,
+    ):
+        assert BatchRequest.model_validate_json(
+            json.dumps(asked | {"answer": "b"})
+        ) == BatchRequest(**asked)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +66,19 @@ def test_requests_are_parsed():
         *((text, "Invalid JSON") for text in (b"{", b"\xff", b"[" * 100_000)),
         (b'"a"', "Input should be an object"),
         (b"{}", "either 'prompt' or 'messages'"),
-        (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "either 'prompt' or 'messages'"),
+        (
+            b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}',
+            "either 'prompt' or 'messages'",
+        ),
         (b'{"prompt": 1}', "prompt: Input should be a valid string"),
         (b'{"prompt": "a", "id": [1]}', "id: Input should be a valid"),
         (b'{"messages": []}', "messages: List should have at least 1 item"),
         (b'{"messages": ["a"]}', "messages: Input should be"),
         (b'{"messages": [{"content": "a"}]}', "messages: Field required"),
-        (b'{"messages": [{"role": "user", "content": 1}]}', "messages: Input should be a valid string"),
+        (
+            b'{"messages": [{"role": "user", "content": 1}]}',
+            "messages: Input should be a valid string",
+        ),
     ],
 )
 def test_bad_lines_say_what_is_wrong(text, problem):
@@ -85,12 +109,18 @@ def test_records_in_any_order_count_and_lines_added_to_the_input_are_done_later(
 @pytest.mark.parametrize(
     ("lines", "settings", "problem"),
     [
-        ([InputLine(0, b'{"prompt": "Shout 0"}'), *LINES[1:]], SETTINGS, "line 1 was made from another input"),
+        (
+            [InputLine(0, b'{"prompt": "Shout 0"}'), *LINES[1:]],
+            SETTINGS,
+            "line 1 was made from another input",
+        ),
         (LINES[1:], SETTINGS, "line 1 was made from another input"),
         (LINES, settings_digest({"model": "other"}), "another model or other settings"),
     ],
 )
-def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings, problem):
+def test_an_output_of_something_else_is_refused_and_kept(
+    output, lines, settings, problem
+):
     write(output, LINES)
     before = output.read_bytes()
     with pytest.raises(ValueError, match=problem):
@@ -101,7 +131,10 @@ def test_an_output_of_something_else_is_refused_and_kept(output, lines, settings
         ResultFile(output, LINES, SETTINGS)
 
 
-@pytest.mark.parametrize("content", [b"my notes", b'{"a": 1}\n', b'{"index": "x", "input_hash": 1}\n', b"\n", b"7\n"])
+@pytest.mark.parametrize(
+    "content",
+    [b"my notes", b'{"a": 1}\n', b'{"index": "x", "input_hash": 1}\n', b"\n", b"7\n"],
+)
 def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
     output.write_bytes(content)
     with pytest.raises(ValueError, match="not a record"):
@@ -110,7 +143,10 @@ def test_a_file_that_is_no_output_is_refused_and_kept(output, content):
 
 
 def test_two_runs_cannot_write_one_file(output):
-    with ResultFile(output, LINES, SETTINGS), pytest.raises(ValueError, match="another run is writing"):
+    with (
+        ResultFile(output, LINES, SETTINGS),
+        pytest.raises(ValueError, match="another run is writing"),
+    ):
         ResultFile(output, LINES, SETTINGS)
     write(output, LINES)
     assert indices(output) == [0, 1, 3]
@@ -137,7 +173,9 @@ def test_an_engine_that_outlives_its_run_does_not_keep_the_output(output):
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(output, at_once):
+def test_a_disk_that_fills_up_midway_leaves_whole_records_and_a_torn_one(
+    output, at_once
+):
     """A limit on the size of files cuts a write short like a full disk."""
     write(output, LINES)
     complete = output.read_bytes()

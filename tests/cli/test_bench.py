@@ -12,14 +12,26 @@ from tests.support.plans import FULL_METHODS
 
 @pytest.fixture(autouse=True)
 def loaded(engines, monkeypatch):
-    """The benchmark's engines are those of the session; holds the arguments that they were asked for with."""
+    """The benchmark's engines are those of the session; holds the arguments that they
+    were asked for with.
+    """
     arguments_of = []
 
     def load(arguments):
         arguments_of.append(arguments)
-        limits = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_memory_bytes": 64 << 20}
+        limits = {
+            "max_num_seqs": 4,
+            "max_model_len": 256,
+            "kv_cache_memory_bytes": 64 << 20,
+        }
         method = arguments["cache_method"]
-        llm = engines("demo", cache_method=method, skip_tokenizer_init=False, trace=False, **limits)
+        llm = engines(
+            "demo",
+            cache_method=method,
+            skip_tokenizer_init=False,
+            trace=False,
+            **limits,
+        )
         monkeypatch.setattr(llm.llm_engine.engine_core, "shutdown", lambda: None)
         return llm
 
@@ -29,7 +41,9 @@ def loaded(engines, monkeypatch):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """``measured(*arguments)``: the combinations and the workloads that a command line asks for."""
+    """``measured(*arguments)``: the combinations and the workloads that a command line
+    asks for.
+    """
 
     def measured(*arguments):
         asked = []
@@ -47,40 +61,105 @@ def measured(monkeypatch):
 
 def test_a_run_prints_a_table_and_writes_figures(loaded, tmp_path, capsys):
     output = tmp_path / "result.json"
-    small = ["--batch", "1,2", "--prompt", "32", "--response", "16", "--repeats", "1", "--output", str(output)]
+    small = [
+        "--batch",
+        "1,2",
+        "--prompt",
+        "32",
+        "--response",
+        "16",
+        "--repeats",
+        "1",
+        "--output",
+        str(output),
+    ]
     rules = ("one", "threshold=0.9")
-    assert main(["bench", "--methods", "none,dual", "--unmasking", "one,threshold=0.9,steps=99", *small]) == 1
+    assert (
+        main(
+            [
+                "bench",
+                "--methods",
+                "none,dual",
+                "--unmasking",
+                "one,threshold=0.9,steps=99",
+                *small,
+            ]
+        )
+        == 1
+    )
     printed = capsys.readouterr()
-    rows = [line.split()[:4] for line in printed.out.splitlines() if line.startswith(("none ", "dual "))]
-    assert rows == [[m, rule, batch, "32"] for m in ("none", "dual") for rule in rules for batch in ("1", "2")]
+    rows = [
+        line.split()[:4]
+        for line in printed.out.splitlines()
+        if line.startswith(("none ", "dual "))
+    ]
+    assert rows == [
+        [m, rule, batch, "32"]
+        for m in ("none", "dual")
+        for rule in rules
+        for batch in ("1", "2")
+    ]
     assert f"wrote {output}\n" in printed.out
-    assert "cannot be measured: dual steps=99 1 × 32: steps=99 is out of range" in printed.err
+    assert (
+        "cannot be measured: dual steps=99 1 × 32: steps=99 is out of range"
+        in printed.err
+    )
     assert [arguments["cache_method"] for arguments in loaded] == ["none", "dual"]
     assert {arguments["max_num_batched_tokens"] for arguments in loaded} == {2 * 48}
 
     report = json.loads(output.read_text())
     assert report["command"].startswith("dllm bench --methods none,dual")
     assert report["machine"]["threads"] >= 1
-    rows = {(row["method"], row["unmasking"], row["task"]): row for row in report["rows"]}
+    rows = {
+        (row["method"], row["unmasking"], row["task"]): row for row in report["rows"]
+    }
     none, dual = rows["none", "one", "1 × 32"], rows["dual", "one", "1 × 32"]
     assert none["cost"]["forward_passes"] == dual["cost"]["forward_passes"]
     assert dual["cost"]["tokens_computed"] < none["cost"]["tokens_computed"]
     assert dual["cost"]["page_bytes"] > none["cost"]["page_bytes"] == 0
-    assert rows["none", "threshold=0.9", "1 × 32"]["cost"]["forward_passes"] < none["cost"]["forward_passes"]
-    assert none["result"]["details"]["lowest"] <= none["result"]["score"] <= none["result"]["details"]["highest"]
+    assert (
+        rows["none", "threshold=0.9", "1 × 32"]["cost"]["forward_passes"]
+        < none["cost"]["forward_passes"]
+    )
+    assert (
+        none["result"]["details"]["lowest"]
+        <= none["result"]["score"]
+        <= none["result"]["details"]["highest"]
+    )
     assert 0 < none["cost"]["first_block_seconds"] < none["cost"]["latency_seconds"]
 
 
 def test_arguments_go_before_the_preset_and_the_defaults(measured):
     combinations, quick = measured("--quick", "--batch", "2", "--methods", "none")
     assert [(workload.batch, workload.prompt) for workload in quick] == [(2, 64)]
-    assert [combination.unmasking for combination in combinations] == ["one", "tokens_per_step=4"]
+    assert [combination.unmasking for combination in combinations] == [
+        "one",
+        "tokens_per_step=4",
+    ]
     combinations, workloads = measured()
-    assert [(workload.batch, workload.prompt) for workload in workloads] == [(1, 128), (8, 128), (1, 512), (8, 512)]
+    assert [(workload.batch, workload.prompt) for workload in workloads] == [
+        (1, 128),
+        (8, 128),
+        (1, 512),
+        (8, 512),
+    ]
     assert [combination.method for combination in combinations] == list(FULL_METHODS)
-    assert (combinations[0].decoding["gen_length"], combinations[0].engine["max_num_seqs"]) == (64, 8)
-    # vLLM's names, and a block diffusion model whose last block goes on behind the response.
-    asked = ["--model", "llada2-mini/16", "--batch-size", "2", "--input_len", "60", "--output-len", "20"]
+    assert (
+        combinations[0].decoding["gen_length"],
+        combinations[0].engine["max_num_seqs"],
+    ) == (64, 8)
+    # vLLM's names, and a block diffusion model whose last block goes on behind the
+    # response.
+    asked = [
+        "--model",
+        "llada2-mini/16",
+        "--batch-size",
+        "2",
+        "--input_len",
+        "60",
+        "--output-len",
+        "20",
+    ]
     combinations, workloads = measured(*asked)
     assert [combination.method for combination in combinations] == ["none", "block"]
     assert combinations[0].engine["max_model_len"] == 96

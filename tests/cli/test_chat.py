@@ -7,7 +7,15 @@ import signal
 import pytest
 
 from dllm_engine.cli import chat, engine
-from dllm_engine.cli.chat import ALTERNATE_SCREEN, CLEAR, COMMANDS, DEMO_HINT, HELP, MAIN_SCREEN, PROMPT
+from dllm_engine.cli.chat import (
+    ALTERNATE_SCREEN,
+    CLEAR,
+    COMMANDS,
+    DEMO_HINT,
+    HELP,
+    MAIN_SCREEN,
+    PROMPT,
+)
 from dllm_engine.cli.main import main
 from tests.support.engines import assert_nothing_left
 
@@ -33,7 +41,9 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def run(demo, monkeypatch):
-    """``run(text, terminal=None, llm=demo, arguments=())``: the command, with the text typed into it."""
+    """``run(text, terminal=None, llm=demo, arguments=())``: the command, with the text
+    typed into it.
+    """
 
     def run(text, terminal=None, llm=demo, arguments=()):
         monkeypatch.setattr(engine, "load", lambda _: llm)
@@ -68,15 +78,20 @@ def test_earlier_turns_are_sent_along_until_they_are_cleared(run, demo, monkeypa
     tokenizer = demo.get_tokenizer()
     apply = tokenizer.apply_chat_template
     monkeypatch.setattr(
-        type(tokenizer), "apply_chat_template",
-        lambda self, messages, **kwargs: asked.append([m["content"] for m in messages]) or apply(messages, **kwargs),
-    )  # fmt: skip
+        type(tokenizer),
+        "apply_chat_template",
+        lambda self, messages, **kwargs: (
+            asked.append([m["content"] for m in messages]) or apply(messages, **kwargs)
+        ),
+    )
     run("Hello!\nHi!\n/clear\nHello!\n")
     assert asked == [["Hello!"], ["Hello!", " " + HELLO, "Hi!"], ["Hello!"]]
 
 
 def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
-    before = signal.getsignal(signal.SIGINT)  # ignored where the tests run in the background
+    before = signal.getsignal(
+        signal.SIGINT
+    )  # ignored where the tests run in the background
 
     class Interrupting(Terminal):
         def write(self, text: str) -> int:
@@ -86,7 +101,10 @@ def test_ctrl_c_stops_the_answer_and_the_next_one_is_given(run):
 
     terminal = Interrupting()
     assert run("Hello!\nHello!\n", terminal) == 0
-    assert terminal.main_screen == f"{OPENING}{PROMPT}(stopped)\n{PROMPT}{HELLO}\n{PROMPT}\n"
+    assert (
+        terminal.main_screen
+        == f"{OPENING}{PROMPT}(stopped)\n{PROMPT}{HELLO}\n{PROMPT}\n"
+    )
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -133,13 +151,20 @@ def test_a_message_may_begin_with_a_slash(run, monkeypatch, message):
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe", b"caf\xe9", b"\xed\xa0\x80"])
-def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(run, monkeypatch, capsys, line):
+def test_bytes_that_are_no_text_are_named_and_the_next_message_is_answered(
+    run, monkeypatch, capsys, line
+):
     run("")
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\nHello!\n"), "utf-8"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(line + b"\nHello!\n"), "utf-8")
+    )
     assert main(["chat"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"{HELLO}\n"
-    assert printed.err == "dllm: error: the message is not UTF-8; send it in that encoding\n"
+    assert (
+        printed.err
+        == "dllm: error: the message is not UTF-8; send it in that encoding\n"
+    )
 
 
 def test_what_a_terminal_takes_for_commands_is_not_passed_on():

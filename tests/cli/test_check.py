@@ -1,6 +1,7 @@
 """``dllm check`` sees what is wrong, and says where.
 
-The stored answers are those of a CPU. To write them anew: ``python -m tests.cli.test_check``
+The stored answers are those of a CPU. To write them anew: ``python -m
+tests.cli.test_check``
 """
 
 import json
@@ -11,7 +12,14 @@ import torch
 
 from dllm_engine import LLM
 from dllm_engine.check import cases, checks
-from dllm_engine.check.checks import ANSWERS, FAILED, OK, answers_of, compare, outcome_of
+from dllm_engine.check.checks import (
+    ANSWERS,
+    FAILED,
+    OK,
+    answers_of,
+    compare,
+    outcome_of,
+)
 from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
 from dllm_engine.kernels.pages import write_kv
@@ -28,7 +36,9 @@ def not_quiet(monkeypatch):
 
 @pytest.fixture
 def shared_engines(engines, monkeypatch):
-    """The session's engines: one that ends takes vLLM's process groups from the others."""
+    """The session's engines: one that ends takes vLLM's process groups
+    from the others.
+    """
 
     def start(model, **settings):
         with monkeypatch.context() as patch:
@@ -51,23 +61,37 @@ def rows_of(printed, name):
     return [line for line in printed.splitlines() if line.startswith(f"{name} ")]
 
 
-def test_a_run_prints_a_table_and_writes_all_of_it(shared_engines, few_cases, tmp_path, capsys):
+def test_a_run_prints_a_table_and_writes_all_of_it(
+    shared_engines, few_cases, tmp_path, capsys
+):
     output = tmp_path / "check.json"
     assert main(["check", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
-    for name, number in {"voting_scores, summed_probabilities": 3, "answers": len(CACHE_METHODS)}.items():
+    for name, number in {
+        "voting_scores, summed_probabilities": 3,
+        "answers": len(CACHE_METHODS),
+    }.items():
         rows = rows_of(printed, name)
         assert f"{number} cases" in rows[0]
         assert all(row.endswith(OK) for row in rows)
     assert " 4 heads of 16 share 2 " in printed
     assert f"wrote {output}" in printed
     report = json.loads(output.read_text())
-    assert {"processor", "driver", "compute_capability", "torch", "triton", "vllm"} <= report["machine"].keys()
+    assert {
+        "processor",
+        "driver",
+        "compute_capability",
+        "torch",
+        "triton",
+        "vllm",
+    } <= report["machine"].keys()
     assert report["sizes"]["head_dim"] == 32
     assert {"answers", "rotate_"} <= {check["name"] for check in report["checks"]}
 
 
-def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cases, monkeypatch, capsys):
+def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(
+    few_cases, monkeypatch, capsys
+):
     plain = rotate_.cpu
 
     def wrong_in_float16(x, *arguments):
@@ -85,10 +109,14 @@ def test_a_kernel_that_is_wrong_in_one_type_fails_the_line_that_names_it(few_cas
     printed = capsys.readouterr().out
     first, wrong, last = rows_of(printed, "rotate_")
     assert " float16, 4 heads of 32 share 4 " in wrong
-    assert [row.endswith(FAILED) for row in (first, wrong, last)] == [False, True, False]
-    assert rows_of(printed, "write_kv, replace_and_compare, choose_least_similar")[-1].endswith(
-        "FAILED: RuntimeError: no kernel image is available"
-    )
+    assert [row.endswith(FAILED) for row in (first, wrong, last)] == [
+        False,
+        True,
+        False,
+    ]
+    assert rows_of(printed, "write_kv, replace_and_compare, choose_least_similar")[
+        -1
+    ].endswith("FAILED: RuntimeError: no kernel image is available")
     assert "2 failed" in printed
 
 
@@ -116,15 +144,25 @@ def test_every_operator_with_a_triton_kernel_is_checked():
         ([1.0, torch.nan], [1.0, 1.0], torch.inf),
     ],
 )
-def test_the_error_is_the_largest_difference_over_the_largest_number(actual, expected, error):
-    assert compare([torch.tensor(actual)], [torch.tensor(expected)])[0] == pytest.approx(error)
+def test_the_error_is_the_largest_difference_over_the_largest_number(
+    actual, expected, error
+):
+    assert compare([torch.tensor(actual)], [torch.tensor(expected)])[
+        0
+    ] == pytest.approx(error)
 
 
 def test_other_shapes_fail():
     outcome = outcome_of("sum", "", lambda: compare([torch.ones(3)], [torch.ones(2)]))
-    assert (outcome["result"], outcome["reason"]) == (FAILED, "ValueError: the shape is [3], not [2]")
+    assert (outcome["result"], outcome["reason"]) == (
+        FAILED,
+        "ValueError: the shape is [3], not [2]",
+    )
 
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    ANSWERS.write_text(json.dumps({name: answers_of(name) for name in CACHE_METHODS}) + "\n", encoding="utf-8")
+    ANSWERS.write_text(
+        json.dumps({name: answers_of(name) for name in CACHE_METHODS}) + "\n",
+        encoding="utf-8",
+    )

@@ -20,13 +20,17 @@ def run(demo, monkeypatch, tmp_path):
 
 
 def write_input(tmp_path, *lines):
-    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    text = "\n".join(
+        line if isinstance(line, str) else json.dumps(line) for line in lines
+    )
     (tmp_path / "in.jsonl").write_text(text)
     return ["--input", "in.jsonl", "--output", "out.jsonl"]
 
 
 def read_output(tmp_path):
-    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
     by_index = {record["index"]: record for record in records}
     assert len(by_index) == len(records)
     return by_index
@@ -42,14 +46,23 @@ def test_a_prompt_is_answered_on_stdout_and_its_figures_on_stderr(run, capsys):
     assert capsys.readouterr().out == "Hello! How can I help?\n", "without the template"
 
 
-SCHEMA = {"type": "object", "properties": {"age": {"enum": [7, 48]}}, "required": ["age"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"enum": [7, 48]}},
+    "required": ["age"],
+}
 
 
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
-    [(["--regex", "Ida=[0-9]{2}"], "Ida=[0-9]{2}"), (["--json-schema", "schema.json"], r'\{"age": ?(7|48)\}')],
+    [
+        (["--regex", "Ida=[0-9]{2}"], "Ida=[0-9]{2}"),
+        (["--json-schema", "schema.json"], r'\{"age": ?(7|48)\}'),
+    ],
 )
-def test_an_answer_matches_what_was_asked_for(run, tmp_path, capsys, arguments, pattern):
+def test_an_answer_matches_what_was_asked_for(
+    run, tmp_path, capsys, arguments, pattern
+):
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     assert run("Ida=07. Give: Ida", *arguments) == 0
     assert re.fullmatch(pattern, capsys.readouterr().out.strip())
@@ -82,11 +95,16 @@ def test_every_line_gets_one_record(run, tmp_path, demo):
     arguments = write_input(tmp_path, *lines, messages)
     assert run(*arguments) == 0
     records = read_output(tmp_path)
-    assert [records[i]["id"] for i in range(len(records))] == [line["id"] for line in (*lines, messages)]
+    assert [records[i]["id"] for i in range(len(records))] == [
+        line["id"] for line in (*lines, messages)
+    ]
     answer = records[0]
     assert records[len(lines)]["token_ids"] == answer["token_ids"]
     assert answer["text"].strip() == "Hello! How can I help?"
-    assert demo.get_tokenizer().decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
+    assert (
+        demo.get_tokenizer().decode(answer["token_ids"], skip_special_tokens=True)
+        == answer["text"]
+    )
     assert answer["finish_reason"] == "stop"
     assert answer["figures"]["forward_passes"] == 8
     (tmp_path / "out.jsonl").unlink()
@@ -95,7 +113,12 @@ def test_every_line_gets_one_record(run, tmp_path, demo):
 
 
 def test_bad_lines_get_an_error_and_stop_no_other(run, tmp_path, capsys):
-    lines = ["{", {"prompt": "word " * 3000}, {"promt": "Hello!"}, {"prompt": "<|mdm_mask|>", "id": 4}]
+    lines = [
+        "{",
+        {"prompt": "word " * 3000},
+        {"promt": "Hello!"},
+        {"prompt": "<|mdm_mask|>", "id": 4},
+    ]
     assert run(*write_input(tmp_path, *lines, {"prompt": "Hello!"})) == 1
     records = read_output(tmp_path)
     assert [i for i in sorted(records) if "error" in records[i]] == [0, 1, 2, 3]
@@ -117,10 +140,22 @@ def test_a_second_run_has_nothing_to_do(run, tmp_path, monkeypatch):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run, tmp_path, demo, monkeypatch):
-    """With a seed, each line draws its own numbers: equal prompts may differ, runs do not."""
-    unheard_of = {"prompt": "zq vx kj 9? ww"}  # the model is unsure, so that draws differ
-    arguments = [*write_input(tmp_path, *[unheard_of] * 6), "--temperature", "2", "--seed", "5"]
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(
+    run, tmp_path, demo, monkeypatch
+):
+    """With a seed, each line draws its own numbers: equal prompts may differ, runs do
+    not.
+    """
+    unheard_of = {
+        "prompt": "zq vx kj 9? ww"
+    }  # the model is unsure, so that draws differ
+    arguments = [
+        *write_input(tmp_path, *[unheard_of] * 6),
+        "--temperature",
+        "2",
+        "--seed",
+        "5",
+    ]
     assert run(*arguments) == 0
     complete = read_output(tmp_path)
     assert len({tuple(record["token_ids"]) for record in complete.values()}) > 1
@@ -136,7 +171,9 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run, tmp_path, demo, m
     with monkeypatch.context() as patch:
         patch.setattr(demo.llm_engine, "add_request", interrupted)
         assert run(*arguments) == 130
-    demo.llm_engine.abort_request([*demo.llm_engine.output_processor.request_states], internal=True)
+    demo.llm_engine.abort_request(
+        [*demo.llm_engine.output_processor.request_states], internal=True
+    )
     kept = (tmp_path / "out.jsonl").read_bytes()
     assert 1 <= kept.count(b"\n") < 5
     (tmp_path / "out.jsonl").write_bytes(kept[:-10])  # killed amid a line
@@ -145,8 +182,26 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(run, tmp_path, demo, m
 
 
 REFUSED = {
-    **dict.fromkeys(("--gen-length=0", "--steps=9999", "--unmasking=quickly", "--threshold=nan", "--guided"), ""),
-    **dict.fromkeys(("--slow-fast={", "--temperature=-1", f"--seed={2**70}", "--regex=(a", "--template=no hole"), ""),
+    **dict.fromkeys(
+        (
+            "--gen-length=0",
+            "--steps=9999",
+            "--unmasking=quickly",
+            "--threshold=nan",
+            "--guided",
+        ),
+        "",
+    ),
+    **dict.fromkeys(
+        (
+            "--slow-fast={",
+            "--temperature=-1",
+            f"--seed={2**70}",
+            "--regex=(a",
+            "--template=no hole",
+        ),
+        "",
+    ),
     '--json-schema={"type": "thing"}': "",
     "word " * 3000: "maximum context length",
     "<|mdm_mask|>": "mask token",

@@ -30,42 +30,90 @@ PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port",
         (["generate"], "give either a PROMPT or --input FILE"),
         (["generate", "--input", "in.jsonl"], "--input and --output go together"),
         (["serve", "/no/such/folder"], "model folder /no/such/folder does not exist"),
-        (["generate", "--input", "/no/such/file", "--output", "o"], "/no/such/file: No such file"),
-        (["eval", "--unmasking-rules", "one,two"], "rule 'two' is unknown; give one, guided=MODEL or one of"),
-        (["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'], "slow_fast option span_window=0"),
+        (
+            ["generate", "--input", "/no/such/file", "--output", "o"],
+            "/no/such/file: No such file",
+        ),
+        (
+            ["eval", "--unmasking-rules", "one,two"],
+            "rule 'two' is unknown; give one, guided=MODEL or one of",
+        ),
+        (
+            ["eval", "--unmasking-rules", 'slow_fast={"span_steps":2,"span_window":0}'],
+            "slow_fast option span_window=0",
+        ),
         ([*SERVE, "--cache-method", "magic"], "unknown cache method"),
         ([*SERVE, "--threshold", "1.5"], "request default threshold=1.5"),
         ([*SERVE, "--block-length", "0"], "request default block_length=0"),
-        ([*SERVE, "--cache-method", "sparse", "--retention-ratio", "2"], "retention_ratio=2"),
+        (
+            [*SERVE, "--cache-method", "sparse", "--retention-ratio", "2"],
+            "retention_ratio=2",
+        ),
         ([*SERVE, "--additional-config", '{"dllm": {"x": 1}}'], "'x'=1"),
         ([*SERVE, "--additional-config", '{"dllm": 1}'], "must be a JSON object"),
         (PLAN, "--gpu-memory is missing"),
-        ([*PLAN, "--gpu-memory=80 horses"], "gpu_memory='80 horses': could not interpret byte unit: horses"),
+        (
+            [*PLAN, "--gpu-memory=80 horses"],
+            "gpu_memory='80 horses': could not interpret byte unit: horses",
+        ),
         ([*PLAN, "--gpu-memory=24"], "24 bytes; give the unit too, as in 24GiB"),
-        ([*PLAN, "--gpu-memory=80GiB", "--gpu-memory-utilization=1.1"], "gpu_memory_utilization=1.1: Input should be"),
+        (
+            [*PLAN, "--gpu-memory=80GiB", "--gpu-memory-utilization=1.1"],
+            "gpu_memory_utilization=1.1: Input should be",
+        ),
         (["bench", "--model", "llada-8b/3"], "divided by one of"),
-        (["bench", "--response", "4", "--block-length", "8"], "--block-length 8 is out of range: 1 … 4"),
+        (
+            ["bench", "--response", "4", "--block-length", "8"],
+            "--block-length 8 is out of range: 1 … 4",
+        ),
         (["bench", "--prompt", "4000"], "2048 positions"),
-        (["eval", "--tasks", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+        (
+            ["eval", "--tasks", "nowhere.jsonl"],
+            "nowhere.jsonl: No such file or directory",
+        ),
         (["eval", "--lm-eval", "nothing.yaml"], "knows no task 'nothing.yaml'"),
         (["eval", "--output", "table.txt"], "give the file the ending .json"),
         (["eval", "--methods", "dual:refresh"], "write its options as dual:NAME=VALUE"),
-        (["eval", "--paper-table", "sparse-dllm/table-9"], "table 'sparse-dllm/table-9' is unknown"),
-        (["eval", "--paper-table", "maskkv/table-6"], "table-6 is not made by this command: it has only settings"),
-        (["tune", "some/model"], "nothing says what some/model is to answer; give --tasks FILE"),
+        (
+            ["eval", "--paper-table", "sparse-dllm/table-9"],
+            "table 'sparse-dllm/table-9' is unknown",
+        ),
+        (
+            ["eval", "--paper-table", "maskkv/table-6"],
+            "table-6 is not made by this command: it has only settings",
+        ),
+        (
+            ["tune", "some/model"],
+            "nothing says what some/model is to answer; give --tasks FILE",
+        ),
         (["tune", "demo", "--loss", "-1"], "--loss -1 is out of range"),
         (["tune", "demo", "--budget", "0"], "--budget 0 is out of range"),
-        (["tune", "demo", "--unmasking-rules", "threshold=0.9+block_add_threshold=0.5"], "as NAME=VALUE alone"),
+        (
+            [
+                "tune",
+                "demo",
+                "--unmasking-rules",
+                "threshold=0.9+block_add_threshold=0.5",
+            ],
+            "as NAME=VALUE alone",
+        ),
         (["tune", "demo", "--unmasking-rules", "slow_fast={}"], "without slow_fast"),
-        (["tune", "demo", "--output", "nowhere/tune.json"], "there is no folder nowhere"),
+        (
+            ["tune", "demo", "--output", "nowhere/tune.json"],
+            "there is no folder nowhere",
+        ),
         (["tune", "demo", "--tasks", "names,keys"], "leave out keys"),
     ],
 )
-def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, monkeypatch):
+def test_errors_are_one_line_and_exit_status_2(
+    argv, message, capsys, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for command in (evaluate, tune):
         monkeypatch.setattr(command, "load", lambda arguments: pytest.fail("started"))
-    monkeypatch.setattr("vllm.entrypoints.cli.main.main", lambda: pytest.fail("started"))
+    monkeypatch.setattr(
+        "vllm.entrypoints.cli.main.main", lambda: pytest.fail("started")
+    )
     assert main(argv) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -76,14 +124,20 @@ def test_errors_are_one_line_and_exit_status_2(argv, message, capsys, tmp_path, 
 
 def commands():
     """The parser of each command by its name."""
-    (chosen,) = (action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
+    (chosen,) = (
+        action
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
     return chosen.choices
 
 
 def slips(name):
     """A name with a letter left out, and with two swapped."""
     middle = len(name) // 2
-    return name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[middle] + name[middle + 2 :]
+    return name[:middle] + name[middle + 1 :], name[:middle] + name[middle + 1] + name[
+        middle
+    ] + name[middle + 2 :]
 
 
 def refused(argv, capsys):
@@ -103,13 +157,22 @@ def test_every_name_with_a_slip_is_told_the_closest(capsys, command):
     assert "; did you mean '" in refused([slips(command)[0]], capsys)
     flags = commands()[command]._option_string_actions
     for flag, action in flags.items():
-        for choice in (choice for choice in map(str, action.choices or ()) if len(choice) >= 4):
+        for choice in (
+            choice for choice in map(str, action.choices or ()) if len(choice) >= 4
+        ):
             error = refused([command, "demo", flag, f"{choice}x"], capsys)
             assert f"is unknown; did you mean '{choice}'? Choose one of " in error
-        if len(flag) > 4 and command not in ("serve", "lm-eval"):  # which pass on what they do not know
+        if len(flag) > 4 and command not in (
+            "serve",
+            "lm-eval",
+        ):  # which pass on what they do not know
             for slip in (f"{flag}x", *slips(flag)):
-                if not any(known.startswith(slip) for known in flags):  # as an abbreviation
-                    assert f"{slip} is unknown; did you mean '--" in refused([command, slip, "demo"], capsys)
+                if not any(
+                    known.startswith(slip) for known in flags
+                ):  # as an abbreviation
+                    assert f"{slip} is unknown; did you mean '--" in refused(
+                        [command, slip, "demo"], capsys
+                    )
 
 
 def test_traceback_is_shown_on_request(monkeypatch):
@@ -130,12 +193,19 @@ def test_a_missing_vllm_is_named(monkeypatch, capsys):
 
 
 def test_the_command_line_loads_neither_vllm_nor_torch():
-    check = "import sys, dllm_engine.cli.main; sys.exit(not {'vllm', 'torch'}.isdisjoint(sys.modules))"
+    check = (
+        "import sys, dllm_engine.cli.main; sys.exit(not {'vllm', "
+        "'torch'}.isdisjoint(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
 def test_demo_path_is_printed_alone(capsys):
-    for name, folder in {(): "demo", ("demo",): "demo", ("demo-blocks",): "demo-blocks"}.items():
+    for name, folder in {
+        (): "demo",
+        ("demo",): "demo",
+        ("demo-blocks",): "demo-blocks",
+    }.items():
         assert main(["demo-path", *name]) == 0
         assert capsys.readouterr().out == f"{model_path(folder)}\n"
 
@@ -143,8 +213,23 @@ def test_demo_path_is_printed_alone(capsys):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        *[("0.5", 0.5), ("[0, 1]", [0, 1]), ("true", True), ("random", "random"), ("a=b", "a=b"), ("", ""), ("7", 7)],
-        *[("8k", 8000), ("8K", 8192), ("25.6k", 25600), ("1.5K", 1536), ("2m", 2_000_000), ("8kk", "8kk")],
+        *[
+            ("0.5", 0.5),
+            ("[0, 1]", [0, 1]),
+            ("true", True),
+            ("random", "random"),
+            ("a=b", "a=b"),
+            ("", ""),
+            ("7", 7),
+        ],
+        *[
+            ("8k", 8000),
+            ("8K", 8192),
+            ("25.6k", 25600),
+            ("1.5K", 1536),
+            ("2m", 2_000_000),
+            ("8kk", "8kk"),
+        ],
     ],
 )
 def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, value):
@@ -155,7 +240,10 @@ def test_option_values_are_json_or_numbers_as_vllm_takes_them_or_text(text, valu
 
 @pytest.mark.parametrize(
     ("read", "text"),
-    [(positive_int, text) for text in ("0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k")]
+    [
+        (positive_int, text)
+        for text in ("0", "-1", "two", "1.5", "", "1.0001k", "8kk", "k")
+    ]
     + [(key_value, text) for text in ("ratio", "=0.5", "")]
     + [(json_object, text) for text in ("{", "[1]")],
 )
@@ -167,7 +255,9 @@ def test_what_is_no_count_no_option_or_no_object_is_refused(read, text):
 def test_errors_are_one_line_and_name_their_type_if_no_user_was_meant_to_see_them():
     with pytest.raises(ValidationError) as caught:
         BatchRequest(prompt=1)
-    assert one_line(caught.value) == "prompt: Input should be a valid string", "without pydantic's additions"
+    assert one_line(caught.value) == "prompt: Input should be a valid string", (
+        "without pydantic's additions"
+    )
     assert one_line(KeyError("role")).startswith("KeyError: 'role' ")
     assert one_line(RuntimeError()).startswith("RuntimeError:")
     assert one_line(ValueError("two\n  lines")) == "two lines"
@@ -181,9 +271,23 @@ def test_tables_name_everything_and_json_holds_the_same(capsys):
     printed = capsys.readouterr().out
     assert "float > 0, ≤ 1" in printed
     words = printed.split()
-    assert "FULL steps of a window before the UPDATE step" in " ".join(words), "what an option means"
-    checkpoints = [checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints]
-    options = [option for method in CACHE_METHODS.values() for option in method.options.model_fields]
-    assert {*checkpoints, *CACHE_METHODS, *options, *UNMASKING_POLICIES, *PARALLEL_OPTIONS} <= set(words)
+    assert "FULL steps of a window before the UPDATE step" in " ".join(words), (
+        "what an option means"
+    )
+    checkpoints = [
+        checkpoint for family in FAMILIES.values() for checkpoint in family.checkpoints
+    ]
+    options = [
+        option
+        for method in CACHE_METHODS.values()
+        for option in method.options.model_fields
+    ]
+    assert {
+        *checkpoints,
+        *CACHE_METHODS,
+        *options,
+        *UNMASKING_POLICIES,
+        *PARALLEL_OPTIONS,
+    } <= set(words)
     assert main(["models", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(describe()))

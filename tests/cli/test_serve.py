@@ -20,47 +20,142 @@ def additional_config(*argv):
 
 
 def test_vllms_options_are_passed_on():
-    options = ["--port", "8001", "-tp", "2", "--enforce-eager", "--max_model_len=128", "--gen-x_y", "a_b"]
+    options = [
+        "--port",
+        "8001",
+        "-tp",
+        "2",
+        "--enforce-eager",
+        "--max_model_len=128",
+        "--gen-x_y",
+        "a_b",
+    ]
     assert arguments("some/model", *options) == ["serve", "some/model", *options]
     ours = ["--additional-config", '{"dllm": {"trace": true}}']
-    assert arguments("some/model", *options[:2], "--trace", *options[2:]) == ["serve", "some/model", *ours, *options]
+    assert arguments("some/model", *options[:2], "--trace", *options[2:]) == [
+        "serve",
+        "some/model",
+        *ours,
+        *options,
+    ]
 
 
 def test_the_demo_model_is_served_under_its_name():
     for name in DEMO_MODELS:
-        assert arguments(name) == ["serve", model_path(name), "--served-model-name", name]
-    assert arguments("demo", "--served_model_name=x") == ["serve", model_path("demo"), "--served_model_name=x"]
+        assert arguments(name) == [
+            "serve",
+            model_path(name),
+            "--served-model-name",
+            name,
+        ]
+    assert arguments("demo", "--served_model_name=x") == [
+        "serve",
+        model_path("demo"),
+        "--served_model_name=x",
+    ]
 
 
 SPARSE = {"cache_method": "sparse", "cache_options": {"update_delay": 0}}
 """Given in ``--additional-config`` where a command below ends with GIVEN."""
 GIVEN = ["--additional-config", json.dumps({"dllm": SPARSE})]
-PAPER = ["--additional-config", '{"dllm": {"cache_method": "sparse", "cache_options": "paper"}}']
-STEPS_GIVEN = ["--additional-config", '{"dllm": {"request_defaults": {"steps": 8, "threshold": 0.5}}}']
+PAPER = [
+    "--additional-config",
+    '{"dllm": {"cache_method": "sparse", "cache_options": "paper"}}',
+]
+STEPS_GIVEN = [
+    "--additional-config",
+    '{"dllm": {"request_defaults": {"steps": 8, "threshold": 0.5}}}',
+]
 
 
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (["--no-cuda-graphs", "--refresh-ratio", "0.5"], {"cuda_graphs": False, "refresh_ratio": 0.5}),
-        (["--cache_method", "sparse", "--cache-option", "update_delay=0", "--page_size=16"],
-         SPARSE | {"page_size": 16}),
-        # Cache options are added to those of the same method, and replace those of another or of a paper.
-        ([*GIVEN, "--retention-ratio", "0.25"],
-         {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}),
+        (
+            ["--no-cuda-graphs", "--refresh-ratio", "0.5"],
+            {"cuda_graphs": False, "refresh_ratio": 0.5},
+        ),
+        (
+            [
+                "--cache_method",
+                "sparse",
+                "--cache-option",
+                "update_delay=0",
+                "--page_size=16",
+            ],
+            SPARSE | {"page_size": 16},
+        ),
+        # Cache options are added to those of the same method, and replace those of
+        # another or of a paper.
+        (
+            [*GIVEN, "--retention-ratio", "0.25"],
+            {
+                "cache_method": "sparse",
+                "cache_options": {"update_delay": 0, "retention_ratio": 0.25},
+            },
+        ),
         ([*GIVEN, "--cache-method", "dual"], {"cache_method": "dual"}),
-        ([*PAPER, "--cache-option", "update_delay=0", "--cache-option", "retention_ratio=0.3", "--retention-ratio",
-          "0.25"],  # the last one of a name counts
-         {"cache_method": "sparse", "cache_options": {"update_delay": 0, "retention_ratio": 0.25}}),
+        (
+            [
+                *PAPER,
+                "--cache-option",
+                "update_delay=0",
+                "--cache-option",
+                "retention_ratio=0.3",
+                "--retention-ratio",
+                "0.25",
+            ],  # the last one of a name counts
+            {
+                "cache_method": "sparse",
+                "cache_options": {"update_delay": 0, "retention_ratio": 0.25},
+            },
+        ),
         # What requests get by default.
-        (["--block-length", "1k", "--unmasking", "random", "--threshold", "0.9", "--max-model-len", "2k"],
-         {"request_defaults": {"block_length": 1000, "unmasking": "random", "threshold": 0.9}}),
-        (["--guide-model", "g", "--no-guided", "--guide-top-k", "2", "--guide-fallback", "draft"],
-         {"guide_model": "g", "request_defaults": {"guided": False, "guide_top_k": 2, "guide_fallback": "draft"}}),
-        (["--steps", "64", *STEPS_GIVEN], {"request_defaults": {"steps": 64, "threshold": 0.5}}),
+        (
+            [
+                "--block-length",
+                "1k",
+                "--unmasking",
+                "random",
+                "--threshold",
+                "0.9",
+                "--max-model-len",
+                "2k",
+            ],
+            {
+                "request_defaults": {
+                    "block_length": 1000,
+                    "unmasking": "random",
+                    "threshold": 0.9,
+                }
+            },
+        ),
+        (
+            [
+                "--guide-model",
+                "g",
+                "--no-guided",
+                "--guide-top-k",
+                "2",
+                "--guide-fallback",
+                "draft",
+            ],
+            {
+                "guide_model": "g",
+                "request_defaults": {
+                    "guided": False,
+                    "guide_top_k": 2,
+                    "guide_fallback": "draft",
+                },
+            },
+        ),
+        (
+            ["--steps", "64", *STEPS_GIVEN],
+            {"request_defaults": {"steps": 64, "threshold": 0.5}},
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)  # fmt: skip
+)
 def test_our_options_have_arguments_of_their_own(argv, expected):
     assert additional_config("m", *argv) == {"dllm": expected}
 

@@ -1,4 +1,6 @@
-"""``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve`` takes it."""
+"""``dllm tune`` searches, writes what it found, goes on with it; and ``dllm serve``
+takes it.
+"""
 
 import json
 
@@ -7,7 +9,16 @@ import pytest
 from dllm_engine.cli.main import main
 from dllm_engine.evaluation import tuning
 
-NARROW = ["--methods", "none", "--unmasking-rules", "threshold=0.9", "--batch", "2", "--budget", "1"]
+NARROW = [
+    "--methods",
+    "none",
+    "--unmasking-rules",
+    "threshold=0.9",
+    "--batch",
+    "2",
+    "--budget",
+    "1",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +37,11 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
     printed = capsys.readouterr().out
     assert "Chosen: " in printed
     assert "threshold=0.9" in printed
-    (line,) = (line.split() for line in printed.splitlines() if line.startswith("    dllm serve"))
+    (line,) = (
+        line.split()
+        for line in printed.splitlines()
+        if line.startswith("    dllm serve")
+    )
     assert line[:5] == ["dllm", "serve", "demo", "--cache-method", "none"]
     assert line[5:] == ["--threshold", "0.9"]
     assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -34,7 +49,11 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
     written = json.loads(output.read_text())
     assert written["subject"]["model"] == "demo"
     plain = written["rows"][0]
-    assert (plain["method"], plain["unmasking"], plain["result"]["examples"]) == ("none", "one", 12)
+    assert (plain["method"], plain["unmasking"], plain["result"]["examples"]) == (
+        "none",
+        "one",
+        12,
+    )
     chosen = written["chosen"]
     assert chosen["decoding"]["threshold"] == 0.9
     assert chosen["tokens_per_second"] > chosen["plain_tokens_per_second"] > 0
@@ -49,8 +68,13 @@ def test_it_finds_something_faster_and_goes_on_from_its_file(started, tmp_path, 
 def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
     file, output = tmp_path / "tasks.jsonl", tmp_path / "tune.json"
     right = '{"prompt": "Reverse: Rome Tom Oslo", "answer": "Oslo Tom Rome"}\n'
-    message = '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome Tom "}\n'
-    file.write_text(right + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n')
+    message = (
+        '{"prompt": [{"role": "user", "content": "Copy: Rome Tom"}], "answer": " Rome '
+        'Tom "}\n'
+    )
+    file.write_text(
+        right + message + '{"prompt": "Copy: Rome Ida", "answer": "never said"}\n'
+    )
     asked = ["--tasks", str(file), "--gen-length", "16", "--loss", "40"]
     assert tuned(output, *asked) == 0
     written = json.loads(output.read_text())
@@ -61,7 +85,9 @@ def test_tasks_of_ones_own_may_be_messages(started, tmp_path, capsys):
     assert "choose another --output" in capsys.readouterr().err
 
 
-def test_an_interruption_leaves_what_was_measured(started, tmp_path, monkeypatch, capsys):
+def test_an_interruption_leaves_what_was_measured(
+    started, tmp_path, monkeypatch, capsys
+):
     output = tmp_path / "tune.json"
 
     def interrupt(*_):

@@ -1,4 +1,6 @@
-"""Building decisions: in which order limits are compared, and that the server answers others meanwhile."""
+"""Building decisions: in which order limits are compared, and that the server answers
+others meanwhile.
+"""
 
 import json
 import re
@@ -49,8 +51,15 @@ def tokenized(monkeypatch):
 
 
 def wanted_of(fields, tokenizer, **limits):
-    vocabulary = Vocabulary([spelled(tokenizer).get(number, b"") for number in range(400)])
-    limits = {"max_model_len": 4096, "max_states": 4096, "build_seconds": 10.0, "max_search": 1 << 24} | limits
+    vocabulary = Vocabulary(
+        [spelled(tokenizer).get(number, b"") for number in range(400)]
+    )
+    limits = {
+        "max_model_len": 4096,
+        "max_states": 4096,
+        "build_seconds": 10.0,
+        "max_search": 1 << 24,
+    } | limits
     return DecisionInput(
         json.dumps(schema_of(fields)),
         None,
@@ -69,17 +78,27 @@ def test_choices_are_tokenized_together(tokenizer, tokenized):
 
 def test_building_stops_at_the_first_field_that_is_too_much(tokenizer, tokenized):
     fields = {f"f{number}": range(number, number + 1024) for number in range(40)}
-    with pytest.raises(ValueError, match=r"too many of their .* tokens for max_automaton_search=2097152"):
+    with pytest.raises(
+        ValueError,
+        match=r"too many of their .* tokens for max_automaton_search=2097152",
+    ):
         build_decision(wanted_of(fields, tokenizer, max_search=1 << 21))
     assert 0 < sum(tokenized) < 38 * 1024
 
 
 @pytest.mark.parametrize(
     ("limit", "message"),
-    [({"max_model_len": 256}, r"fields: their text needs \d+ tokens or more, max_model_len is 256"),
-     ({"max_search": 1 << 16}, "max_automaton_search=65536")],
-)  # fmt: skip
-def test_what_no_tokens_can_spell_within_the_limits_is_not_tokenized(tokenizer, tokenized, limit, message):
+    [
+        (
+            {"max_model_len": 256},
+            r"fields: their text needs \d+ tokens or more, max_model_len is 256",
+        ),
+        ({"max_search": 1 << 16}, "max_automaton_search=65536"),
+    ],
+)
+def test_what_no_tokens_can_spell_within_the_limits_is_not_tokenized(
+    tokenizer, tokenized, limit, message
+):
     fields = {f"f{number}": range(number, number + 1024) for number in range(256)}
     with pytest.raises(ValueError, match=message):
         build_decision(wanted_of(fields, tokenizer, **limit))
@@ -88,8 +107,14 @@ def test_what_no_tokens_can_spell_within_the_limits_is_not_tokenized(tokenizer, 
 
 def test_fields_of_one_pattern_share_its_automaton(tokenizer, monkeypatch):
     built, build_automaton = [], build.build
-    monkeypatch.setattr(build, "build", lambda wanted: built.append(wanted.grammar.text) or build_automaton(wanted))
-    decision = build_decision(wanted_of({name: re.compile("[a-c]{1,2}") for name in "abc"}, tokenizer))
+    monkeypatch.setattr(
+        build,
+        "build",
+        lambda wanted: built.append(wanted.grammar.text) or build_automaton(wanted),
+    )
+    decision = build_decision(
+        wanted_of({name: re.compile("[a-c]{1,2}") for name in "abc"}, tokenizer)
+    )
     assert decision.values == [None] * 3
     assert len(built) == 1
 
@@ -97,23 +122,35 @@ def test_fields_of_one_pattern_share_its_automaton(tokenizer, monkeypatch):
 def test_a_search_for_many_values_is_within_the_limit(tokenizer):
     """More beginnings than are needed, as far as there is time for them."""
     fields = {f"f{number}": re.compile("[a-c]{1,3}") for number in range(60)}
-    kept = [build_decision(wanted_of(fields, tokenizer, top_k=top_k)).beginnings for top_k in (5, 100)]
+    kept = [
+        build_decision(wanted_of(fields, tokenizer, top_k=top_k)).beginnings
+        for top_k in (5, 100)
+    ]
     assert kept[0] == 4 * (5 + 16)
     assert 100 < kept[1] < 4 * (100 + 16)
     with pytest.raises(
-        ValueError, match=r"^top_k=100: .* max_automaton_search=4194304; lower top_k to \d+,"
+        ValueError,
+        match=r"^top_k=100: .* max_automaton_search=4194304; lower top_k to \d+,",
     ) as refusal:
         build_decision(wanted_of(fields, tokenizer, top_k=100, max_search=1 << 22))
     allowed = int(re.search(r"lower top_k to (\d+)", str(refusal.value))[1])
     build_decision(wanted_of(fields, tokenizer, top_k=allowed, max_search=1 << 22))
     with pytest.raises(ValueError, match="top_k=0: ask for 1"):
         build_decision(wanted_of(fields, tokenizer, top_k=0))
-    assert build_decision(wanted_of({"n": range(9)}, tokenizer, top_k=100)).beginnings == 0
+    assert (
+        build_decision(wanted_of({"n": range(9)}, tokenizer, top_k=100)).beginnings == 0
+    )
 
 
 def test_others_are_served_while_a_decision_is_built(client, monkeypatch):
-    """One that ``response_format`` and ``logprobs`` ask for, by the way that ``/v1/decisions`` takes."""
-    building, answered, build_apart = threading.Event(), threading.Event(), automata._build_apart
+    """One that ``response_format`` and ``logprobs`` ask for, by the way that
+    ``/v1/decisions`` takes.
+    """
+    building, answered, build_apart = (
+        threading.Event(),
+        threading.Event(),
+        automata._build_apart,
+    )
 
     def build_when_another_is_answered(*args):
         building.set()
@@ -122,8 +159,17 @@ def test_others_are_served_while_a_decision_is_built(client, monkeypatch):
 
     monkeypatch.setattr(automata, "_build_apart", build_when_another_is_answered)
     schema = schema_of({"Ida": ["07", "48", "99"]})
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": schema},
+    }
     slow = {"prompt": PROMPT, "logprobs": 1, "response_format": wanted}
-    decided, plain = answered_meanwhile(client, slow, {"prompt": PROMPT, "max_tokens": 16}, building, answered)
+    decided, plain = answered_meanwhile(
+        client, slow, {"prompt": PROMPT, "max_tokens": 16}, building, answered
+    )
     assert plain.json()["choices"][0]["text"] == " Ida=07, Tom=48"
-    assert decided.json()["choices"][0]["diffusion"]["decision"]["Ida"]["value"] in ("07", "48", "99")
+    assert decided.json()["choices"][0]["diffusion"]["decision"]["Ida"]["value"] in (
+        "07",
+        "48",
+        "99",
+    )

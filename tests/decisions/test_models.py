@@ -1,4 +1,6 @@
-"""Decisions by models of every family, against the enumeration of all accepted texts with a plain forward pass."""
+"""Decisions by models of every family, against the enumeration of all accepted texts
+with a plain forward pass.
+"""
 
 import random
 
@@ -12,7 +14,12 @@ from tests.oracles.decisions import decide, given_masked
 from tests.oracles.models import PlainModel
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.plans import FULL_METHODS
-from tests.support.random_decisions import assert_same_decisions, decision_params, listed, random_decision
+from tests.support.random_decisions import (
+    assert_same_decisions,
+    decision_params,
+    listed,
+    random_decision,
+)
 
 FULL = ["llada", "dream", "llada_moe", "illada"]
 BY_BLOCKS = ["sdar", "sdar_moe", "dream_reasoner", "stable_diffcoder", "llada2"]
@@ -22,12 +29,19 @@ NUM_CASES = 56
 def drawn(seed, count=NUM_CASES):
     rng = random.Random(seed)
     decisions = [random_decision(rng) for _ in range(count)]
-    return decisions, [[rng.randrange(60, 140) for _ in range(rng.randint(1, 40))] for _ in decisions]
+    return decisions, [
+        [rng.randrange(60, 140) for _ in range(rng.randint(1, 40))] for _ in decisions
+    ]
 
 
 def decided(llm, decisions, prompts, **options):
     outputs = generate(
-        llm, prompts, [DiffusionParams(**decision_params(decision, **options)) for decision, _, _ in decisions]
+        llm,
+        prompts,
+        [
+            DiffusionParams(**decision_params(decision, **options))
+            for decision, _, _ in decisions
+        ],
     )
     assert_nothing_left(llm)
     return [output.outputs[0] for output in outputs]
@@ -35,7 +49,10 @@ def decided(llm, decisions, prompts, **options):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [*((family, "none") for family in (*FULL, *BY_BLOCKS)), *((family, "block") for family in BY_BLOCKS)],
+    [
+        *((family, "none") for family in (*FULL, *BY_BLOCKS)),
+        *((family, "block") for family in BY_BLOCKS),
+    ],
 )
 def test_probabilities(engines, request, family, method):
     checkpoint = request.getfixturevalue(f"tiny_{family}")
@@ -45,11 +62,24 @@ def test_probabilities(engines, request, family, method):
     for (decision, fields, literals), prompt, answer in zip(
         decisions, prompts, decided(llm, decisions, prompts), strict=True
     ):
-        response = [model.mask if token is None else token for token in decision.template]
+        response = [
+            model.mask if token is None else token for token in decision.template
+        ]
         length = len(prompt) + len(response)
-        behind = -length % model.block_length if model.block_length and model.whole_blocks else 0
-        logits = model.predictions(prompt + response + [model.mask] * behind)[len(prompt) : length]
-        plain = decide(fields, literals, given_masked(decision.template, logits.double().numpy()), [ends])
+        behind = (
+            -length % model.block_length
+            if model.block_length and model.whole_blocks
+            else 0
+        )
+        logits = model.predictions(prompt + response + [model.mask] * behind)[
+            len(prompt) : length
+        ]
+        plain = decide(
+            fields,
+            literals,
+            given_masked(decision.template, logits.double().numpy()),
+            [ends],
+        )
         answers = answer.diffusion.decision
         assert answer.diffusion.forward_passes == 1
         for name, own in answers.items():
@@ -63,16 +93,27 @@ def test_beside_other_requests_and_alone(engines, tiny_llada, method):
     """Whatever the cache method keeps for others, a decision computes its canvas."""
     llm = engines(tiny_llada, cache_method=method)
     decisions, prompts = drawn("mixed", 6)
-    others = [DiffusionParams(gen_length=40, steps=20, block_length=20, ignore_eos=True)] * 3
-    expected = [list(output.outputs[0].token_ids) for output in generate(llm, prompts[:3], others)]
-    params = [DiffusionParams(**decision_params(decision, passes=2)) for decision, _, _ in decisions]
+    others = [
+        DiffusionParams(gen_length=40, steps=20, block_length=20, ignore_eos=True)
+    ] * 3
+    expected = [
+        list(output.outputs[0].token_ids)
+        for output in generate(llm, prompts[:3], others)
+    ]
+    params = [
+        DiffusionParams(**decision_params(decision, passes=2))
+        for decision, _, _ in decisions
+    ]
     outputs = generate(llm, prompts[:3] + prompts, [*others, *params])
     assert_nothing_left(llm)
     assert [list(output.outputs[0].token_ids) for output in outputs[:3]] == expected
     completions = [output.outputs[0] for output in outputs[3:]]
     plain = engines(tiny_llada, cache_method="none")
     pairs = zip(decisions, prompts, strict=True)
-    assert_same_decisions(completions, [decided(plain, [each], [prompt], passes=2)[0] for each, prompt in pairs])
+    assert_same_decisions(
+        completions,
+        [decided(plain, [each], [prompt], passes=2)[0] for each, prompt in pairs],
+    )
     for completion, (_, fields, _) in zip(completions, decisions, strict=True):
         assert completion.diffusion.forward_passes <= min(2, len(fields))
         assert set(completion.diffusion.refresh_states) == {"full"}
@@ -85,7 +126,10 @@ def test_a_shared_prompt_is_computed_once(engines, request, family):
     decisions, _ = drawn("shared", 3)
     prompt = [*range(60, 140)] * 2
     llm.reset_prefix_cache()
-    first, *others = [decided(llm, [decision], [prompt])[0].diffusion.tokens_computed for decision in decisions]
+    first, *others = [
+        decided(llm, [decision], [prompt])[0].diffusion.tokens_computed
+        for decision in decisions
+    ]
     assert first > len(prompt)
     assert all(rows < len(prompt) for rows in others)
 
@@ -109,17 +153,28 @@ def test_logits_that_are_not_finite_end_a_decision(engines, tiny_llada, monkeypa
 def test_log_probabilities_are_those_among_accepted_texts(engines, tiny_llada):
     llm = engines(tiny_llada)
     decisions, prompts = drawn("logprobs", 20)
-    for answer, (decision, fields, _) in zip(decided(llm, decisions, prompts, logprobs=3), decisions, strict=True):
+    for answer, (decision, fields, _) in zip(
+        decided(llm, decisions, prompts, logprobs=3), decisions, strict=True
+    ):
         token_ids = list(answer.token_ids)
-        values = [step[token].logprob for step, token in zip(answer.logprobs, token_ids, strict=True)]
+        values = [
+            step[token].logprob
+            for step, token in zip(answer.logprobs, token_ids, strict=True)
+        ]
         given = [token is not None for token in decision.template[: len(token_ids)]]
-        assert all(value == 0 for value, is_given in zip(values, given, strict=True) if is_given)
+        assert all(
+            value == 0
+            for value, is_given in zip(values, given, strict=True)
+            if is_given
+        )
         for step in answer.logprobs:
             assert sum(np.exp(each.logprob) for each in step.values()) <= 1 + 1e-5
         if len(fields) == 1:
             (own,) = answer.diffusion.decision.values()
             if None in decision.template and decision.values[0]:
-                assert np.exp(sum(values)) == pytest.approx(own["probability"], abs=1e-4)
+                assert np.exp(sum(values)) == pytest.approx(
+                    own["probability"], abs=1e-4
+                )
 
 
 @pytest.mark.parametrize(
@@ -137,6 +192,8 @@ def test_what_only_generation_has_is_refused(engines, tiny_llada, options, messa
     decisions, prompts = drawn("refused", 1)
     with pytest.raises(InvalidRequestError, match=message):
         decided(llm, decisions, prompts, **options)
-    with pytest.raises(InvalidRequestError, match="passes=2 counts the passes of a decision"):
+    with pytest.raises(
+        InvalidRequestError, match="passes=2 counts the passes of a decision"
+    ):
         generate(llm, prompts, [DiffusionParams(gen_length=8, passes=2)])
     assert_nothing_left(llm)

@@ -1,4 +1,6 @@
-"""Decisions of the demo model by text: in Python, over HTTP, and with OpenAI's client."""
+"""Decisions of the demo model by text: in Python, over HTTP, and
+with OpenAI's client.
+"""
 
 import json
 import re
@@ -47,10 +49,19 @@ def test_in_python(demo, passes):
     assert by_chat.figures.forward_passes == passes
     for name, distribution in by_chat.distributions.items():
         shares = [each["probability"] for each in distribution]
-        assert shares == sorted(shares, reverse=True) or by_chat.values[name] == distribution[-1]["value"]
-        chosen = [each["probability"] for each in distribution if each["value"] == by_chat.values[name]]
+        assert (
+            shares == sorted(shares, reverse=True)
+            or by_chat.values[name] == distribution[-1]["value"]
+        )
+        chosen = [
+            each["probability"]
+            for each in distribution
+            if each["value"] == by_chat.values[name]
+        ]
         assert by_chat.probabilities[name] in chosen
-        assert sum(shares) == pytest.approx(1) or (name in ("id", "many") and len(shares) == 3 and sum(shares) < 1)
+        assert sum(shares) == pytest.approx(1) or (
+            name in ("id", "many") and len(shares) == 3 and sum(shares) < 1
+        )
     assert_nothing_left(demo)
 
 
@@ -72,7 +83,10 @@ def test_a_text_is_one_prompt_and_a_failure_costs_no_other_answer(demo, monkeypa
 
 def test_a_failure_over_http_says_why(client, monkeypatch):
     monkeypatch.setattr(RunningDecision, "commit", lambda self, *args, **kwargs: 1 / 0)
-    answer = client.post("/v1/decisions", json={"prompt": "Tom", "fields": schema_of({"name": FIELDS["name"]})})
+    answer = client.post(
+        "/v1/decisions",
+        json={"prompt": "Tom", "fields": schema_of({"name": FIELDS["name"]})},
+    )
     assert answer.status_code == 500
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
 
@@ -90,9 +104,15 @@ def test_over_http(client, demo):
     assert answer["usage"]["completion_tokens"] > 0
     for name, field in answer["fields"].items():
         assert field["value"] == expected.values[name]
-        assert field["probability"] == pytest.approx(expected.probabilities[name], abs=1e-5)
-    prompt = demo.get_tokenizer().apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    again = client.post("/v1/decisions", json={"prompt": prompt, "fields": SCHEMA, "passes": 2})
+        assert field["probability"] == pytest.approx(
+            expected.probabilities[name], abs=1e-5
+        )
+    prompt = demo.get_tokenizer().apply_chat_template(
+        CHAT, add_generation_prompt=True, tokenize=False
+    )
+    again = client.post(
+        "/v1/decisions", json={"prompt": prompt, "fields": SCHEMA, "passes": 2}
+    )
     assert again.json()["values"] == expected.values
 
 
@@ -100,20 +120,31 @@ def test_response_format_with_logprobs(openai, demo):
     """The tokens' log-probabilities say the same as the fields'."""
     schema = schema_of({"name": ["Ida", "Tom"], "is_old": bool})
     (expected,) = demo.decide([CHAT], schema)
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": schema},
+    }
     (choice,) = openai.chat.completions.create(
-        model="demo", messages=CHAT, response_format=wanted, logprobs=True, top_logprobs=2
+        model="demo",
+        messages=CHAT,
+        response_format=wanted,
+        logprobs=True,
+        top_logprobs=2,
     ).choices
     assert json.loads(choice.message.content) == expected.values
     assert choice.finish_reason == "stop"
     figures = choice.model_extra["diffusion"]
     assert figures["forward_passes"] == 1
     for name, field in figures["decision"].items():
-        assert field["probability"] == pytest.approx(expected.probabilities[name], abs=1e-5)
+        assert field["probability"] == pytest.approx(
+            expected.probabilities[name], abs=1e-5
+        )
     (completion,) = openai.completions.create(
         model="demo", prompt=PROMPT, logprobs=1, extra_body={"response_format": wanted}
     ).choices
-    assert completion.model_extra["diffusion"]["decision"].keys() == expected.values.keys()
+    assert (
+        completion.model_extra["diffusion"]["decision"].keys() == expected.values.keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,23 +158,50 @@ def test_response_format_with_logprobs(openai, demo):
         {"max_tokens": 3},
         {"stream": True},
         {"extra_body": {"vllm_xargs": {"steps": 8}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": OPTIONAL}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "p", "schema": OPTIONAL},
+            }
+        },
         *(
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": schema}}}
-            for schema in ({"type": "array"}, schema_of({"a": ["Ida"]}), schema_of({"a": re.compile("[a-z]+")}))
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "p", "schema": schema},
+                }
+            }
+            for schema in (
+                {"type": "array"},
+                schema_of({"a": ["Ida"]}),
+                schema_of({"a": re.compile("[a-z]+")}),
+            )
         ),
     ],
 )
 def test_other_requests_generate_their_text(openai, change):
-    wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema_of({"name": ["Ida", "Tom"]})}}
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "person",
+            "schema": schema_of({"name": ["Ida", "Tom"]}),
+        },
+    }
     asked = {"response_format": wanted, "logprobs": True, "max_tokens": 24} | change
     if change == {"max_tokens": 3}:
         with pytest.raises(BadRequestError, match="too short for structured_outputs"):
             openai.chat.completions.create(model="demo", messages=CHAT, **asked)
         return
     answer = openai.chat.completions.create(model="demo", messages=CHAT, **asked)
-    choices = [choice for part in answer for choice in part.choices] if "stream" in change else answer.choices
-    assert all("decision" not in (choice.model_extra or {}).get("diffusion", {}) for choice in choices)
+    choices = (
+        [choice for part in answer for choice in part.choices]
+        if "stream" in change
+        else answer.choices
+    )
+    assert all(
+        "decision" not in (choice.model_extra or {}).get("diffusion", {})
+        for choice in choices
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,13 +209,25 @@ def test_other_requests_generate_their_text(openai, change):
     [
         ({}, "0 properties"),
         ({"a": {"type": "string"}}, r"fields\.a: .* is not supported"),
-        ({"a": {"type": "string", "pattern": "[a-z]+"}}, r"fields\.a: its texts have no longest one"),
+        (
+            {"a": {"type": "string", "pattern": "[a-z]+"}},
+            r"fields\.a: its texts have no longest one",
+        ),
         ({"a": {"type": "string", "pattern": "^(?=a)$"}}, r"^fields\.a: .*pattern"),
-        ({"a": {"type": "integer", "minimum": 3}}, r"fields\.a: give an integer a minimum, and a maximum"),
-        ({"a": {"type": "integer", "minimum": 3, "maximum": 2}}, r"fields\.a: give an integer"),
+        (
+            {"a": {"type": "integer", "minimum": 3}},
+            r"fields\.a: give an integer a minimum, and a maximum",
+        ),
+        (
+            {"a": {"type": "integer", "minimum": 3, "maximum": 2}},
+            r"fields\.a: give an integer",
+        ),
         ({"a": {"enum": []}}, r"fields\.a: enum is a list"),
         ({"a": {"enum": [[1]]}}, r"fields\.a: the choice \[1\]"),
-        ({"a": {"type": "string", "enum": [1]}}, r"fields\.a: the choice 1 is no string"),
+        (
+            {"a": {"type": "string", "enum": [1]}},
+            r"fields\.a: the choice 1 is no string",
+        ),
         ({"a": {"enum": ["<|mdm_mask|>"]}, "b": {"type": "boolean"}}, "mask"),
         ({"a": {"enum": ["only one"]}}, "nothing is left to decide"),
         ({"a": {"$ref": "#"}}, r"fields\.a: "),
@@ -165,7 +235,11 @@ def test_other_requests_generate_their_text(openai, change):
     ],
 )
 def test_a_field_that_a_decision_cannot_have_is_named(client, demo, fields, message):
-    body = {"model": "demo", "prompt": PROMPT, "fields": {"type": "object", "properties": fields}}
+    body = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "fields": {"type": "object", "properties": fields},
+    }
     response = client.post("/v1/decisions", json=body)
     assert response.status_code == 400, response.text
     assert re.search(message, response.json()["error"]["message"])
@@ -180,7 +254,16 @@ def test_a_field_that_a_decision_cannot_have_is_named(client, demo, fields, mess
         ({"stream": True}, "stream: all fields"),
         ({"passes": 0}, "passes"),
         ({"fields": [1]}, "fields"),
-        ({"fields": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "minProperties": 3}}, "no other rules"),
+        (
+            {
+                "fields": {
+                    "type": "object",
+                    "properties": {"a": {"enum": [1, 2]}},
+                    "minProperties": 3,
+                }
+            },
+            "no other rules",
+        ),
         ({"temperature": 0.5}, "temperature"),
         ({"prompt": None}, "give either prompt or messages"),
         ({"prompt": [1] * 5000}, "max_model_len|context length"),
@@ -189,15 +272,25 @@ def test_a_field_that_a_decision_cannot_have_is_named(client, demo, fields, mess
 )
 def test_a_bad_body_is_refused(client, demo, change, message):
     fields = schema_of({"name": ["Ida", "Tom"]})
-    response = client.post("/v1/decisions", json={"model": "demo", "prompt": PROMPT, "fields": fields} | change)
+    response = client.post(
+        "/v1/decisions",
+        json={"model": "demo", "prompt": PROMPT, "fields": fields} | change,
+    )
     assert response.status_code in (400, 404), response.text
     assert re.search(message, response.text)
     assert_nothing_left(demo)
 
 
 def test_a_template_is_decided_as_text(client, demo):
-    """The demo model gives its own form of an answer, with every kind of field, in any order."""
-    fields = {"Tom": re.compile("[0-9]{2}"), "Ida": ["07", "48", "99"], "x": bool, "n": range(2000)}
+    """The demo model gives its own form of an answer, with every kind of field, in any
+    order.
+    """
+    fields = {
+        "Tom": re.compile("[0-9]{2}"),
+        "Ida": ["07", "48", "99"],
+        "x": bool,
+        "n": range(2000),
+    }
     template = " Ida={Ida}, Tom={Tom}{{{x}}}{n}"
     (decision,) = demo.decide([CHAT], fields, template=template)
     assert decision.values["Ida"] == "07"
@@ -208,7 +301,11 @@ def test_a_template_is_decided_as_text(client, demo):
     body = {"messages": CHAT, "fields": schema_of(fields), "template": template}
     answer = client.post("/v1/decisions", json=body).json()
     assert answer["values"] == decision.values
-    (alone,) = demo.decide([CHAT], {"Ida": ["07", "48"], "Tom": ["48", "07"]}, template=" Ida={Ida}, Tom={Tom}")
+    (alone,) = demo.decide(
+        [CHAT],
+        {"Ida": ["07", "48"], "Tom": ["48", "07"]},
+        template=" Ida={Ida}, Tom={Tom}",
+    )
     assert alone.values == {"Ida": "07", "Tom": "48"}
     assert min(alone.probabilities.values()) > 0.9
 
@@ -236,10 +333,15 @@ def test_a_template_that_does_not_fit_is_refused(demo, template, message):
 def test_texts_of_several_lengths_need_an_end_token(demo):
     config, tokenizer = demo.llm_engine.vllm_config, demo.get_tokenizer()
     for choices, is_refused in ((["a", "b"], False), (["a", "a longer text"], True)):
-        params = decision_params(schema_of({"x": choices}), tokenizer, config, template="{x}")
+        params = decision_params(
+            schema_of({"x": choices}), tokenizer, config, template="{x}"
+        )
         params.ignore_eos, params.logprobs = True, 5
         if is_refused:
-            with pytest.raises(ValueError, match="no end token may follow a shorter one; leave ignore_eos unset"):
+            with pytest.raises(
+                ValueError,
+                match="no end token may follow a shorter one; leave ignore_eos unset",
+            ):
                 demo.generate(["Tom"], params)
         else:
             assert demo.generate(["Tom"], params)[0].outputs[0].text in choices
@@ -249,6 +351,14 @@ def test_texts_of_several_lengths_need_an_end_token(demo):
 def test_fields_in_python():
     fields = read_fields(schema_of({"a": bool, "b": range(3), "c": [1, True, 1]}))
     assert [field.values for field in fields] == [[True, False], range(3), [1, True]]
-    for wrong in (int, range(0), [], "text", {1, 2}, re.compile("a", re.IGNORECASE), re.compile(b"a")):
+    for wrong in (
+        int,
+        range(0),
+        [],
+        "text",
+        {1, 2},
+        re.compile("a", re.IGNORECASE),
+        re.compile(b"a"),
+    ):
         with pytest.raises(InvalidRequestError, match=r"fields\.a="):
             schema_of({"a": wrong})

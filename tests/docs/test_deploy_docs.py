@@ -1,4 +1,6 @@
-"""What docs/deploy says is what the programs accept, and numbers of the docs are what ``dllm plan`` computes."""
+"""What docs/deploy says is what the programs accept, and numbers of the docs are what
+``dllm plan`` computes.
+"""
 
 import re
 import shlex
@@ -22,9 +24,13 @@ assert COMMANDS
 
 
 def serve(arguments):
-    """Arguments of ``dllm serve``, read by its parser and then by that of ``vllm serve``."""
+    """Arguments of ``dllm serve``, read by its parser and then by that of ``vllm
+    serve``.
+    """
     args, args.unknown = build_parser().parse_known_args(["serve", *arguments])
-    read = make_arg_parser(FlexibleArgumentParser()).parse_args(vllm_arguments(args)[1:])
+    read = make_arg_parser(FlexibleArgumentParser()).parse_args(
+        vllm_arguments(args)[1:]
+    )
     validate_parsed_serve_args(read)
     return read
 
@@ -43,10 +49,14 @@ def test_numbers_of_the_page_are_those_of_the_command(capsys):
 
 
 def test_compose_runs_a_server_and_gives_it_time_to_drain():
-    service = yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())["services"]["dllm"]
+    service = yaml.safe_load((DOCS / "deploy" / "compose.yaml").read_text())[
+        "services"
+    ]["dllm"]
     read = serve(service["command"])
     assert read.max_model_len == 2048
-    assert int(service["stop_grace_period"].removesuffix("s")) > read.shutdown_timeout > 0
+    assert (
+        int(service["stop_grace_period"].removesuffix("s")) > read.shutdown_timeout > 0
+    )
     assert (CHECKOUT / service["build"]["dockerfile"]).is_file()
     assert (DOCS / "deploy" / service["build"]["context"]).resolve() == CHECKOUT
 
@@ -77,7 +87,9 @@ MODELS = {
     "LLaDA-MoE": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
 }
 WEIGHTS = {"bfloat16": None, "INT8, FP8": "int8", "INT4": "int4"}
-ROW = re.compile(r"^\| (\S+) \| ([^|]+) \| (\d+) \+ (\d+) \| ([\d/ –|]+) \|$", re.MULTILINE)
+ROW = re.compile(
+    r"^\| (\S+) \| ([^|]+) \| (\d+) \+ (\d+) \| ([\d/ –|]+) \|$", re.MULTILINE
+)
 ROWS = ROW.findall((DOCS / "quantization.md").read_text(encoding="utf-8"))
 SIZES = [8, 12, 16, 24]
 """Of GPUs, in GiB: a column each."""
@@ -86,15 +98,26 @@ SIZES = [8, 12, 16, 24]
 @pytest.mark.parametrize("row", ROWS[::9], ids=lambda row: " ".join(row[:4]))
 def test_a_row_of_quantized_models_is_that_of_the_plans(row):
     model, weights, prompt, response, cells = row
-    settings = {"model": MODELS[model], "quantization": WEIGHTS[weights], "max_num_batched_tokens": 2048}
+    settings = {
+        "model": MODELS[model],
+        "quantization": WEIGHTS[weights],
+        "max_num_batched_tokens": 2048,
+    }
     settings |= {"prompt": int(prompt), "response": int(response)}
 
     def requests(method, size):
         options = EngineOptions(cache_method=method)
         try:
-            return str(plan(Deployment(**settings, gpu_memory=size << 30, options=options)).demand.requests)
+            return str(
+                plan(
+                    Deployment(**settings, gpu_memory=size << 30, options=options)
+                ).demand.requests
+            )
         except ValueError:
             return "0"
 
-    found = [" / ".join(requests(method, size) for method in ("dual", "sparse")) for size in SIZES]
+    found = [
+        " / ".join(requests(method, size) for method in ("dual", "sparse"))
+        for size in SIZES
+    ]
     assert [cell.replace("–", "0 / 0") for cell in cells.split(" | ")] == found

@@ -1,4 +1,5 @@
-"""``docs/reference.md`` lists every option, and ``docs/papers.md`` every table of a paper, as the code has them.
+"""``docs/reference.md`` lists every option, and ``docs/papers.md`` every table of a
+paper, as the code has them.
 
 To write the tables anew: ``python -m tests.docs.test_reference``
 """
@@ -19,7 +20,11 @@ from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import DEFAULTABLE_OPTIONS, PARALLEL_OPTIONS, RequestOptions
+from dllm_engine.scheduler.options.request_fields import (
+    DEFAULTABLE_OPTIONS,
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
 from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
 from dllm_engine.scheduler.request import Guidance
 from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, SlowFast
@@ -30,7 +35,11 @@ PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}
 HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
-NAMES = {"unmasking": UNMASKING_POLICIES, "cache_method": CACHE_METHODS, "request_defaults": DEFAULTABLE_OPTIONS}
+NAMES = {
+    "unmasking": UNMASKING_POLICIES,
+    "cache_method": CACHE_METHODS,
+    "request_defaults": DEFAULTABLE_OPTIONS,
+}
 """The names that an option of no particular type may have."""
 
 
@@ -43,9 +52,18 @@ def test_tables_are_those_of_the_code(page):
 
 def test_engine_options_can_be_given_as_the_page_says():
     options = set(EngineOptions.model_fields) - INTERNAL
-    assert set(inspect.signature(LLM.__init__).parameters) - {"self", "model", "kwargs"} == options - {"playground"}
+    assert set(inspect.signature(LLM.__init__).parameters) - {
+        "self",
+        "model",
+        "kwargs",
+    } == options - {"playground"}
     flags = vars(build_parser().parse_args(["serve", "demo"]))
-    without = {"dense_attention", "cache_options", "request_defaults", "retention_ratio"}  # the last is a cache option
+    without = {
+        "dense_attention",
+        "cache_options",
+        "request_defaults",
+        "retention_ratio",
+    }  # the last is a cache option
     assert {*options, *DEFAULTABLE_OPTIONS} - set(flags) == without
 
 
@@ -60,25 +78,44 @@ def test_methods_names_what_there_is():
         "Policies": UNMASKING_POLICIES,
         "Rules": PARALLEL_OPTIONS,
     }.items():
-        section = re.search(rf"^##+ {heading}\n(.*?)(^#|\Z)", page, re.DOTALL | re.MULTILINE)
+        section = re.search(
+            rf"^##+ {heading}\n(.*?)(^#|\Z)", page, re.DOTALL | re.MULTILINE
+        )
         assert section is not None, heading
         names = re.findall(r"^\| (\S+)", section[1], re.MULTILINE)
-        assert names[1:] == [f"`{name}`" for name in registry], heading  # behind the head of the table
+        assert names[1:] == [f"`{name}`" for name in registry], (
+            heading
+        )  # behind the head of the table
 
 
 def written(page: str) -> str:
     """A page with its tables made anew."""
-    tables = {"request": request_table, "slow_fast": slow_fast_table, "engine": lambda: [*HEAD, *rows(EngineOptions)]}
-    tables |= {"cache": cache_tables, "checkpoints": checkpoint_table, "papers": paper_tables}
+    tables = {
+        "request": request_table,
+        "slow_fast": slow_fast_table,
+        "engine": lambda: [*HEAD, *rows(EngineOptions)],
+    }
+    tables |= {
+        "cache": cache_tables,
+        "checkpoints": checkpoint_table,
+        "papers": paper_tables,
+    }
     pattern = r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)"
-    return re.sub(pattern, lambda m: m[1] + "\n".join(tables[m[2]]()) + "\n" + m[3], page, flags=re.DOTALL)
+    return re.sub(
+        pattern,
+        lambda m: m[1] + "\n".join(tables[m[2]]()) + "\n" + m[3],
+        page,
+        flags=re.DOTALL,
+    )
 
 
 def request_table() -> list[str]:
     family, guidance = FAMILIES.values(), Guidance()
     defaults: dict[str, Any] = {
         "gen_length": DEFAULT_GEN_LENGTH,
-        "block_length": ", ".join(f"{f.name} {f.default_block_length or 'the whole response'}" for f in family),
+        "block_length": ", ".join(
+            f"{f.name} {f.default_block_length or 'the whole response'}" for f in family
+        ),
         "steps": "one per token",
         "unmasking": ", ".join(f"{f.name} `{f.default_unmasking}`" for f in family),
         "retention_ratio": "the engine's",
@@ -93,23 +130,50 @@ def request_table() -> list[str]:
         "top_k": DiffusionParams().top_k,
     }
     meaning = re.search(
-        r'gen_length: int \| None = None\n    """(.*?)"""', inspect.getsource(DiffusionParams), re.DOTALL
+        r'gen_length: int \| None = None\n    """(.*?)"""',
+        inspect.getsource(DiffusionParams),
+        re.DOTALL,
     )
-    schemas = {"gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}}
+    schemas = {
+        "gen_length": {"type": "integer", "minimum": 1, "description": meaning[1]}
+    }
     schemas |= RequestOptions.model_json_schema()["properties"]
-    assert all(getattr(DiffusionParams(), name) is None for name in schemas if name not in ("top_p", "top_k"))
-    return [*HEAD, *(row(name, schema, defaults.get(name, "off")) for name, schema in schemas.items())]
+    assert all(
+        getattr(DiffusionParams(), name) is None
+        for name in schemas
+        if name not in ("top_p", "top_k")
+    )
+    return [
+        *HEAD,
+        *(
+            row(name, schema, defaults.get(name, "off"))
+            for name, schema in schemas.items()
+        ),
+    ]
 
 
 def slow_fast_table() -> list[str]:
-    schemas, others = SlowFast.model_json_schema()["properties"], [f for f in FAMILIES.values() if f.slow_fast]
+    schemas, others = (
+        SlowFast.model_json_schema()["properties"],
+        [f for f in FAMILIES.values() if f.slow_fast],
+    )
 
     def default(name: str) -> str:
         return ", ".join(
-            [str(schemas[name]["default"]), *(f"{f.name} {f.slow_fast[name]}" for f in others if name in f.slow_fast)]
+            [
+                str(schemas[name]["default"]),
+                *(
+                    f"{f.name} {f.slow_fast[name]}"
+                    for f in others
+                    if name in f.slow_fast
+                ),
+            ]
         )
 
-    return [*HEAD, *(row(name, schema, default(name)) for name, schema in schemas.items())]
+    return [
+        *HEAD,
+        *(row(name, schema, default(name)) for name, schema in schemas.items()),
+    ]
 
 
 def cache_tables() -> list[str]:
@@ -121,18 +185,33 @@ def cache_tables() -> list[str]:
 
 
 def checkpoint_table() -> list[str]:
-    """A row per released checkpoint, a column per cache method that has settings of its own for some of them."""
+    """A row per released checkpoint, a column per cache method that has settings of its
+    own for some of them.
+    """
     found = {
-        checkpoint: {name: method.settings_for(checkpoint, family)[1] for name, method in CACHE_METHODS.items()}
+        checkpoint: {
+            name: method.settings_for(checkpoint, family)[1]
+            for name, method in CACHE_METHODS.items()
+        }
         for family in FAMILIES.values()
         for checkpoint in family.checkpoints
     }
-    methods = [method for method in CACHE_METHODS if any(settings[method] for settings in found.values())]
-    lines = [f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
+    methods = [
+        method
+        for method in CACHE_METHODS
+        if any(settings[method] for settings in found.values())
+    ]
+    lines = [
+        f"| checkpoint | {' | '.join(f'`{method}`' for method in methods)} |",
+        "|---" * (len(methods) + 1) + "|",
+    ]
     for checkpoint, settings in found.items():
         if not any(settings.values()):
             continue
-        cells = [", ".join(f"`{name}` {value}" for name, value in settings[method].items()) for method in methods]
+        cells = [
+            ", ".join(f"`{name}` {value}" for name, value in settings[method].items())
+            for method in methods
+        ]
         lines.append(f"| {checkpoint} | {' | '.join(cells)} |")
     return lines
 
@@ -140,11 +219,24 @@ def checkpoint_table() -> list[str]:
 def paper_tables() -> list[str]:
     lines = []
     for paper, title in PAPERS.items():
-        lines += [f"## {title}", "| `--paper-table` | compares | models | missing, or not as in the paper |", HEAD[1]]
+        lines += [
+            f"## {title}",
+            "| `--paper-table` | compares | models | missing, or not as in the paper |",
+            HEAD[1],
+        ]
         for key, table in PAPER_TABLES.items():
             if table["paper"] == paper:
-                name = f"`{key}`" if table["benchmarks"] else table["name"].replace("-", " ").capitalize()
-                cells = name, table["about"], table.get("models", "–"), table.get("without", "–")
+                name = (
+                    f"`{key}`"
+                    if table["benchmarks"]
+                    else table["name"].replace("-", " ").capitalize()
+                )
+                cells = (
+                    name,
+                    table["about"],
+                    table.get("models", "–"),
+                    table.get("without", "–"),
+                )
                 lines.append(f"| {' | '.join(cells)} |")
         lines.append("")
     return lines[:-1]
@@ -152,17 +244,27 @@ def paper_tables() -> list[str]:
 
 def rows(options: type[BaseModel]) -> list[str]:
     schemas = options.model_json_schema()["properties"]
-    return [row(name, schema) for name, schema in schemas.items() if name not in INTERNAL]
+    return [
+        row(name, schema) for name, schema in schemas.items() if name not in INTERNAL
+    ]
 
 
 def row(name: str, schema: dict[str, Any], default: object = None) -> str:
-    """``default`` is shown as it is; None stands for that of the schema, which then may allow None as a value."""
-    values = ", ".join(f"`{value}`" for value in NAMES[name]) if name in NAMES else allowed(schema)
+    """``default`` is shown as it is; None stands for that of the schema, which then may
+    allow None as a value.
+    """
+    values = (
+        ", ".join(f"`{value}`" for value in NAMES[name])
+        if name in NAMES
+        else allowed(schema)
+    )
     if default is None:
         default = f"`{schema['default']!r}`"
     else:
         values = values.removesuffix(" or None")
-    meaning = " ".join(schema["description"].split()).replace("``", "`").replace("|", "\\|")
+    meaning = (
+        " ".join(schema["description"].split()).replace("``", "`").replace("|", "\\|")
+    )
     return f"| `{name}` | {values} | {default} | {meaning} |"
 
 

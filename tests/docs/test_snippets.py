@@ -1,7 +1,9 @@
-"""Every snippet of README and docs runs as printed, as a file, in the environment that README tells the reader to make.
+"""Every snippet of README and docs runs as printed, as a file, in the environment that
+README tells the reader to make.
 
-The blocks of a page run one after the other in one folder. A block that starts a server stays in the background for
-those after it. A new block runs, or has to be listed below with a reason.
+The blocks of a page run one after the other in one folder. A block that starts a server
+stays in the background for those after it. A new block runs, or has to be listed below
+with a reason.
 """
 
 import os
@@ -20,7 +22,11 @@ from tests.support.preloaded import preloaded_programs, wait_until
 from tests.support.server import is_healthy
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in CHECKOUT.glob("docs/*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *sorted(f"docs/{page.name}" for page in CHECKOUT.glob("docs/*.md")),
+]
 # Languages of programs; other blocks show output or data.
 PROGRAMS = ("bash", "python")
 PORT = 8000
@@ -44,12 +50,16 @@ NOT_RUN = {
     "dllm chat --model GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm tune GSAI-ML/LLaDA-8B-Instruct": NEEDS_CHECKPOINT,
     "dllm serve GSAI-ML/LLaDA-8B-Instruct --lora-path": NEEDS_CHECKPOINT,
-    "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": "tests/docs/test_deploy_docs.py compares all of its output",
+    "$ dllm plan GSAI-ML/LLaDA-8B-Instruct": (
+        "tests/docs/test_deploy_docs.py compares all of its output"
+    ),
     'pip install "dllm-engine[ray]"': NEEDS_CHECKPOINT,
     "pip install 'dllm-engine[eval]'": NEEDS_NETWORK,
     "dllm eval --model GSAI-ML/LLaDA-8B-Instruct --paper-task": NEEDS_CHECKPOINT,
     "dllm bench --model llada-8b": "needs a GPU",
-    "dllm check --output check.json": "tests/cli/test_check.py runs it in its own process, where engines start faster",
+    "dllm check --output check.json": (
+        "tests/cli/test_check.py runs it in its own process, where engines start faster"
+    ),
     'pip install ".[cuda,test]"': "needs a GPU and the network",
     "python3 scripts/gpu_bundle.py gpu-bundle": "needs a GPU and the network",
 }
@@ -84,14 +94,23 @@ class Snippet:
 
     def on_port(self, port: int) -> str:
         """The text with a server on this port instead of the pages'."""
-        text = self.text.replace(f"localhost:{PORT}", f"localhost:{port}").replace(f"--port {PORT}", f"--port {port}")
+        text = self.text.replace(f"localhost:{PORT}", f"localhost:{port}").replace(
+            f"--port {PORT}", f"--port {port}"
+        )
         if not self.is_server or "--port" in text:
             return text
         return re.sub(r'^(\w+ serve (?:"[^"]*"|\S+))', rf"\1 --port {port}", text)
 
     def of(self, table: dict[str, str]) -> str | None:
         """The value of the entry that the first line begins with."""
-        return next((value for start, value in table.items() if self.first_line.startswith(start)), None)
+        return next(
+            (
+                value
+                for start, value in table.items()
+                if self.first_line.startswith(start)
+            ),
+            None,
+        )
 
 
 def snippets(page: str) -> list[Snippet]:
@@ -104,12 +123,16 @@ ALL = [snippet for page in PAGES for snippet in snippets(page)]
 
 
 def to_run(page: str) -> list[Snippet]:
-    """Blocks of a page that are run; one that several pages print runs where it comes first, but a server on each."""
+    """Blocks of a page that are run; one that several pages print runs where it comes
+    first, but a server on each.
+    """
     first = {snippet.text: snippet for snippet in reversed(ALL)}
     return [
         snippet
         for snippet in snippets(page)
-        if snippet.is_program and snippet.of(NOT_RUN) is None and (snippet.is_server or first[snippet.text] == snippet)
+        if snippet.is_program
+        and snippet.of(NOT_RUN) is None
+        and (snippet.is_server or first[snippet.text] == snippet)
     ]
 
 
@@ -118,10 +141,24 @@ def test_each_block_that_is_not_run_is_there_and_each_block_is_closed():
     for start in [*NOT_RUN, *PRINTS]:
         assert any(snippet.first_line.startswith(start) for snippet in programs), start
     for page in PAGES:
-        fences = re.findall(r"^\s*```", (CHECKOUT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+        fences = re.findall(
+            r"^\s*```",
+            (CHECKOUT / page).read_text(encoding="utf-8"),
+            flags=re.MULTILINE,
+        )
         assert len(fences) == 2 * len(snippets(page)), page
-    assert {snippet.language for snippet in ALL} <= {*PROGRAMS, "", "json", "mermaid", "yaml"}
-    assert not [snippet for snippet in ALL if snippet.language == "python" and snippet.of(NOT_RUN) is not None]
+    assert {snippet.language for snippet in ALL} <= {
+        *PROGRAMS,
+        "",
+        "json",
+        "mermaid",
+        "yaml",
+    }
+    assert not [
+        snippet
+        for snippet in ALL
+        if snippet.language == "python" and snippet.of(NOT_RUN) is not None
+    ]
 
 
 @pytest.fixture
@@ -135,14 +172,25 @@ def folder(tmp_path):
 
 @pytest.fixture
 def environ(folder):
-    """The variables of a shell after `source .venv/bin/activate`, without those that the tests' own engines need."""
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(("VLLM_", "PYTEST_"))}
+    """The variables of a shell after `source .venv/bin/activate`, without those that
+    the tests' own engines need.
+    """
+    variables = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("VLLM_", "PYTEST_"))
+    }
     # The set-up script would make `.venv` in the checkout.
     variables["DLLM_VENV"] = sys.prefix
     command = ["bash", "-c", "source .venv/bin/activate && env -0"]
-    printed = subprocess.run(command, cwd=folder, env=variables, capture_output=True, check=True)
-    variables = dict(entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry)
-    # Blocks that activate the environment themselves put its own programs in front again.
+    printed = subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, check=True
+    )
+    variables = dict(
+        entry.split("=", 1) for entry in printed.stdout.decode().split("\0") if entry
+    )
+    # Blocks that activate the environment themselves put its own programs in front
+    # again.
     return variables | {"PATH": f"{preloaded_programs()}:{variables['PATH']}"}
 
 
@@ -154,24 +202,50 @@ def test_snippets_of_a_page(folder, environ, page):
     port = get_open_port()
     try:
         for number, snippet in enumerate(to_run(page)):
-            file = folder / f"snippet{number}.{'py' if snippet.language == 'python' else 'sh'}"
+            file = (
+                folder
+                / f"snippet{number}.{'py' if snippet.language == 'python' else 'sh'}"
+            )
             text = snippet.on_port(port)
             file.write_text(text, encoding="utf-8")
-            command = ["python", file] if snippet.language == "python" else ["bash", "-e", file]
+            command = (
+                ["python", file]
+                if snippet.language == "python"
+                else ["bash", "-e", file]
+            )
             if snippet.is_server:
                 stop(server)
                 log = folder / "server.log"
                 with log.open("wb") as stream:
                     output = {"stdout": stream, "stderr": subprocess.STDOUT}
-                    server = subprocess.Popen(command, cwd=folder, env=environ, start_new_session=True, **output)
-                wait_until(lambda: is_healthy(f"http://localhost:{port}"), 300, server, log)
+                    server = subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=environ,
+                        start_new_session=True,
+                        **output,
+                    )
+                wait_until(
+                    lambda: is_healthy(f"http://localhost:{port}"), 300, server, log
+                )
                 for url in re.findall(r"http://localhost\S+", text):
                     assert urllib.request.urlopen(url, timeout=30).status == 200
                 continue
-            ran = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=600)
-            assert ran.returncode == 0, f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+            ran = subprocess.run(
+                command,
+                cwd=folder,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=600,
+            )
+            assert ran.returncode == 0, (
+                f"{snippet.text}\n{ran.stdout[-3000:]}\n{ran.stderr[-6000:]}"
+            )
             expected = [line for line in [snippet.of(PRINTS)] if line]
-            expected += re.findall(r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE)
+            expected += re.findall(
+                r"^ *print\(.*\)  # (.+)$", snippet.text, flags=re.MULTILINE
+            )
             for line in expected:
                 assert line in ran.stdout, snippet.text
     finally:

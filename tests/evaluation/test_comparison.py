@@ -1,4 +1,6 @@
-"""The file of a comparison: one run writes it at a time, and one that cannot be written is refused at the start."""
+"""The file of a comparison: one run writes it at a time, and one that cannot be written
+is refused at the start.
+"""
 
 import json
 
@@ -32,7 +34,9 @@ def tasks_in(output):
     return [row["task"] for row in json.loads(output.read_text())["rows"]]
 
 
-def test_two_runs_cannot_write_one_output_and_the_next_one_keeps_the_rows_of_both(output):
+def test_two_runs_cannot_write_one_output_and_the_next_one_keeps_the_rows_of_both(
+    output,
+):
     with Comparison(output, "eval", {}, load=None) as first:
         measure(first, "a")
         with pytest.raises(ValueError, match=r"another run is writing .*rows\.json"):
@@ -55,7 +59,11 @@ def test_an_output_that_was_refused_is_not_locked(output):
 
 
 @pytest.mark.parametrize("blocked", ["rows.json", "rows.json.lock"])
-def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(output, blocked):
+def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(
+    output, blocked
+):
     (output.parent / blocked).mkdir()
-    with pytest.raises(ValueError, match=f"cannot write .*rows.json: .*{blocked}: Is a directory"):
+    with pytest.raises(
+        ValueError, match=f"cannot write .*rows.json: .*{blocked}: Is a directory"
+    ):
         Comparison(output, "eval", {}, load=None)

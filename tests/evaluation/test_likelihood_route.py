@@ -1,4 +1,6 @@
-"""``/v1/likelihoods``: what ``log_likelihoods`` and ``masked_logprobs`` compute, over HTTP."""
+"""``/v1/likelihoods``: what ``log_likelihoods`` and ``masked_logprobs`` compute, over
+HTTP.
+"""
 
 import asyncio
 import time
@@ -23,8 +25,14 @@ def ask(client):
 
 def test_they_are_the_bounds_that_python_computes(ask, demo):
     ids = demo.get_tokenizer().encode
-    prompt, answers, settings = ids(PROMPT), [ids(answer) for answer in ANSWERS], {"num_samples": 20, "seed": 3}
-    expected = log_likelihoods(demo, [(prompt, answer) for answer in answers], **settings)
+    prompt, answers, settings = (
+        ids(PROMPT),
+        [ids(answer) for answer in ANSWERS],
+        {"num_samples": 20, "seed": 3},
+    )
+    expected = log_likelihoods(
+        demo, [(prompt, answer) for answer in answers], **settings
+    )
     assert expected[0] > expected[1]
     for fields in (
         {"prompt": PROMPT, "answers": ANSWERS},
@@ -33,14 +41,28 @@ def test_they_are_the_bounds_that_python_computes(ask, demo):
     ):
         reply = ask(**fields, **settings)
         assert reply.status_code == 200, reply.text
-        assert [each["log_likelihood"] for each in reply.json()["data"]] == pytest.approx(expected, rel=1e-5)
-        assert [each["num_tokens"] for each in reply.json()["data"]] == [len(answer) for answer in answers]
-    assert reply.json()["usage"]["prompt_tokens"] == len(prompt) + sum(map(len, answers))
+        assert [
+            each["log_likelihood"] for each in reply.json()["data"]
+        ] == pytest.approx(expected, rel=1e-5)
+        assert [each["num_tokens"] for each in reply.json()["data"]] == [
+            len(answer) for answer in answers
+        ]
+    assert reply.json()["usage"]["prompt_tokens"] == len(prompt) + sum(
+        map(len, answers)
+    )
     # Masks of the client's own choice.
     answers, masks = [answers[0], [*answers[0]]], [[0, 1, 2, 3], [2], []]
-    canvases = [(prompt + answer, [len(prompt) + i for i in mask]) for answer in answers for mask in masks]
+    canvases = [
+        (prompt + answer, [len(prompt) + i for i in mask])
+        for answer in answers
+        for mask in masks
+    ]
     data = ask(prompt=prompt, answers=answers, masks=masks).json()["data"]
-    for logprobs, own in zip([*data[0]["logprobs"], *data[1]["logprobs"]], demo.masked_logprobs(canvases), strict=True):
+    for logprobs, own in zip(
+        [*data[0]["logprobs"], *data[1]["logprobs"]],
+        demo.masked_logprobs(canvases),
+        strict=True,
+    ):
         assert logprobs == pytest.approx(own, rel=1e-5)
     assert "log_likelihood" not in data[0]
     assert_nothing_left(demo)
@@ -56,8 +78,14 @@ def test_they_are_the_bounds_that_python_computes(ask, demo):
         ({"prompt": "<|mdm_mask|>"}, "the prompt contains the mask token"),
         ({"prompt": None}, "either prompt or messages"),
         ({"num_samples": 0}, "num_samples"),
-        ({"num_samples": 1024, "answers": [[5] * 100] * 10}, "num_samples=1024: forward passes over"),
-        ({"masks": [[0], [1]], "answers": [[5, 5], [5]]}, "masks[1] must hold different positions"),
+        (
+            {"num_samples": 1024, "answers": [[5] * 100] * 10},
+            "num_samples=1024: forward passes over",
+        ),
+        (
+            {"masks": [[0], [1]], "answers": [[5, 5], [5]]},
+            "masks[1] must hold different positions",
+        ),
         ({"masks": [[0]] * 10**5}, "100000 masks: forward passes over"),
         ({"stream": True}, "stream"),
         ({"model": "other"}, "other"),
@@ -73,12 +101,17 @@ def test_what_cannot_be_computed_is_refused_by_name(ask, fields, named):
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        ("/v1/completions", {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}),
+        (
+            "/v1/completions",
+            {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1},
+        ),
         ("/v1/completions", {"prompt": [5, 6], "prompt_logprobs": 0}),
         ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 1}),
     ],
 )
-def test_log_probabilities_of_a_prompt_are_refused_with_a_word_about_it(client, path, fields):
+def test_log_probabilities_of_a_prompt_are_refused_with_a_word_about_it(
+    client, path, fields
+):
     reply = client.post(path, json={"model": "demo"} | fields)
     assert reply.status_code == 400
     assert "/v1/likelihoods" in reply.json()["error"]["message"]
@@ -98,10 +131,14 @@ def test_none_is_computed_while_weights_are_incomplete(ask, demo, monkeypatch):
 
 
 class Engine:
-    """Passes of at most ten rows, of which it notes the sizes; a log-probability is the first token of a canvas."""
+    """Passes of at most ten rows, of which it notes the sizes; a log-probability is the
+    first token of a canvas.
+    """
 
     def __init__(self, *failures):
-        self.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=10))
+        self.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=10)
+        )
         self.passes, self.failures = [], list(failures)
         self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: False)
         self.num_weight_changes = self.changes_per_pass = 0
@@ -113,7 +150,10 @@ class Engine:
         self.num_weight_changes += self.changes_per_pass
         if self.failures:
             raise self.failures.pop()
-        return [[[float(sequence[0])] for sequence in sequences], self.num_weight_changes]
+        return [
+            [[float(sequence[0])] for sequence in sequences],
+            self.num_weight_changes,
+        ]
 
 
 def computed(engine, *requests, during=lambda tasks: None):
@@ -134,12 +174,18 @@ def computed(engine, *requests, during=lambda tasks: None):
 def test_requests_take_turns_with_passes_of_as_many_canvases_as_fit():
     engine = Engine()
     first = [(1, 4)] * 3 + [(2, 12)] + [(3, 3)] * 3
-    assert computed(engine, first, [(4, 10)] * 2, []) == [[1.0] * 3 + [2.0] + [3.0] * 3, [4.0] * 2, []]
+    assert computed(engine, first, [(4, 10)] * 2, []) == [
+        [1.0] * 3 + [2.0] + [3.0] * 3,
+        [4.0] * 2,
+        [],
+    ]
     assert engine.passes == [[1, 1], [4], [1], [4], [2], [3, 3, 3]]
 
 
 def test_the_engine_has_one_pass_at_a_time_also_where_clients_leave():
-    """Of ten clients that leave, it computes the pass that it has, and none that waits."""
+    """Of ten clients that leave, it computes the pass that it has, and
+    none that waits.
+    """
     engine, ends = Engine(), asyncio.Event()
 
     async def wait(method, args):
@@ -181,12 +227,16 @@ def test_the_engines_steps_have_as_much_time_as_passes():
 
     engine.collective_rpc = take_a_while
     assert computed(engine, [(1, 10)] * 3, [(2, 10)] * 3) == [[0.0] * 3] * 2
-    assert all(later - sooner >= 0.04 for sooner, later in zip(ended, begun[1:], strict=False))
+    assert all(
+        later - sooner >= 0.04 for sooner, later in zip(ended, begun[1:], strict=False)
+    )
 
 
 def test_a_client_that_leaves_takes_its_canvases_along():
     engine = Engine()
-    left, stayed = computed(engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks: tasks[0].cancel())
+    left, stayed = computed(
+        engine, [(1, 10)] * 9, [(2, 10)] * 2, during=lambda tasks: tasks[0].cancel()
+    )
     assert isinstance(left, asyncio.CancelledError)
     assert stayed == [2.0, 2.0]
     assert engine.passes == [[1], [2], [2]]

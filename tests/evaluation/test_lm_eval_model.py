@@ -33,7 +33,9 @@ def evaluate(model, *names, **settings):
 
     manager = TaskManager(include_defaults=False)
     files = [str(TASKS / f"{name}.yaml") for name in names]
-    return lm_eval.simple_evaluate(model, tasks=files, task_manager=manager, bootstrap_iters=0, **settings)
+    return lm_eval.simple_evaluate(
+        model, tasks=files, task_manager=manager, bootstrap_iters=0, **settings
+    )
 
 
 def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
@@ -44,18 +46,29 @@ def test_generation_tasks_score_as_the_engine_answers(make, demo, monkeypatch):
     # A few steps only, so that some answers are wrong.
     decoding = {"gen_length": 32, "block_length": 8, "steps": 4}
     results = evaluate(make(**decoding), "names", apply_chat_template=True)
-    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(MeasuredEngine(demo), decoding)
-    assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(expected.score)
+    expected = OwnTasks("names", demo_tasks("names", 40, seed=0), "exact").score(
+        MeasuredEngine(demo), decoding
+    )
+    assert results["results"]["names"]["exact_match,stripped"] == pytest.approx(
+        expected.score
+    )
     assert 0.1 < expected.score < 0.9
 
 
 @pytest.mark.parametrize(("context", "mc_num"), [(PROMPT, 1023), ("", 63)])
 def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
     pairs = requests("loglikelihood", (context, " Ida=07"), (context, " Ida=48"))
-    (right, is_greedy), (wrong, is_not) = make(mc_num=mc_num).loglikelihood(pairs, disable_tqdm=True)
+    (right, is_greedy), (wrong, is_not) = make(mc_num=mc_num).loglikelihood(
+        pairs, disable_tqdm=True
+    )
     tokenizer = demo.get_tokenizer()
-    prompt, answer = tokenizer.encode(context) or [tokenizer.bos_token_id], tokenizer.encode(" Ida=07")
-    assert right == pytest.approx(plain_bound(Path(model_path("demo")), prompt, answer), rel=1e-3, abs=1e-5)
+    prompt, answer = (
+        tokenizer.encode(context) or [tokenizer.bos_token_id],
+        tokenizer.encode(" Ida=07"),
+    )
+    assert right == pytest.approx(
+        plain_bound(Path(model_path("demo")), prompt, answer), rel=1e-3, abs=1e-5
+    )
     if context:
         assert right > wrong
         assert (is_greedy, is_not) == (True, False)
@@ -63,14 +76,19 @@ def test_likelihood_and_greediness_of_text(make, demo, context, mc_num):
 
 def test_stop_strings_end_a_response_and_are_no_part_of_it(make):
     model = make(block_length=8)
-    asked = [(PROMPT, {"until": until, "max_gen_toks": 32}) for until in ([], ["="], ["", "nowhere", "07"])]
+    asked = [
+        (PROMPT, {"until": until, "max_gen_toks": 32})
+        for until in ([], ["="], ["", "nowhere", "07"])
+    ]
     texts = model.generate_until(requests("generate_until", *asked), disable_tqdm=True)
     assert texts == [" Ida=07", " Ida", " Ida="]
 
 
 def test_escape_until_keeps_what_follows_a_stop_string(make):
     asked = requests("generate_until", (PROMPT, {"until": ["="], "max_gen_toks": 32}))
-    assert make(block_length=8, escape_until=True).generate_until(asked, disable_tqdm=True) == [" Ida=07"]
+    assert make(block_length=8, escape_until=True).generate_until(
+        asked, disable_tqdm=True
+    ) == [" Ida=07"]
 
 
 def test_add_bos_token_begins_prompts_with_one(make, demo):
@@ -80,7 +98,9 @@ def test_add_bos_token_begins_prompts_with_one(make, demo):
     assert make(add_bos_token=True).tok_encode(PROMPT) == with_bos
     assert make(add_bos_token=True).tok_encode(tokenizer.bos_token + PROMPT) == with_bos
     assert make(add_bos_token=False).tok_encode(PROMPT) == plain
-    assert make(add_bos_token=True).tok_encode(PROMPT, add_special_tokens=False) == plain
+    assert (
+        make(add_bos_token=True).tok_encode(PROMPT, add_special_tokens=False) == plain
+    )
     prompt, continuation = make(add_bos_token=True)._encode_pair(PROMPT, " Ida=07")
     assert (prompt, tokenizer.decode(continuation)) == (with_bos, " Ida=07")
 
@@ -89,13 +109,23 @@ def test_add_bos_token_begins_prompts_with_one(make, demo):
     ("decoding", "task", "expected"),
     [
         ({}, {"max_gen_toks": 24}, {"gen_length": 24}),
-        ({"gen_length": 16, "steps": 8}, {"gen_length": 12, "steps": 6}, {"gen_length": 12, "steps": 6}),
+        (
+            {"gen_length": 16, "steps": 8},
+            {"gen_length": 12, "steps": 6},
+            {"gen_length": 12, "steps": 6},
+        ),
         ({}, {"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-        ({}, {"do_sample": True, "temperature": 0.7, "top_p": 0.9}, {"temperature": 0.7, "top_p": 0.9}),
+        (
+            {},
+            {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
+            {"temperature": 0.7, "top_p": 0.9},
+        ),
         ({"threshold": 0.9}, {"until": "x"}, {"threshold": 0.9, "stop": ["x"]}),
     ],
 )
-def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(make, decoding, task, expected):
+def test_the_model_arguments_go_before_the_task_and_gen_kwargs_before_both(
+    make, decoding, task, expected
+):
     params = make(**decoding)._params(task)
     assert {name: getattr(params, name) for name in expected} == expected
 
@@ -107,20 +137,26 @@ def test_repeated_requests_get_different_seeds(make, monkeypatch):
         return [SimpleNamespace(text=str(params.seed)) for _, params in requests], None
 
     monkeypatch.setattr(model, "answer", answer)
-    first, second = requests("generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8}))
+    first, second = requests(
+        "generate_until", (PROMPT, {"max_gen_toks": 8}), (PROMPT, {"max_gen_toks": 8})
+    )
     assert model.generate_until([first, first, second, first]) == ["5", "6", "5", "7"]
 
 
 def test_long_prompts_are_refused_or_lose_their_middle(make, demo):
     prompt = " ".join(f"Tom={n % 90 + 10}." for n in range(60)) + " " + PROMPT
     asked = requests("generate_until", (prompt, {"max_gen_toks": 32}))
-    with pytest.raises(ValueError, match=r"exceed max_model_len 256; .* max_prompt_tokens"):
+    with pytest.raises(
+        ValueError, match=r"exceed max_model_len 256; .* max_prompt_tokens"
+    ):
         make().generate_until(asked)
     model = make(block_length=8, max_prompt_tokens=101)
     tokens = demo.get_tokenizer().encode(prompt)
     assert model._fit(tokens, 32) == tokens[:50] + tokens[-51:]
     assert model.generate_until(asked, disable_tqdm=True) == [" Ida=07"]
-    assert math.isfinite(model.loglikelihood(requests("loglikelihood", (prompt, " Ida=07")))[0][0])
+    assert math.isfinite(
+        model.loglikelihood(requests("loglikelihood", (prompt, " Ida=07")))[0][0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,7 +179,11 @@ def test_model_args_are_sorted_into_engine_decoding_and_estimate(demo, monkeypat
 
     assert "hf" in model_registry, "lm_eval's own models stay known"
     started = {}
-    monkeypatch.setattr(lm_eval_model, "LLM", lambda model, **kwargs: started.update(kwargs, model=model) or demo)
+    monkeypatch.setattr(
+        lm_eval_model,
+        "LLM",
+        lambda model, **kwargs: started.update(kwargs, model=model) or demo,
+    )
     model = get_model("dllm").create_from_arg_string(
         "pretrained=demo,cache_method=sparse,block_length=8,mc_num=4",
         {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},

@@ -1,4 +1,6 @@
-"""The papers' benchmark settings and tables: servable as they are, with tasks that lm_eval has."""
+"""The papers' benchmark settings and tables: servable as they are, with tasks that
+lm_eval has.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,13 @@ import pytest
 
 from dllm_engine.cli.arguments import parse_method, parse_rule, split_names
 from dllm_engine.evaluation import paper_tasks
-from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPER_TASKS, harness_task, paper_table, paper_task
+from dllm_engine.evaluation.paper_tasks import (
+    PAPER_TABLES,
+    PAPER_TASKS,
+    harness_task,
+    paper_table,
+    paper_task,
+)
 from dllm_engine.families import DREAM, FAMILIES, LLADA, LLADA2
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -44,24 +52,43 @@ def harness():
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).parent
-    return lm_eval.tasks.TaskManager(include_defaults=False, include_path=[str(root / name) for name in FOLDERS])
+    return lm_eval.tasks.TaskManager(
+        include_defaults=False, include_path=[str(root / name) for name in FOLDERS]
+    )
 
 
 def spec_of(decoding, family, cache_method="none", **cache_options):
-    engine = EngineOptions.parse({"cache_method": cache_method, "cache_options": cache_options})
+    engine = EngineOptions.parse(
+        {"cache_method": cache_method, "cache_options": cache_options}
+    )
     return engine.method, resolved(family, engine, **decoding)
 
 
 @pytest.mark.parametrize(
-    ("row", "family"), ROWS, ids=lambda value: value.get("benchmark") if isinstance(value, dict) else None
+    ("row", "family"),
+    ROWS,
+    ids=lambda value: value.get("benchmark") if isinstance(value, dict) else None,
 )
 def test_a_row_is_found_by_its_name_and_servable_with_every_cache_method(row, family):
-    assert paper_task(row["benchmark"], family, row["paper"], is_base=bool(row.get("base"))) is row
-    task = harness_task(row, f"GSAI-ML/{next(iter(row['cache_options'] or {''}))}", is_base=False)
+    assert (
+        paper_task(
+            row["benchmark"], family, row["paper"], is_base=bool(row.get("base"))
+        )
+        is row
+    )
+    task = harness_task(
+        row, f"GSAI-ML/{next(iter(row['cache_options'] or {''}))}", is_base=False
+    )
     for method in FULL_METHODS:
-        _, spec = spec_of(task.decoding, family, method, **task.cache_options.get(method, {}))
+        _, spec = spec_of(
+            task.decoding, family, method, **task.cache_options.get(method, {})
+        )
         length = row["gen_length"]
-        assert (spec.gen_length, spec.steps, spec.block_length) == (length, length, row.get("block_length", length))
+        assert (spec.gen_length, spec.steps, spec.block_length) == (
+            length,
+            length,
+            row.get("block_length", length),
+        )
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {*TASK_FILES}))
@@ -71,16 +98,28 @@ def test_lm_eval_has_the_task_and_asks_for_a_response(harness, name):
     assert name in harness.all_tasks
     path = harness.task_index[name].yaml_path
     if name in harness.all_subtasks:
-        assert load_yaml(path, resolve_func=False).get("output_type", "generate_until") == "generate_until"
+        assert (
+            load_yaml(path, resolve_func=False).get("output_type", "generate_until")
+            == "generate_until"
+        )
 
 
 def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
     assert paper_task("mmlu", LLADA, "dllm-cache")["gen_length"] == 3
-    base = harness_task(paper_task("mmlu", LLADA, "dllm-cache", is_base=True), "LLaDA-8B-Base", is_base=True)
+    base = harness_task(
+        paper_task("mmlu", LLADA, "dllm-cache", is_base=True),
+        "LLaDA-8B-Base",
+        is_base=True,
+    )
     assert (base.decoding["gen_length"], base.with_chat_template) == (256, False)
     assert base.cache_options["dllm_cache"]["response_refresh_interval"] == 6
     row = paper_task("gsm8k", LLADA, "dllm-cache")
-    expected = {"LLaDA-8B-Instruct": (50, 7), "LLaDA-1.5": (), "LLaDA-8B-Base": (25, 5), INSTRUCT[DREAM.name]: (25, 2)}
+    expected = {
+        "LLaDA-8B-Instruct": (50, 7),
+        "LLaDA-1.5": (),
+        "LLaDA-8B-Base": (25, 5),
+        INSTRUCT[DREAM.name]: (25, 2),
+    }
     for checkpoint, intervals in expected.items():
         options = harness_task(row, f"models/{checkpoint}", is_base=False).cache_options
         assert tuple(options.get("dllm_cache", {}).values()) == intervals
@@ -88,20 +127,35 @@ def test_base_models_have_rows_and_checkpoints_intervals_of_their_own():
 
 @pytest.mark.parametrize(
     ("family", "name", "expected"),
-    [(DREAM, "Dream-v0-Base-7B", True), (DREAM, "Dream-v0-Instruct-7B", None), (LLADA, "LLaDA-8B-Base", None)],
+    [
+        (DREAM, "Dream-v0-Base-7B", True),
+        (DREAM, "Dream-v0-Instruct-7B", None),
+        (LLADA, "LLaDA-8B-Base", None),
+    ],
 )
-def test_prompts_of_dreams_base_models_begin_with_the_bos_token(monkeypatch, family, name, expected):
-    monkeypatch.setattr(paper_tasks, "load_config", lambda model: SimpleNamespace(family=family))
+def test_prompts_of_dreams_base_models_begin_with_the_bos_token(
+    monkeypatch, family, name, expected
+):
+    monkeypatch.setattr(
+        paper_tasks, "load_config", lambda model: SimpleNamespace(family=family)
+    )
     (task,) = paper_tasks.tasks_of_papers(name, ["gsm8k"], "dllm-cache")
     assert task.add_bos_token is expected
 
 
 @pytest.mark.parametrize("family", [LLADA, DREAM], ids=lambda family: family.name)
 def test_freecache_keeps_blocks_of_256_with_and_without_a_guide(family):
-    task = harness_task(paper_task("gsm8k", family, "freecache"), INSTRUCT[family.name], is_base=False)
+    task = harness_task(
+        paper_task("gsm8k", family, "freecache"), INSTRUCT[family.name], is_base=False
+    )
     assert task.cache_options == {"freecache": {"cache_block_length": 256}}
-    for decoding in (task.decoding, {k: task.guided[k] for k in ("gen_length", "block_length")}):
-        method, spec = spec_of(decoding, family, "freecache", **task.cache_options["freecache"])
+    for decoding in (
+        task.decoding,
+        {k: task.guided[k] for k in ("gen_length", "block_length")},
+    ):
+        method, spec = spec_of(
+            decoding, family, "freecache", **task.cache_options["freecache"]
+        )
         assert method.refusal(spec) is None
 
 
@@ -118,12 +172,23 @@ def test_unknown_names_are_answered_with_the_known_ones(name, paper, message):
         paper_task(name, LLADA, paper)
 
 
-@pytest.mark.parametrize("key", [key for key, table in PAPER_TABLES.items() if table["benchmarks"]])
+@pytest.mark.parametrize(
+    "key", [key for key, table in PAPER_TABLES.items() if table["benchmarks"]]
+)
 def test_the_rows_of_a_table_can_be_asked_for(key):
     table = paper_table(key)
-    family = next((family for family in (DREAM, LLADA2) if family.name in table["models"]), LLADA)
-    rows = [paper_task(name, family, table["paper"]) for name in table["benchmarks"].split(",")]
-    methods = [chosen for text in split_names(table["methods"]) for chosen in parse_method(text)]
+    family = next(
+        (family for family in (DREAM, LLADA2) if family.name in table["models"]), LLADA
+    )
+    rows = [
+        paper_task(name, family, table["paper"])
+        for name in table["benchmarks"].split(",")
+    ]
+    methods = [
+        chosen
+        for text in split_names(table["methods"])
+        for chosen in parse_method(text)
+    ]
     assert len({str(chosen) for chosen in methods}) == len(methods)
     for method, options in methods:
         for guide, decoding in map(parse_rule, split_names(table["rules"])):
@@ -135,13 +200,23 @@ def test_the_rows_of_a_table_can_be_asked_for(key):
 
 
 DOCUMENTS = {
-    "piqa_chat": {"goal": "Boil an egg.", "sol1": "Use water.", "sol2": "Use sand.", "label": 0},
+    "piqa_chat": {
+        "goal": "Boil an egg.",
+        "sol1": "Use water.",
+        "sol2": "Use sand.",
+        "label": 0,
+    },
     "arc_easy_chat": {
         "question": "What is wet? ",
         "choices": {"text": ["Water", "Sand"], "label": ["1", "2"]},
         "answerKey": "1",
     },
-    "hellaswag_chat": {"activity_label": "Cooking", "ctx": "He", "endings": ["eats.", "sinks.", "is."], "label": "0"},
+    "hellaswag_chat": {
+        "activity_label": "Cooking",
+        "ctx": "He",
+        "endings": ["eats.", "sinks.", "is."],
+        "label": "0",
+    },
 }
 
 
@@ -151,12 +226,23 @@ def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch)
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    (tmp_path / "docs.jsonl").write_text(json.dumps(DOCUMENTS[name.removesuffix(".yaml")]) + "\n")
+    (tmp_path / "docs.jsonl").write_text(
+        json.dumps(DOCUMENTS[name.removesuffix(".yaml")]) + "\n"
+    )
     text = (paper_tasks._TASK_FILES / name).read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if not line.startswith(("dataset_name", "training", "fewshot_split"))]
-    local = f"dataset_path: json\ndataset_kwargs: {{data_files: {{validation: {tmp_path}/docs.jsonl}}}}"
+    lines = [
+        line
+        for line in text.splitlines()
+        if not line.startswith(("dataset_name", "training", "fewshot_split"))
+    ]
+    local = (
+        f"dataset_path: json\ndataset_kwargs: {{data_files: {{validation: "
+        f"{tmp_path}/docs.jsonl}}}}"
+    )
     lines = [local if line.startswith("dataset_path") else line for line in lines]
-    (tmp_path / name).write_text("\n".join(lines).replace("test_split: test", "validation_split: validation"))
+    (tmp_path / name).write_text(
+        "\n".join(lines).replace("test_split: test", "validation_split: validation")
+    )
     asked = []
 
     class Answering(lm_eval.api.model.LM):
@@ -167,7 +253,12 @@ def test_our_own_tasks_ask_for_a_letter_and_find_it(name, tmp_path, monkeypatch)
         loglikelihood = loglikelihood_rolling = None
 
     manager = TaskManager(include_defaults=False)
-    scored = lm_eval.simple_evaluate(Answering(), tasks=[str(tmp_path / name)], task_manager=manager, bootstrap_iters=0)
+    scored = lm_eval.simple_evaluate(
+        Answering(),
+        tasks=[str(tmp_path / name)],
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
     assert scored["results"][name.removesuffix(".yaml")]["exact_match,letter"] == 1.0
     assert "\nA. " in asked[0]
     assert "\nB. " in asked[0]

@@ -1,4 +1,6 @@
-"""``top_p`` and ``top_k`` as options of greedy requests, whose confidences may depend on them."""
+"""``top_p`` and ``top_k`` as options of greedy requests, whose confidences may depend
+on them.
+"""
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -12,7 +14,9 @@ FILTERS = {"top_p": 0.5, "top_k": 7}
 
 @pytest.fixture
 def specs(demo, monkeypatch):
-    """Requests as the scheduler resolves them. A trip to another process takes vLLM's own fields."""
+    """Requests as the scheduler resolves them. A trip to another process takes vLLM's
+    own fields.
+    """
     specs, scheduler = [], scheduler_of(demo)
     new_state = scheduler._new_state
 
@@ -37,14 +41,20 @@ def specs(demo, monkeypatch):
 )
 def test_in_python(demo, specs, make):
     generate(demo, [[5, 6]], make())
-    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [(0, 0.5, 7)]
+    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [
+        (0, 0.5, 7)
+    ]
 
 
-@pytest.mark.parametrize("way", [FILTERS, {"vllm_xargs": FILTERS}, {"top_p": 0.9, "vllm_xargs": FILTERS}])
+@pytest.mark.parametrize(
+    "way", [FILTERS, {"vllm_xargs": FILTERS}, {"top_p": 0.9, "vllm_xargs": FILTERS}]
+)
 def test_over_http(client, demo, specs, way):
     body = {"model": "demo", "prompt": [5, 6], "max_tokens": 8, "temperature": 0} | way
     assert client.post("/v1/completions", json=body).status_code == 200
-    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [(0, 0.5, 7)]
+    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [
+        (0, 0.5, 7)
+    ]
 
 
 def test_families_whose_confidences_do_not_depend_on_them_share_the_head(demo, specs):

@@ -1,4 +1,6 @@
-"""Requests over HTTP: what nobody asked for, what is refused, and that each is checked once."""
+"""Requests over HTTP: what nobody asked for, what is refused, and that each is checked
+once.
+"""
 
 import json
 
@@ -36,14 +38,23 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
 @pytest.mark.parametrize(
     ("fields", "fragments"),
     [
-        ({"block_length": 8}, ("block_length belongs into vllm_xargs", '{"vllm_xargs": {"block_length": …}}')),
+        (
+            {"block_length": 8},
+            (
+                "block_length belongs into vllm_xargs",
+                '{"vllm_xargs": {"block_length": …}}',
+            ),
+        ),
         ({"threshold": None}, ("threshold belongs into vllm_xargs",)),
         ({"gen_length": 8}, ("gen_length", "max_tokens", "max_output_tokens")),
         ({"cache_method": "dual"}, ("cache_method is an option of the engine",)),
         ({"cfg_scale": 1.5}, ("cfg_scale", "not supported")),
         ({"presence_penalty": 1.0}, ("presence_penalty=1.0",)),
         ({"vllm_xargs": {"gen_length": 8}}, ("gen_length", "max_tokens")),
-        ({"vllm_xargs": {"cache_method": "dual"}}, ("cache_method is an option of the engine",)),
+        (
+            {"vllm_xargs": {"cache_method": "dual"}},
+            ("cache_method is an option of the engine",),
+        ),
         ({"vllm_xargs": {"steps": 33}}, ("steps=33", "1 … gen_length", "here 32")),
         ({"vllm_xargs": {"stepz": 3}}, ("stepz",)),
         ({"vllm_xargs": {"steps": 10**30}}, ("64",)),
@@ -53,7 +64,9 @@ def test_a_length_nobody_asked_for_is_the_checkpoints(ask):
     ids=str,
 )
 def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
-    """A stream too: with an error status, not with an error in a stream that has begun."""
+    """A stream too: with an error status, not with an error in a stream
+    that has begun.
+    """
     whole, streamed = (ask(**fields, stream=stream) for stream in (False, True))
     assert streamed.status_code == 400
     assert whole.json() == streamed.json()
@@ -61,20 +74,33 @@ def test_what_cannot_be_served_is_refused_by_name(ask, fields, fragments):
         assert fragment in refusal(whole)
 
 
-of_chats_and_completions = pytest.mark.parametrize("ask", ["chat", "completion"], indirect=True)
+of_chats_and_completions = pytest.mark.parametrize(
+    "ask", ["chat", "completion"], indirect=True
+)
 
 
 @of_chats_and_completions
 @pytest.mark.parametrize("asked", [{}, {"trace": True}, {"return_order": True}])
-def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(ask, asked):
-    fields = {"ignore_eos": True, "max_tokens": 16, "vllm_xargs": {"block_length": 8} | asked}
+def test_figures_come_with_each_chunk_and_what_grows_with_the_whole_response(
+    ask, asked
+):
+    fields = {
+        "ignore_eos": True,
+        "max_tokens": 16,
+        "vllm_xargs": {"block_length": 8} | asked,
+    }
     (choice,) = ask(**fields).json()["choices"]
     whole = choice["diffusion"]
-    assert ("trace" in whole, "committed_at" in whole) == ("trace" in asked, "return_order" in asked)
+    assert ("trace" in whole, "committed_at" in whole) == (
+        "trace" in asked,
+        "return_order" in asked,
+    )
     if "return_order" in asked:
         assert len(whole["committed_at"]) == len(whole["committed_logprobs"]) == 16
     chunks = chunks_of(ask(**fields, stream=True))
-    first, last = (c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c)
+    first, last = (
+        c["diffusion"] for chunk in chunks for c in chunk["choices"] if "diffusion" in c
+    )
     assert (first["forward_passes"], last) == (8, whole)
     assert not {"trace", "committed_at"} & first.keys()
 
@@ -94,8 +120,12 @@ def test_an_end_token_is_kept_out_by_a_bias(ask):
 @of_chats_and_completions
 def test_a_response_has_a_least_length(ask):
     for length in (1, 13, 31, 32):
-        assert length_of(ask(logit_bias={END: 100}, min_tokens=length)) == min(length + 1, 32)
-    assert "min_tokens must be less than or equal to max_tokens=32" in refusal(ask(min_tokens=33))
+        assert length_of(ask(logit_bias={END: 100}, min_tokens=length)) == min(
+            length + 1, 32
+        )
+    assert "min_tokens must be less than or equal to max_tokens=32" in refusal(
+        ask(min_tokens=33)
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,42 +153,89 @@ MESSAGE = ("/v1/messages", {"max_tokens": 8, "messages": CHAT[1]["messages"]})
 @pytest.mark.parametrize(
     ("route", "fields", "fragment"),
     [
-        (COMPLETION, {"prompt": ["a"] * 600, "n": 2}, "1200 responses, more than the 1024"),
-        (COMPLETION, {"prompt": ["Hello!", "say <|mdm_mask|>"], "stream": True}, "mask token"),
+        (
+            COMPLETION,
+            {"prompt": ["a"] * 600, "n": 2},
+            "1200 responses, more than the 1024",
+        ),
+        (
+            COMPLETION,
+            {"prompt": ["Hello!", "say <|mdm_mask|>"], "stream": True},
+            "mask token",
+        ),
         *[(COMPLETION, {"prompt": prompt}, "") for prompt in ([], [[]])],
         (CHAT, {"messages": []}, ""),
         *[(BATCH, {"messages": messages}, "") for messages in ([], [[]])],
         (BATCH, {"block_length": 8}, "block_length belongs into vllm_xargs"),
         (BATCH, {"stream": True}, "stream is not supported for a batch of chats"),
-        (BATCH, {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools is not supported for a batch"),
-        (MESSAGE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
-        (MESSAGE, {"structured_outputs": {"regex": "a"}}, "structured_outputs is no field of /v1/messages"),
-        (RESPONSE, {"min_tokens": 3}, "min_tokens is a field of SamplingParams, /v1/completions"),
-        (RESPONSE, {"vllm_xargs": {"min_tokens": 3}}, "min_tokens is a field of SamplingParams, /v1/completions"),
+        (
+            BATCH,
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            "tools is not supported for a batch",
+        ),
+        (
+            MESSAGE,
+            {"min_tokens": 3},
+            "min_tokens is a field of SamplingParams, /v1/completions",
+        ),
+        (
+            MESSAGE,
+            {"structured_outputs": {"regex": "a"}},
+            "structured_outputs is no field of /v1/messages",
+        ),
+        (
+            RESPONSE,
+            {"min_tokens": 3},
+            "min_tokens is a field of SamplingParams, /v1/completions",
+        ),
+        (
+            RESPONSE,
+            {"vllm_xargs": {"min_tokens": 3}},
+            "min_tokens is a field of SamplingParams, /v1/completions",
+        ),
     ],
 )
-def test_what_one_route_cannot_serve_is_refused_as_a_whole(client, demo, route, fields, fragment):
+def test_what_one_route_cannot_serve_is_refused_as_a_whole(
+    client, demo, route, fields, fragment
+):
     path, body = route
-    assert fragment in refusal(client.post(path, json={"model": "demo"} | body | fields))
+    assert fragment in refusal(
+        client.post(path, json={"model": "demo"} | body | fields)
+    )
     assert_nothing_left(demo)
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
-def test_a_question_about_the_mask_token_is_told_how_to_spell_it(client, demo, endpoint):
-    mask = demo.get_tokenizer().convert_ids_to_tokens(demo.model_config.hf_config.mask_token_id)
+def test_a_question_about_the_mask_token_is_told_how_to_spell_it(
+    client, demo, endpoint
+):
+    mask = demo.get_tokenizer().convert_ids_to_tokens(
+        demo.model_config.hf_config.mask_token_id
+    )
     path, body = ENDPOINTS[endpoint]
 
     def about(text):
-        return client.post(path, json=json.loads(json.dumps({"model": "demo"} | body).replace(QUESTION, text)))
+        return client.post(
+            path,
+            json=json.loads(
+                json.dumps({"model": "demo"} | body).replace(QUESTION, text)
+            ),
+        )
 
     refused = about(f"What does {mask} mean?")
-    assert "spell its text in another way, for example with a space in it" in refusal(refused)
+    assert "spell its text in another way, for example with a space in it" in refusal(
+        refused
+    )
     assert about(f"What does {mask.replace('_', ' _')} mean?").status_code == 200
 
 
 def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
     checked, check_request = [], input_processor.check_request
-    monkeypatch.setattr(input_processor, "check_request", lambda *given: checked.append(given) or check_request(*given))
+    monkeypatch.setattr(
+        input_processor,
+        "check_request",
+        lambda *given: checked.append(given) or check_request(*given),
+    )
     assert ask().status_code == 200
     assert len(checked) == 1
     processor = demo.llm_engine.output_processor
@@ -170,14 +247,20 @@ def test_each_is_checked_once_and_leaves_nothing(demo, ask, monkeypatch):
 # A server's own limit
 
 
-def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(monkeypatch):
+def test_lengths_above_a_servers_own_limit_are_refused_and_our_default_limits_nobody(
+    monkeypatch,
+):
     from vllm.entrypoints.serve.utils import api_utils
 
     patch.apply(table.SERVING)
     monkeypatch.setattr(input_processor, "response_limit", None)
     for asked, given in ((400, 400), (None, 256), (10, 10)):
-        assert api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
+        assert (
+            api_utils.get_max_tokens(512, asked, 100, {"max_tokens": 256}, 256) == given
+        )
     input_processor.response_limit = 300
     assert api_utils.get_max_tokens(512, 300, 100, {"max_tokens": 300}, 300) == 300
-    with pytest.raises(InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"):
+    with pytest.raises(
+        InvalidRequestError, match="max_tokens=301 is above this server's limit of 300"
+    ):
         api_utils.get_max_tokens(512, 301, 100, {"max_tokens": 300}, 300)

@@ -1,4 +1,6 @@
-"""The fields that responses over HTTP get, and the errors where the model overflows or the engine dies."""
+"""The fields that responses over HTTP get, and the errors where the model overflows or
+the engine dies.
+"""
 
 import asyncio
 import json
@@ -21,15 +23,34 @@ from tests.support.engines import assert_nothing_left, runner_of
 from tests.support.http_app import chunks_of
 
 SHOWN = ProvisionalBlock(
-    block=0, num_blocks=1, gen_length=2, block_length=2, first_block_length=2, start=0, step=1, forward_pass=1, sent=0,
-    token_ids=[7, 8], masked=[False, True], confidences=[0.5, 0.25], pieces=["a", None], special=[False, False],
-)  # fmt: skip
+    block=0,
+    num_blocks=1,
+    gen_length=2,
+    block_length=2,
+    first_block_length=2,
+    start=0,
+    step=1,
+    forward_pass=1,
+    sent=0,
+    token_ids=[7, 8],
+    masked=[False, True],
+    confidences=[0.5, 0.25],
+    pieces=["a", None],
+    special=[False, False],
+)
 
 
 def engine_output(*, tokens=(), shown=None, finish_reason=None, passes=1):
-    made = CompletionOutput(0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason)
-    made.diffusion, made.provisional = DiffusionFigures(passes, passes, passes, 1), shown
-    return RequestOutput("r", "a", [1], None, [made], finished=finish_reason is not None)
+    made = CompletionOutput(
+        0, "x" * len(tokens), list(tokens), None, None, finish_reason=finish_reason
+    )
+    made.diffusion, made.provisional = (
+        DiffusionFigures(passes, passes, passes, 1),
+        shown,
+    )
+    return RequestOutput(
+        "r", "a", [1], None, [made], finished=finish_reason is not None
+    )
 
 
 def with_fields(results):
@@ -37,7 +58,11 @@ def with_fields(results):
         async for result in result_generator:
             yield f'data: {{"choices":[{{"index":0,"text":"{result.outputs[0].text}"}}]}}\n\n'
 
-    given = {"request": SimpleNamespace(n=1, vllm_xargs=None), "request_id": "r", "model_name": "demo"}
+    given = {
+        "request": SimpleNamespace(n=1, vllm_xargs=None),
+        "request_id": "r",
+        "model_name": "demo",
+    }
     return stream_with_fields(chunks, given | {"result_generator": results})
 
 
@@ -85,7 +110,9 @@ def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
     register()
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     for step, tokens in enumerate(([5], [], [6], []), start=1):
-        collector.put(engine_output(tokens=tokens, shown=replace(SHOWN, step=step), passes=step))
+        collector.put(
+            engine_output(tokens=tokens, shown=replace(SHOWN, step=step), passes=step)
+        )
     merged = collector.get_nowait().outputs[0]
     assert (merged.token_ids, merged.text) == ([5, 6], "xx")
     assert (merged.diffusion.forward_passes, merged.provisional.step) == (4, 4)
@@ -95,27 +122,41 @@ def test_a_slow_consumer_gets_the_latest_step_and_all_text_at_once():
 def test_a_slow_consumer_sees_how_blocks_ended_that_run_no_more():
     register()
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
-    for shown in (SHOWN, replace(SHOWN, masked=[False, False], pieces=["a", "b"]), replace(SHOWN, block=1, start=2)):
+    for shown in (
+        SHOWN,
+        replace(SHOWN, masked=[False, False], pieces=["a", "b"]),
+        replace(SHOWN, block=1, start=2),
+    ):
         collector.put(engine_output(shown=shown))
 
     async def positions():
         async def merged():
             yield collector.get_nowait()
 
-        return [json.loads(e.removeprefix("data: "))["provisional"]["positions"] async for e in with_fields(merged())]
+        return [
+            json.loads(e.removeprefix("data: "))["provisional"]["positions"]
+            async for e in with_fields(merged())
+        ]
 
     assert asyncio.run(positions()) == [[0, 1], [2]]
 
 
 def test_a_request_that_failed_says_why_to_http_clients():
-    """Also where its last output was merged with one before, or came from another process."""
+    """Also where its last output was merged with one before, or came from another
+    process.
+    """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 
     register()
     patch.apply(table.SERVING)
     merged = engine_output(tokens=[5])
-    merged.add(engine_output(finish_reason=ErrorReason("logits are NaN")), aggregate=True)
-    for reason in (merged.outputs[0].finish_reason, pickle.loads(pickle.dumps(ErrorReason("logits are NaN")))):
+    merged.add(
+        engine_output(finish_reason=ErrorReason("logits are NaN")), aggregate=True
+    )
+    for reason in (
+        merged.outputs[0].finish_reason,
+        pickle.loads(pickle.dumps(ErrorReason("logits are NaN"))),
+    ):
         assert reason == "error"
         with pytest.raises(GenerationError, match="logits are NaN"):
             GenerateBaseServing._raise_if_error(None, reason, "r")
@@ -126,7 +167,10 @@ def test_a_request_that_failed_says_why_to_http_clients():
 TEXT = "Reverse: Rome"
 ROUTES = {
     "completions": {"prompt": TEXT, "max_tokens": 16},
-    "chat/completions": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 16},
+    "chat/completions": {
+        "messages": [{"role": "user", "content": TEXT}],
+        "max_tokens": 16,
+    },
     "responses": {"input": TEXT, "max_output_tokens": 16},
 }
 
@@ -136,22 +180,34 @@ def test_a_stream_by_step_has_the_usual_chunks_of_one_by_block(client, route):
     asked = {"model": "demo", "stream": True, "ignore_eos": True} | ROUTES[route]
 
     def chunks(granularity):
-        body = asked | {"vllm_xargs": {"block_length": 8, "stream_granularity": granularity}}
+        body = asked | {
+            "vllm_xargs": {"block_length": 8, "stream_granularity": granularity}
+        }
         return chunks_of(client.post(f"/v1/{route}", json=body))
 
     def without_names(found):
-        return [chunk | {"id": "", "created": 0} for chunk in found if "provisional" not in chunk]
+        return [
+            chunk | {"id": "", "created": 0}
+            for chunk in found
+            if "provisional" not in chunk
+        ]
 
     by_step = chunks("step")
     assert without_names(by_step) == without_names(chunks("block"))
-    assert [chunk["choices"] for chunk in by_step if "provisional" in chunk] == [[]] * 16
+    assert [chunk["choices"] for chunk in by_step if "provisional" in chunk] == [
+        []
+    ] * 16
     assert len({(chunk["id"], chunk["created"]) for chunk in by_step}) == 1
-    assert all("provisional" in chunk for chunk in by_step[:8]), "the role too comes with the first text"
+    assert all("provisional" in chunk for chunk in by_step[:8]), (
+        "the role too comes with the first text"
+    )
 
 
 @pytest.fixture
 def fail(demo, monkeypatch):
-    """``fail(after, by_exception)``: each forward pass behind so many has infinite logits, or raises."""
+    """``fail(after, by_exception)``: each forward pass behind so many has infinite
+    logits, or raises.
+    """
 
     def fail(after, by_exception=False):
         predictor = runner_of(demo).rank.predictor
@@ -170,7 +226,9 @@ def fail(demo, monkeypatch):
         monkeypatch.setattr(predictor, "compute_logits", failing)
 
     yield fail
-    demo.llm_engine.abort_request([*demo.llm_engine.output_processor.request_states], internal=True)
+    demo.llm_engine.abort_request(
+        [*demo.llm_engine.output_processor.request_states], internal=True
+    )
     monkeypatch.undo()
     assert_nothing_left(demo)
 
@@ -179,7 +237,9 @@ def fail(demo, monkeypatch):
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_client_is_told_why_its_request_failed(client, fail, route, streamed):
     fail(after=0)
-    answer = client.post(f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "stream": streamed})
+    answer = client.post(
+        f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "stream": streamed}
+    )
     why = "the model produced logits that are NaN or infinite in forward pass 1"
     if not streamed:
         assert answer.status_code == 500
@@ -194,8 +254,16 @@ def test_a_client_is_told_why_its_request_failed(client, fail, route, streamed):
 @pytest.mark.parametrize("by_exception", [False, True])
 @pytest.mark.parametrize("granularity", ["block", "step"])
 @pytest.mark.parametrize("after", [0, 3, 10])
-def test_a_stream_that_is_cut_off_ends_with_an_error_event(client, fail, route, by_exception, granularity, after):
+def test_a_stream_that_is_cut_off_ends_with_an_error_event(
+    client, fail, route, by_exception, granularity, after
+):
     fail(after, by_exception)
-    asked = {"stream": True, "vllm_xargs": {"block_length": 8, "stream_granularity": granularity}}
-    answer = client.post(f"/v1/{route}", json=ROUTES[route] | {"model": "demo", "ignore_eos": True} | asked)
+    asked = {
+        "stream": True,
+        "vllm_xargs": {"block_length": 8, "stream_granularity": granularity},
+    }
+    answer = client.post(
+        f"/v1/{route}",
+        json=ROUTES[route] | {"model": "demo", "ignore_eos": True} | asked,
+    )
     assert chunks_of(answer)[-1]["error"]["code"] == 500

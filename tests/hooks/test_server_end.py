@@ -8,7 +8,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from dllm_engine.vllm_hooks.server.stop import EngineDied, OpenRequests, RequestsEnd, ServerStopping
+from dllm_engine.vllm_hooks.server.stop import (
+    EngineDied,
+    OpenRequests,
+    RequestsEnd,
+    ServerStopping,
+)
 
 
 async def wait_for_ever(request):
@@ -50,7 +55,14 @@ class Answered:
 
     def __init__(self, app, path):
         self.status, self.headers, self.text, self.is_complete = None, {}, "", False
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "app": app}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "headers": [],
+            "query_string": b"",
+            "app": app,
+        }
         self.task = asyncio.create_task(app(scope, self.receive, self.send))
 
     async def receive(self):
@@ -59,17 +71,25 @@ class Answered:
     async def send(self, message):
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            self.headers = {
+                name.decode(): value.decode() for name, value in message["headers"]
+            }
         else:
             self.text += message["body"].decode()
             self.is_complete = not message.get("more_body")
 
 
 def answers(paths, error=None, *, later=()):
-    """Answers to requests that are open when the server ends with an error, and to later ones."""
+    """Answers to requests that are open when the server ends with an error, and to
+    later ones.
+    """
 
     async def run():
-        app = Starlette(routes=[Route(f"/{each.__name__}", each, methods=["POST"]) for each in HANDLERS])
+        app = Starlette(
+            routes=[
+                Route(f"/{each.__name__}", each, methods=["POST"]) for each in HANDLERS
+            ]
+        )
         requests = app.state.open_requests = OpenRequests()
         app.add_middleware(RequestsEnd, requests=requests)
         answered = [Answered(app, path) for path in paths]
@@ -84,9 +104,13 @@ def answers(paths, error=None, *, later=()):
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize(("error", "status"), [(ServerStopping(), 503), (EngineDied(), 500)])
+@pytest.mark.parametrize(
+    ("error", "status"), [(ServerStopping(), 503), (EngineDied(), 500)]
+)
 def test_whatever_a_request_waits_for_it_is_told(error, status):
-    for answer in answers(["/wait_for_ever", "/read", "/fail_when_it_stops"], error, later=["/full"]):
+    for answer in answers(
+        ["/wait_for_ever", "/read", "/fail_when_it_stops"], error, later=["/full"]
+    ):
         assert (answer.status, answer.is_complete) == (status, True)
         assert str(error) in answer.text
         assert ("retry-after" in answer.headers) == (status == 503)
@@ -97,7 +121,9 @@ def test_a_stream_ends_with_the_error():
     assert answer.status == 200
     first, name_and_error, done, _ = answer.text.split("\n\n")
     assert first == "data: 1"
-    assert name_and_error.startswith('event: error\ndata: {"type": "error", "error": {"message": "the server is')
+    assert name_and_error.startswith(
+        'event: error\ndata: {"type": "error", "error": {"message": "the server is'
+    )
     assert done == "data: [DONE]"
     assert answer.is_complete
 
@@ -109,4 +135,8 @@ def test_metrics_can_be_read_while_it_drains():
 
 def test_a_full_queue_says_when_to_ask_again():
     (answer,) = answers(["/full"])
-    assert (answer.status, answer.text, answer.headers["retry-after"]) == (503, "the queue is full", "1")
+    assert (answer.status, answer.text, answer.headers["retry-after"]) == (
+        503,
+        "the queue is full",
+        "1",
+    )

@@ -1,4 +1,6 @@
-"""The sequences of one HTTP request have one source, by which the scheduler lets requests take turns."""
+"""The sequences of one HTTP request have one source, by which the scheduler lets
+requests take turns.
+"""
 
 import pytest
 
@@ -20,11 +22,18 @@ def sources(demo, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": PROMPT, "n": 3, "temperature": 1.0}, {"prompt": [PROMPT] * 3}], ids=["n", "prompts"]
+    "fields",
+    [{"prompt": PROMPT, "n": 3, "temperature": 1.0}, {"prompt": [PROMPT] * 3}],
+    ids=["n", "prompts"],
 )
 def test_sequences_of_a_request_have_its_source(client, sources, fields):
     for _ in range(2):
-        assert client.post("/v1/completions", json={"model": "demo", "max_tokens": 8} | fields).status_code == 200
+        assert (
+            client.post(
+                "/v1/completions", json={"model": "demo", "max_tokens": 8} | fields
+            ).status_code
+            == 200
+        )
     assert len(sources) == 6
     assert len({*sources[:3]}) == len({*sources[3:]}) == 1
     assert len({*sources}) == 2

@@ -8,7 +8,13 @@ from vllm import SamplingParams
 
 from dllm_engine import DiffusionParams
 from dllm_engine.infill import http
-from dllm_engine.infill.template import MOST_CANDIDATES, filled_in, parse_template, response_template, sized
+from dllm_engine.infill.template import (
+    MOST_CANDIDATES,
+    filled_in,
+    parse_template,
+    response_template,
+    sized,
+)
 from tests.support.engines import assert_nothing_left
 from tests.support.http_app import answered_meanwhile, chunks_of, length_of, refusal
 
@@ -19,7 +25,9 @@ BEFORE, WANTED, AFTER = " Tom=48,", " Ida=07", ", Max=31"
 
 @pytest.fixture
 def complete(client):
-    return lambda **fields: client.post("/v1/completions", json={"model": "demo", "prompt": PROMPT + BEFORE} | fields)
+    return lambda **fields: client.post(
+        "/v1/completions", json={"model": "demo", "prompt": PROMPT + BEFORE} | fields
+    )
 
 
 def test_marks_in_a_text_are_holes():
@@ -41,7 +49,9 @@ def test_texts_become_tokens_and_filled_tokens_texts(demo):
     given = tokenizer.encode(", Max=31", add_special_tokens=False)
     template = response_template([2, ", Max=31", 1], tokenizer, 64)
     assert template == [None, None, *given, None]
-    filled = tokenizer.encode("17", add_special_tokens=False) + tokenizer.encode("5", add_special_tokens=False)
+    filled = tokenizer.encode("17", add_special_tokens=False) + tokenizer.encode(
+        "5", add_special_tokens=False
+    )
     assert filled_in(filled, template, tokenizer, with_given=False) == ["17", "5"]
     whole = [*filled[:2], *given, *filled[2:]]
     assert filled_in(whole, template, tokenizer, with_given=True) == ["17", "5"]
@@ -56,7 +66,11 @@ def test_texts_become_tokens_and_filled_tokens_texts(demo):
 def test_what_belongs_between_two_texts(demo):
     (output,) = demo.infill(PROMPT + BEFORE, AFTER, DiffusionParams(gen_length=4))
     (completion,) = output.outputs
-    assert (completion.text, completion.holes, completion.joined) == (WANTED, [WANTED], WANTED + AFTER)
+    assert (completion.text, completion.holes, completion.joined) == (
+        WANTED,
+        [WANTED],
+        WANTED + AFTER,
+    )
     assert len(completion.token_ids) == completion.diffusion.tokens_unmasked == 4
     assert completion.finish_reason == "length"
     assert_nothing_left(demo)
@@ -65,9 +79,19 @@ def test_what_belongs_between_two_texts(demo):
 def test_of_several_sizes_the_surest_is_kept(demo):
     sizes = (2, 4, 5)
     (kept,) = demo.infill(PROMPT + BEFORE, AFTER, sizes=sizes)
-    alone = [demo.infill(PROMPT + BEFORE, AFTER, DiffusionParams(gen_length=n, logprobs=0))[0] for n in sizes]
-    means = [output.outputs[0].cumulative_logprob / n for output, n in zip(alone, sizes, strict=True)]
-    assert kept.outputs[0].token_ids == alone[means.index(max(means))].outputs[0].token_ids
+    alone = [
+        demo.infill(PROMPT + BEFORE, AFTER, DiffusionParams(gen_length=n, logprobs=0))[
+            0
+        ]
+        for n in sizes
+    ]
+    means = [
+        output.outputs[0].cumulative_logprob / n
+        for output, n in zip(alone, sizes, strict=True)
+    ]
+    assert (
+        kept.outputs[0].token_ids == alone[means.index(max(means))].outputs[0].token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +102,10 @@ def test_of_several_sizes_the_surest_is_kept(demo):
         ({"sizes": [0]}, "a hole has 1"),
         ({"sizes": [2, 3], "params": DiffusionParams(n=2, temperature=1.0)}, "n=2"),
         ({"suffix": [AFTER, AFTER], "sizes": [2]}, "1 prefixes and 2 suffixes"),
-        ({"params": SamplingParams(max_tokens=3)}, "takes DiffusionParams for all prompts, not SamplingParams"),
+        (
+            {"params": SamplingParams(max_tokens=3)},
+            "takes DiffusionParams for all prompts, not SamplingParams",
+        ),
         ({"params": [DiffusionParams()], "sizes": [2]}, "not list"),
     ],
 )
@@ -107,18 +134,38 @@ BODIES = {
 def test_suffix_of_a_completion(complete):
     answer = complete(suffix=AFTER, max_tokens=4).json()
     (choice,) = answer["choices"]
-    assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (WANTED, [WANTED], 4)
+    assert (choice["text"], choice["holes"], answer["usage"]["completion_tokens"]) == (
+        WANTED,
+        [WANTED],
+        4,
+    )
     assert length_of(complete(suffix=AFTER)) == 16
     chunks = chunks_of(complete(suffix=AFTER, max_tokens=4, stream=True))
-    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == WANTED
+    assert (
+        "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+        == WANTED
+    )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
-def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(client, path):
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"]
+)
+def test_the_hole_before_a_suffix_has_the_length_of_the_request_by_each_of_its_names(
+    client, path
+):
     body, *names = BODIES[path]
     for name in names:
-        assert length_of(client.post(path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body)) == 5
-        assert "suffix" in refusal(client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body))
+        assert (
+            length_of(
+                client.post(
+                    path, json={"model": "demo", "suffix": ", Max=31", name: 5} | body
+                )
+            )
+            == 5
+        )
+        assert "suffix" in refusal(
+            client.post(path, json={"model": "demo", "suffix": 7, name: 5} | body)
+        )
 
 
 def test_templates_over_http(client, complete):
@@ -132,7 +179,9 @@ def test_templates_over_http(client, complete):
     holes = {"template": [WANTED, ", ", 4], "return_given": False}
     (choice,) = complete(vllm_xargs=holes).json()["choices"]
     assert choice["text"] == choice["holes"][0]
-    tokens = complete(vllm_xargs={"response_template": "[null, 5, null]"}, return_token_ids=True).json()
+    tokens = complete(
+        vllm_xargs={"response_template": "[null, 5, null]"}, return_token_ids=True
+    ).json()
     assert tokens["choices"][0]["token_ids"][1] == 5, tokens
 
 
@@ -140,7 +189,10 @@ def test_templates_over_http(client, complete):
 def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client, path):
     body, name, *_ = BODIES[path]
     template = {"vllm_xargs": {"template": [" Tom=", 2, ", Ida=", 2, ", Max=31"]}}
-    answers = [client.post(path, json={"model": "demo"} | body | template | {name: n}) for n in (14, 100, 10**6, 13)]
+    answers = [
+        client.post(path, json={"model": "demo"} | body | template | {name: n})
+        for n in (14, 100, 10**6, 13)
+    ]
     assert [length_of(answer) for answer in answers[:3]] == [14] * 3
     assert BEFORE + WANTED + AFTER in answers[1].text
     assert "max_tokens=13" in refusal(answers[3])
@@ -149,35 +201,76 @@ def test_a_template_comes_back_whole_whatever_longer_length_is_asked_for(client,
 @pytest.mark.parametrize("kind", [DiffusionParams, SamplingParams])
 def test_in_python_too(demo, kind):
     template = {"response_template": [None, 5, None]}
-    given = template if kind is DiffusionParams else {"extra_args": template, "temperature": 0.0}
+    given = (
+        template
+        if kind is DiffusionParams
+        else {"extra_args": template, "temperature": 0.0}
+    )
     for length in (3, 100, 10**6):
         (output,) = demo.generate(PROMPT, kind(max_tokens=length, **given))
         assert output.outputs[0].token_ids[1] == 5
         assert len(output.outputs[0].token_ids) == 3
-    with pytest.raises(ValueError, match=r"max_tokens=2 .gen_length. is less than the 3 tokens"):
+    with pytest.raises(
+        ValueError, match=r"max_tokens=2 .gen_length. is less than the 3 tokens"
+    ):
         demo.generate(PROMPT, kind(max_tokens=2, **given))
-    assert demo.fill_in([PROMPT], [[" Tom=", 2]], DiffusionParams(gen_length=50))[0].outputs[0].text == "48"
+    assert (
+        demo.fill_in([PROMPT], [[" Tom=", 2]], DiffusionParams(gen_length=50))[0]
+        .outputs[0]
+        .text
+        == "48"
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"suffix": AFTER, "echo": True}, "suffix is not supported with echo"),
-        ({"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}}, "suffix and a template"),
+        (
+            {"suffix": AFTER, "vllm_xargs": {"template": [1, "a"]}},
+            "suffix and a template",
+        ),
         ({"suffix": "<|endoftext|>"}, "special token"),
         ({"suffix": AFTER * 400, "max_tokens": 4}, "max_model_len"),
         *[({"vllm_xargs": {"template": pieces}}, "no hole") for pieces in ([], ["a"])],
         ({"vllm_xargs": {"template": [1.5]}}, r"template\[0\]=1.5 is neither"),
-        *[({"vllm_xargs": {"template": ["a", n]}}, rf"template\[1\]={n}: a hole has 1 or") for n in (0, -3)],
-        ({"vllm_xargs": {"template": [1 << 20] * 30}}, "holes of 31457280 tokens .* max_model_len"),
-        ({"vllm_xargs": {"template": ["a", 1] * 1000000}}, "template has 2000000 entries"),
+        *[
+            (
+                {"vllm_xargs": {"template": ["a", n]}},
+                rf"template\[1\]={n}: a hole has 1 or",
+            )
+            for n in (0, -3)
+        ],
+        (
+            {"vllm_xargs": {"template": [1 << 20] * 30}},
+            "holes of 31457280 tokens .* max_model_len",
+        ),
+        (
+            {"vllm_xargs": {"template": ["a", 1] * 1000000}},
+            "template has 2000000 entries",
+        ),
         ({"suffix": "a" * 1000000}, "given texts of 1000000 characters"),
-        ({"vllm_xargs": {"response_template": "[" + "null," * 1000000}}, "response_template has 5000001 characters"),
-        ({"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}}, "and (491|992) more errors"),
-        ({"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}}, "give one"),
-        ({"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4}, "max_tokens=4 .* is less than the 5 tokens"),
+        (
+            {"vllm_xargs": {"response_template": "[" + "null," * 1000000}},
+            "response_template has 5000001 characters",
+        ),
+        (
+            {"vllm_xargs": {"response_template": '["a"' + ', "a"' * 500 + "]"}},
+            "and (491|992) more errors",
+        ),
+        (
+            {"vllm_xargs": {"template": [1, "a"], "response_template": "[null]"}},
+            "give one",
+        ),
+        (
+            {"vllm_xargs": {"template": [4, "a"]}, "max_tokens": 4},
+            "max_tokens=4 .* is less than the 5 tokens",
+        ),
         ({"vllm_xargs": {"response_template": "[1, 2]"}}, "nothing to fill in"),
-        ({"vllm_xargs": {"response_template": "[null, 600]"}}, "outside the vocabulary"),
+        (
+            {"vllm_xargs": {"response_template": "[null, 600]"}},
+            "outside the vocabulary",
+        ),
         ({"vllm_xargs": {"response_template": "[null, 2]"}}, "mask token"),
         ({"vllm_xargs": {"response_template": "[null, 1, 5]"}}, "an end token"),
         ({"vllm_xargs": {"return_given": False}}, "nothing is given"),
@@ -198,6 +291,9 @@ def test_others_are_served_while_a_template_is_tokenized(client, monkeypatch):
         return response_template(*arguments)
 
     monkeypatch.setattr(http, "response_template", tokenize_when_another_is_answered)
-    slow, other = {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}}, {"prompt": [5, 6, 7], "max_tokens": 4}
+    slow, other = (
+        {"prompt": [5], "vllm_xargs": {"template": [BEFORE, 2]}},
+        {"prompt": [5, 6, 7], "max_tokens": 4},
+    )
     answers = answered_meanwhile(client, slow, other, tokenizing, answered)
     assert [answer.status_code for answer in answers] == [200, 200]

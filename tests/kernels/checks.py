@@ -1,8 +1,10 @@
-"""Formulas of attention and of filters in float64, checks of kernels by them, and the ways to run a Triton kernel.
+"""Formulas of attention and of filters in float64, checks of kernels by them, and the
+ways to run a Triton kernel.
 
-Inputs are views of larger tensors, and memory that must not be read holds NaN. Triton kernels run on a GPU where there
-is one, and under ``TRITON_INTERPRET=1``, which Triton reads when it is imported, on a CPU. Without either, what a
-launch would run can still be compiled for a GPU.
+Inputs are views of larger tensors, and memory that must not be read holds NaN. Triton
+kernels run on a GPU where there is one, and under ``TRITON_INTERPRET=1``, which Triton
+reads when it is imported, on a CPU. Without either, what a launch would run can still
+be compiled for a GPU.
 """
 
 import importlib
@@ -29,10 +31,14 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
-runs_triton = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
+runs_triton = pytest.mark.skipif(
+    not INTERPRETED and DEVICE == "cpu", reason="needs a GPU or TRITON_INTERPRET=1"
+)
 
 
-def draw(dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Draw:
+def draw(
+    dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu"
+) -> Draw:
     return Draw(Sizes(1, 1, 1, 1, 1), dtype, dtype, device, seed)
 
 
@@ -50,20 +56,33 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limits: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of the rows of one sequence. ``limits``: the number of keys that each row may attend to."""
-    k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    """(out, lse) of the rows of one sequence. ``limits``: the number of keys that each
+    row may attend to.
+    """
+    k, v = (
+        x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)
+    )
     scores = torch.einsum("ihd,jhd->ihj", q.double(), k) * q.shape[-1] ** -0.5
     if limits is not None:
-        scores = scores.masked_fill(torch.arange(len(k), device=k.device) >= limits[:, None, None], -torch.inf)
+        scores = scores.masked_fill(
+            torch.arange(len(k), device=k.device) >= limits[:, None, None], -torch.inf
+        )
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     return torch.einsum("ihj,jhd->ihd", weights, v), lse
 
 
-def bidirectional_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]) -> torch.Tensor:
-    return torch.cat([attention(q[a:b], k[a:b], v[a:b])[0] for a, b in itertools.pairwise(bounds)])
+def bidirectional_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: list[int]
+) -> torch.Tensor:
+    return torch.cat(
+        [attention(q[a:b], k[a:b], v[a:b])[0] for a, b in itertools.pairwise(bounds)]
+    )
 
 
 class PagedCase(NamedTuple):
@@ -75,24 +94,50 @@ class PagedCase(NamedTuple):
 
     def limits(self) -> torch.Tensor:
         """A limit for each row, from none of its request's keys up to all of them."""
-        sizes, generator = self.cu_seqlens.cpu().diff(), torch.Generator().manual_seed(self.q.shape[0])
+        sizes, generator = (
+            self.cu_seqlens.cpu().diff(),
+            torch.Generator().manual_seed(self.q.shape[0]),
+        )
         most = (self.tokens.head_len.cpu().amax(1) + sizes).repeat_interleave(sizes)
-        return (torch.rand(most.shape, generator=generator) * (most + 1)).int().to(self.q.device)
+        return (
+            (torch.rand(most.shape, generator=generator) * (most + 1))
+            .int()
+            .to(self.q.device)
+        )
 
 
 def paged_case(
-    rows: list[int], retained: list[list[int]], heads: int, dim: int, page_size: int = 4, packed: bool = False,
-    dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu",
-) -> PagedCase:  # fmt: skip
-    sizes = Sizes(heads, len(retained[0]), dim, hidden_size=0, vocab_size=0, page_size=page_size)
-    return PagedCase(*drawn_paged_case(Draw(sizes, dtype, dtype, device, seed), rows, retained, packed))
+    rows: list[int],
+    retained: list[list[int]],
+    heads: int,
+    dim: int,
+    page_size: int = 4,
+    packed: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: str = "cpu",
+) -> PagedCase:
+    sizes = Sizes(
+        heads, len(retained[0]), dim, hidden_size=0, vocab_size=0, page_size=page_size
+    )
+    return PagedCase(
+        *drawn_paged_case(
+            Draw(sizes, dtype, dtype, device, seed), rows, retained, packed
+        )
+    )
 
 
 def paged_attention(
     case: PagedCase, attend_fresh: bool, limits: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse), a request and a head at a time."""
-    q, k, v, cu_seqlens, (k_pages, v_pages, page_tables, head_start, token_stride, head_len, *_) = case
+    (
+        q,
+        k,
+        v,
+        cu_seqlens,
+        (k_pages, v_pages, page_tables, head_start, token_stride, head_len, *_),
+    ) = case
     group, slots_per_page = q.shape[1] // k.shape[1], k_pages.shape[1]
     out, lse = q.double(), q.new_empty(q.shape[:2], dtype=torch.float64)
     for request, (start, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
@@ -100,19 +145,26 @@ def paged_attention(
             kv_head = head // group
             numbers = torch.arange(int(head_len[request, kv_head]), device=q.device)
             slots = head_start[request, kv_head] + numbers * token_stride[request]
-            where = page_tables[request, slots // slots_per_page].long(), slots % slots_per_page
+            where = (
+                page_tables[request, slots // slots_per_page].long(),
+                slots % slots_per_page,
+            )
             keys, values = k_pages[where], v_pages[where]
             if attend_fresh:
                 keys = torch.cat((keys, k[start:stop, kv_head]))
                 values = torch.cat((values, v[start:stop, kv_head]))
             own_limits = None if limits is None else limits[start:stop]
-            result = attention(q[start:stop, head, None], keys[:, None], values[:, None], own_limits)
+            result = attention(
+                q[start:stop, head, None], keys[:, None], values[:, None], own_limits
+            )
             out[start:stop, head], lse[start:stop, head] = (x[:, 0] for x in result)
     return out, lse
 
 
 class FlashStandIn:
-    """``flash_attn_varlen_func`` a sequence at a time. It refuses arguments that the real one would not take."""
+    """``flash_attn_varlen_func`` a sequence at a time. It refuses arguments that the
+    real one would not take.
+    """
 
     __name__ = "flash"
 
@@ -121,15 +173,29 @@ class FlashStandIn:
         """The number of sequences of each."""
 
     def __call__(
-        self, q, k, v, *, max_seqlen_q, cu_seqlens_q, max_seqlen_k, causal, fa_version, cu_seqlens_k=None,
-        seqused_k=None, block_table=None,
-    ):  # fmt: skip
+        self,
+        q,
+        k,
+        v,
+        *,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        causal,
+        fa_version,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        block_table=None,
+    ):
         num_sequences = len(cu_seqlens_q) - 1
         self.calls.append(num_sequences)
         assert (causal, fa_version) == (False, 3)
         assert type(max_seqlen_q) is type(max_seqlen_k) is int
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        for numbers in (cu_seqlens_q, *([] if seqused_k is None else [seqused_k, block_table])):
+        for numbers in (
+            cu_seqlens_q,
+            *([] if seqused_k is None else [seqused_k, block_table]),
+        ):
             assert numbers.dtype == torch.int32
             assert numbers.is_contiguous()
         if seqused_k is None:
@@ -151,8 +217,12 @@ class FlashStandIn:
         return out
 
 
-def flash_stand_in(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> FlashStandIn:
-    """What stands in for FlashAttention, on a GPU that has this version, until the test ends."""
+def flash_stand_in(
+    monkeypatch: pytest.MonkeyPatch, version: int | None = 3
+) -> FlashStandIn:
+    """What stands in for FlashAttention, on a GPU that has this version, until the test
+    ends.
+    """
     from vllm.v1.attention.backends import fa_utils
 
     stand_in = FlashStandIn()
@@ -170,13 +240,19 @@ def flash_stand_in(monkeypatch: pytest.MonkeyPatch, version: int | None = 3) -> 
 def kept_by_filters(
     logits: torch.Tensor, top_p: float, top_k: int, forbidden_token: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(which tokens are kept, the probability of those before each), a row at a time."""
+    """(which tokens are kept, the probability of those before each), a row
+    at a time.
+    """
     kept = torch.ones_like(logits, dtype=torch.bool)
     before = torch.zeros_like(logits, dtype=torch.float64)
     for row, keeps, sums in zip(logits.double(), kept, before, strict=True):
-        likeliest = sorted(range(len(row)), key=lambda token: -row[token])  # of equal ones the lowest first
+        likeliest = sorted(
+            range(len(row)), key=lambda token: -row[token]
+        )  # of equal ones the lowest first
         total = 0.0
-        for token, probability in zip(likeliest, row.softmax(dim=0)[likeliest].tolist(), strict=True):
+        for token, probability in zip(
+            likeliest, row.softmax(dim=0)[likeliest].tolist(), strict=True
+        ):
             sums[token], total = total, total + probability
         if top_p < 1:
             keeps &= sums <= top_p
@@ -187,9 +263,16 @@ def kept_by_filters(
 
 
 def check_filtered_logits(
-    filtered_logits: Kernel, vocab_size: int, top_p: float, top_k: int, dtype: torch.dtype, device: str = "cpu"
+    filtered_logits: Kernel,
+    vocab_size: int,
+    top_p: float,
+    top_k: int,
+    dtype: torch.dtype,
+    device: str = "cpu",
 ) -> None:
-    """Every token is kept or not as the formula says, but those that rounding may decide on."""
+    """Every token is kept or not as the formula says, but those that rounding may
+    decide on.
+    """
     logits = draw(dtype, device=device).normal(5, vocab_size + 3)[:, 3:] * 4
     logits[0, : vocab_size // 2] = -torch.inf
     logits[1:3] = logits[1:3].round()  # many ties
@@ -201,7 +284,9 @@ def check_filtered_logits(
         at_temperature = logits.float() / temperature
         kept, before = kept_by_filters(at_temperature, top_p, top_k, forbidden)
         unsure = (before - top_p).abs() < 1e-5
-        assert torch.equal(found[~unsure], at_temperature.masked_fill(~kept, lowest)[~unsure])
+        assert torch.equal(
+            found[~unsure], at_temperature.masked_fill(~kept, lowest)[~unsure]
+        )
         assert ((found == at_temperature) | (found == lowest)).all()
 
 
@@ -209,13 +294,22 @@ def check_filtered_logits(
 
 
 def all_operators() -> dict[str, Operator]:
-    modules = [f"dllm_engine.kernels.{module.name}" for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)]
-    values = [value for module in modules for value in vars(importlib.import_module(module)).values()]
+    modules = [
+        f"dllm_engine.kernels.{module.name}"
+        for module in pkgutil.iter_modules(dllm_engine.kernels.__path__)
+    ]
+    values = [
+        value
+        for module in modules
+        for value in vars(importlib.import_module(module)).values()
+    ]
     return {value.name: value for value in values if isinstance(value, Operator)}
 
 
 class CompilesForCuda:
-    """Stands in for a kernel: a launch compiles it for its arguments, as though they were on a GPU."""
+    """Stands in for a kernel: a launch compiles it for its arguments, as though they
+    were on a GPU.
+    """
 
     def __init__(self, kernel: Any, capability: int) -> None:
         self.kernel, self.capability, self.compiled = kernel, capability, []
@@ -229,38 +323,71 @@ class CompilesForCuda:
         from triton.compiler import ASTSource
 
         names = self.kernel.arg_names
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-        constants |= {name: x for name, x in zip(names, arguments, strict=False) if x is None}
+        options = {
+            name: constants.pop(name)
+            for name in ("num_warps", "num_stages")
+            if name in constants
+        }
+        constants |= {
+            name: x for name, x in zip(names, arguments, strict=False) if x is None
+        }
         values = dict(zip(names, arguments, strict=False)) | constants
-        types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-        types |= {torch.int32: "*i32", torch.int64: "*i64", torch.float64: "*fp64", int: "i32", float: "fp32"}
+        types = {
+            torch.bfloat16: "*bf16",
+            torch.float16: "*fp16",
+            torch.float32: "*fp32",
+        }
+        types |= {
+            torch.int32: "*i32",
+            torch.int64: "*i64",
+            torch.float64: "*fp64",
+            int: "i32",
+            float: "fp32",
+        }
         signature = {
-            name: "constexpr" if name in constants else types[x.dtype if isinstance(x, torch.Tensor) else type(x)]
+            name: "constexpr"
+            if name in constants
+            else types[x.dtype if isinstance(x, torch.Tensor) else type(x)]
             for name, x in values.items()
         }
         aligned = [
             parameter.num
             for parameter, x in zip(self.kernel.params, values.values(), strict=True)
-            if not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
+            if not (
+                parameter.do_not_specialize or parameter.do_not_specialize_on_alignment
+            )
             and (isinstance(x, torch.Tensor) or (type(x) is int and x % 16 == 0))
         ]
         source = ASTSource(
             self.kernel,
             signature={name: signature[name] for name in names},
             constexprs={(names.index(name),): x for name, x in constants.items()},
-            attrs={(i,): [["tt.divisibility", 16]] for i in aligned if names[i] not in constants},
+            attrs={
+                (i,): [["tt.divisibility", 16]]
+                for i in aligned
+                if names[i] not in constants
+            },
         )
-        self.compiled.append(triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options))
+        self.compiled.append(
+            triton.compile(
+                source, target=GPUTarget("cuda", self.capability, 32), options=options
+            )
+        )
 
     @property
     def shared_memory(self) -> list[int]:
         return [compiled.metadata.shared for compiled in self.compiled]
 
 
-def compile_launches(monkeypatch: pytest.MonkeyPatch, capability: int = 90) -> list[CompilesForCuda]:
+def compile_launches(
+    monkeypatch: pytest.MonkeyPatch, capability: int = 90
+) -> list[CompilesForCuda]:
     """Let the launches of all kernels compile them instead."""
     kernels = []
-    for module in {importlib.import_module(operator.triton.__module__) for operator in all_operators().values()}:
+    for module in {
+        importlib.import_module(operator.triton.__module__)
+        for operator in all_operators().values()
+    }:
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 kernels.append(CompilesForCuda(getattr(module, name), capability))

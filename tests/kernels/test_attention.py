@@ -1,6 +1,8 @@
-"""Bidirectional attention against its formula in float64, and which library computes it and attention over pages.
+"""Bidirectional attention against its formula in float64, and which library computes it
+and attention over pages.
 
-FlashAttention computes on CUDA alone. On a CPU its calls are stood in for by the formula over what they
+FlashAttention computes on CUDA alone. On a CPU its calls are stood in for by the
+formula over what they
 are given, so that shapes, types, groups and lengths are checked.
 """
 
@@ -13,7 +15,11 @@ from hypothesis import strategies as st
 
 from dllm_engine import DiffusionParams
 from dllm_engine.kernels import attention, paged_attention
-from dllm_engine.kernels.attention import attend_with_sdpa, choose_backend, choose_paged_flash
+from dllm_engine.kernels.attention import (
+    attend_with_sdpa,
+    choose_backend,
+    choose_paged_flash,
+)
 from tests.kernels import checks
 from tests.kernels.checks import TOLERANCE, error, flash_stand_in, paged_case
 from tests.support.engines import generate, runner_of, start_engine
@@ -23,8 +29,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def inputs(lengths, heads, kv_heads, device="cpu", dtype=torch.float32, dim=16, seed=0):
-    """Queries, keys and values as views of one projection, as layers hand them out; bounds, twice."""
-    rows = torch.randn(sum(lengths), heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(seed))
+    """Queries, keys and values as views of one projection, as layers hand them out;
+    bounds, twice.
+    """
+    rows = torch.randn(
+        sum(lengths),
+        heads + 2 * kv_heads,
+        dim,
+        generator=torch.Generator().manual_seed(seed),
+    )
     parts = rows.to(device, dtype).split((heads, kv_heads, kv_heads), dim=1)
     bounds = [0, *itertools.accumulate(lengths)]
     return *parts, bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
@@ -38,7 +51,9 @@ def answers(llm, prompts, params):
 def log(monkeypatch):
     """Lines that tell which library was chosen."""
     lines = []
-    monkeypatch.setattr(attention.logger, "info", lambda line, *values: lines.append(line % values))
+    monkeypatch.setattr(
+        attention.logger, "info", lambda line, *values: lines.append(line % values)
+    )
     return lines
 
 
@@ -54,11 +69,16 @@ def test_equals_the_formula(lengths, heads, dim, dtype, seed):
     out = attention.bidirectional_attention(q, k, v, *bounds)
     assert out.shape == q.shape
     assert out.dtype == dtype
-    assert error(out, checks.bidirectional_attention(q, k, v, bounds[0])) < TOLERANCE[dtype]
+    assert (
+        error(out, checks.bidirectional_attention(q, k, v, bounds[0]))
+        < TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("method", ["dual", "dkv", "es_dllm"])
-def test_requests_that_need_no_pages_take_one_call_beside_others(monkeypatch, engines, tiny_dream, method):
+def test_requests_that_need_no_pages_take_one_call_beside_others(
+    monkeypatch, engines, tiny_dream, method
+):
     # The third request starts while the second one reuses what it has in pages.
     llm = engines(tiny_dream, cache_method=method, page_size=4, max_num_seqs=2)
     asked = (
@@ -66,7 +86,9 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(monkeypatch, en
         [DiffusionParams(gen_length=length, ignore_eos=True) for length in (3, 8, 8)],
     )
     expected, flash = answers(llm, *asked), flash_stand_in(monkeypatch)
-    monkeypatch.setattr(attention, "_attend", choose_backend("flash", CUDA, torch.bfloat16, 16))
+    monkeypatch.setattr(
+        attention, "_attend", choose_backend("flash", CUDA, torch.bfloat16, 16)
+    )
     assert answers(llm, *asked) == expected
     assert {2, 1} <= set(flash.calls)
 
@@ -75,36 +97,82 @@ def test_requests_that_need_no_pages_take_one_call_beside_others(monkeypatch, en
     ("name", "device", "dtype", "head_dim", "version", "chosen", "reason"),
     [
         ("auto", CUDA, torch.bfloat16, 128, 3, "flash", ""),
-        ("auto", CUDA, torch.float32, 128, 3, "sdpa", "needs a CUDA device and float16 or bfloat16, here cuda"),
-        ("auto", CPU, torch.bfloat16, 128, None, "sdpa", "needs a CUDA device and float16 or bfloat16, here cpu"),
-        ("auto", CUDA, torch.bfloat16, 264, 3, "sdpa", "needs heads of a multiple of 8 and at most 256 numbers"),
+        (
+            "auto",
+            CUDA,
+            torch.float32,
+            128,
+            3,
+            "sdpa",
+            "needs a CUDA device and float16 or bfloat16, here cuda",
+        ),
+        (
+            "auto",
+            CPU,
+            torch.bfloat16,
+            128,
+            None,
+            "sdpa",
+            "needs a CUDA device and float16 or bfloat16, here cpu",
+        ),
+        (
+            "auto",
+            CUDA,
+            torch.bfloat16,
+            264,
+            3,
+            "sdpa",
+            "needs heads of a multiple of 8 and at most 256 numbers",
+        ),
         ("flash", CUDA, torch.float16, 256, 2, "flash", ""),
         ("flash", CUDA, torch.bfloat16, 12, 3, None, "here 12"),
-        ("flash", CUDA, torch.bfloat16, 128, None, None, "needs a GPU that vLLM's FlashAttention is built for"),
+        (
+            "flash",
+            CUDA,
+            torch.bfloat16,
+            128,
+            None,
+            None,
+            "needs a GPU that vLLM's FlashAttention is built for",
+        ),
         ("sdpa", CUDA, torch.bfloat16, 128, 3, "sdpa", ""),
     ],
-)  # fmt: skip
-def test_which_backend_is_chosen(monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason):
+)
+def test_which_backend_is_chosen(
+    monkeypatch, log, name, device, dtype, head_dim, version, chosen, reason
+):
     flash_stand_in(monkeypatch, version)
     if chosen is None:
-        with pytest.raises(ValueError, match=f"dense_attention='{name}' needs") as refused:
+        with pytest.raises(
+            ValueError, match=f"dense_attention='{name}' needs"
+        ) as refused:
             choose_backend(name, device, dtype, head_dim)
         assert reason in str(refused.value)
         assert str(refused.value).endswith("; leave it at 'auto'")
     else:
-        assert (choose_backend(name, device, dtype, head_dim) is attend_with_sdpa) == (chosen == "sdpa")
+        assert (choose_backend(name, device, dtype, head_dim) is attend_with_sdpa) == (
+            chosen == "sdpa"
+        )
         (line,) = log
         assert line.startswith(f"Dense attention: {chosen}")
         assert reason in line
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads"), [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)])
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads"),
+    [([5], 4, 4), ([3, 0, 7, 7], 4, 2), ([1, 9], 6, 1)],
+)
 @pytest.mark.parametrize("name", ["flash", "sdpa"])
 def test_dense_attention_on_a_gpu(name, lengths, heads, kv_heads):
     q, k, v, *bounds = inputs(lengths, heads, kv_heads, "cuda", torch.float16)
     attend = choose_backend(name, CUDA, torch.float16, 16)
-    assert error(attend(q, k, v, *bounds), checks.bidirectional_attention(q, k, v, bounds[0])) < 2e-3
+    assert (
+        error(
+            attend(q, k, v, *bounds), checks.bidirectional_attention(q, k, v, bounds[0])
+        )
+        < 2e-3
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -116,23 +184,38 @@ def test_an_engine_that_cannot_have_its_backend_does_not_start(tiny_llada):
 @pytest.mark.parametrize(
     ("settings", "recorded"),
     [
-        ({"cache_method": "dual", "cache_options": {"refresh": "near", "near_tokens": 4}}, True),
+        (
+            {
+                "cache_method": "dual",
+                "cache_options": {"refresh": "near", "near_tokens": 4},
+            },
+            True,
+        ),
         ({"cache_method": "dllm_cache"}, True),
         ({"cache_method": "es_dllm"}, True),
         ({"cache_method": "maskkv"}, False),
     ],
 )
-def test_engines_answer_the_same_with_flash_over_pages(monkeypatch, engines, tiny_llada, settings, recorded):
+def test_engines_answer_the_same_with_flash_over_pages(
+    monkeypatch, engines, tiny_llada, settings, recorded
+):
     """Also where a recorded step is padded with requests that have no tokens."""
-    asked = [[3] * 17, [5, 6] * 4, [9, 8, 7]], DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
+    asked = (
+        [[3] * 17, [5, 6] * 4, [9, 8, 7]],
+        DiffusionParams(gen_length=16, block_length=8, ignore_eos=True),
+    )
     llm = engines(tiny_llada, page_size=16, **settings)
     monkeypatch.setattr(paged_attention, "_flash", None)
     expected, flash = answers(llm, *asked), flash_stand_in(monkeypatch)
-    monkeypatch.setattr(paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16))
+    monkeypatch.setattr(
+        paged_attention, "_flash", choose_paged_flash(CUDA, torch.bfloat16, 16, 16)
+    )
     if recorded:
         recorder = record_steps(runner_of(llm), monkeypatch)
     assert answers(llm, *asked) == expected
-    assert bool(flash.calls) == (settings["cache_method"] != "maskkv")  # whose heads have tokens of their own
+    assert bool(flash.calls) == (
+        settings["cache_method"] != "maskkv"
+    )  # whose heads have tokens of their own
     if recorded:
         assert recorder.num_replayed > 0
 
@@ -148,9 +231,13 @@ def test_engines_answer_the_same_with_flash_over_pages(monkeypatch, engines, tin
         (CUDA, torch.bfloat16, 32, 4, "needs FlashAttention 2 or 3, and vLLM takes 4"),
     ],
 )
-def test_when_flash_over_pages_is_chosen(monkeypatch, log, device, dtype, page_size, version, reason):
+def test_when_flash_over_pages_is_chosen(
+    monkeypatch, log, device, dtype, page_size, version, reason
+):
     flash_stand_in(monkeypatch, version)
-    assert (choose_paged_flash(device, dtype, 128, page_size) is None) == (reason is not None)
+    assert (choose_paged_flash(device, dtype, 128, page_size) is None) == (
+        reason is not None
+    )
     (line,) = log
     assert (reason or f"flash {version} where it applies") in line
 
@@ -162,9 +249,15 @@ def test_flash_over_pages_on_a_gpu(monkeypatch, heads):
     assert attend is not None
     monkeypatch.setattr(paged_attention, "_flash", attend)
     rows, retained = [32, 5, 1], [[300, 300], [64, 64], [1, 1]]
-    case = paged_case(rows, retained, heads, 64, 32, dtype=torch.bfloat16, device="cuda")
+    case = paged_case(
+        rows, retained, heads, 64, 32, dtype=torch.bfloat16, device="cuda"
+    )
     tables = torch.where(case.tokens.page_tables < 2**30, case.tokens.page_tables, 0)
-    tokens = case.tokens._replace(page_tables=tables, token_lens=case.tokens.head_len[:, 0].contiguous())
+    tokens = case.tokens._replace(
+        page_tables=tables, token_lens=case.tokens.head_len[:, 0].contiguous()
+    )
     expected, _ = checks.paged_attention(case, attend_fresh=False)
-    out = paged_attention.paged_attention(*case[:4], tokens, attend_fresh=False, max_seqlen=32)
+    out = paged_attention.paged_attention(
+        *case[:4], tokens, attend_fresh=False, max_seqlen=32
+    )
     assert (out.double() - expected).norm() < 1e-2 * expected.norm()

@@ -18,14 +18,22 @@ def paged_arguments(draw: st.DrawFn) -> dict:
     kv_heads, sharing = draw(st.sampled_from([(1, 1), (4, 1), (2, 2), (1, 4), (2, 7)]))
     length = st.one_of(st.integers(0, 3), st.integers(0, 2000))
     # Few values, so that requests of equal shape meet in a batch.
-    uniform = st.sampled_from(draw(st.lists(length, min_size=1, max_size=2))).map(lambda n: [n] * kv_heads)
+    uniform = st.sampled_from(draw(st.lists(length, min_size=1, max_size=2))).map(
+        lambda n: [n] * kv_heads
+    )
     ragged = st.lists(length, min_size=kv_heads, max_size=kv_heads)
     lengths = draw(st.sampled_from([uniform, ragged]))
     return {
         "rows": draw(
-            st.lists(st.sampled_from([0, 1, 5, 33]), min_size=num_requests, max_size=num_requests).filter(any)
+            st.lists(
+                st.sampled_from([0, 1, 5, 33]),
+                min_size=num_requests,
+                max_size=num_requests,
+            ).filter(any)
         ),
-        "retained": draw(st.lists(lengths, min_size=num_requests, max_size=num_requests)),
+        "retained": draw(
+            st.lists(lengths, min_size=num_requests, max_size=num_requests)
+        ),
         "heads": kv_heads * sharing,
         "dim": draw(st.sampled_from([8, 32, 96])),
         "page_size": draw(st.sampled_from([1, 4, 16])),
@@ -36,13 +44,17 @@ def paged_arguments(draw: st.DrawFn) -> dict:
 
 
 @given(arguments=paged_arguments(), attend_fresh=st.booleans(), limited=st.booleans())
-def test_equals_the_formula_and_reads_only_what_is_retained(arguments, attend_fresh, limited):
+def test_equals_the_formula_and_reads_only_what_is_retained(
+    arguments, attend_fresh, limited
+):
     case = paged_case(**arguments)
     limits = case.limits() if limited else None
     expected, expected_lse = checks.paged_attention(case, attend_fresh, limits)
     for lse in (case.q.new_empty(case.q.shape[:2], dtype=torch.float32), None):
         longest = max(arguments["rows"])
-        out = paged_attention(*case, attend_fresh=attend_fresh, max_seqlen=longest, limits=limits, lse=lse)
+        out = paged_attention(
+            *case, attend_fresh=attend_fresh, max_seqlen=longest, limits=limits, lse=lse
+        )
         assert out.dtype == case.q.dtype
         assert not out.isnan().any()
         assert error(out, expected) < TOLERANCE[case.q.dtype]
@@ -64,6 +76,8 @@ try:
 except ImportError as error:
     print(error)
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
     assert "need Triton" in ran.stdout

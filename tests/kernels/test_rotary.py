@@ -18,21 +18,30 @@ ROTATION_TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 
     part=st.sampled_from([1, 2, 3]),
 )
 def test_rotation_is_that_of_the_formula(num_rows, num_heads, head_dim, numbers, part):
-    """Rows of one head more than are rotated, as those of a fused projection. The table holds NaN at positions that no
-    row is at."""
+    """Rows of one head more than are rotated, as those of a fused projection. The table
+    holds NaN at positions that no row is at."""
     rotary_dim = max(2, head_dim // part // 2 * 2)
-    fused, positions = numbers.normal(num_rows, num_heads + 1, head_dim), numbers.integers(0, 5000, num_rows)
-    angles = positions[:, None].double() / 500_000.0 ** (torch.arange(0, rotary_dim, 2) / rotary_dim)
+    fused, positions = (
+        numbers.normal(num_rows, num_heads + 1, head_dim),
+        numbers.integers(0, 5000, num_rows),
+    )
+    angles = positions[:, None].double() / 500_000.0 ** (
+        torch.arange(0, rotary_dim, 2) / rotary_dim
+    )
     cos_sin = torch.full((5000, rotary_dim), torch.nan)
     cos_sin[positions] = torch.cat((angles.cos(), angles.sin()), 1).float()
     cos, sin = cos_sin.double()[positions, None].chunk(2, dim=-1)
     expected = fused.double()
     first, second = expected[:, 1:, :rotary_dim].chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    rotated = torch.cat(
+        (first * cos - second * sin, second * cos + first * sin), dim=-1
+    )
     expected[:, 1:, :rotary_dim] = rotated
     before = fused.clone()
     rotate_(fused[:, 1:], positions, cos_sin)
-    assert (fused.double() - expected).norm() <= ROTATION_TOLERANCE[numbers.dtype] * expected.norm()
+    assert (fused.double() - expected).norm() <= ROTATION_TOLERANCE[
+        numbers.dtype
+    ] * expected.norm()
     assert fused[:, 0].equal(before[:, 0])
     assert fused[..., rotary_dim:].equal(before[..., rotary_dim:])
 

@@ -28,7 +28,9 @@ def counters(*values: int) -> tuple[torch.Tensor, ...]:
     ],
 )
 def test_values_never_change(counter, expected):
-    """A seed must give the same response in every version. Worked out in plain integers."""
+    """A seed must give the same response in every version. Worked out in plain
+    integers.
+    """
     assert uniform(*counters(*counter)).item() == pytest.approx(expected, abs=1e-15)
 
 
@@ -45,12 +47,17 @@ def test_draws_equal_the_formula(temperature, first_token):
     numbers = draw(torch.bfloat16)
     logits = numbers.normal(7, 153)[:, 3:] * 4
     logits[0, :75] = -torch.inf
-    drawn = sampling.Counters(numbers.integers(-(2**63), 2**63 - 1, 7), *numbers.integers(0, 5000, 14).view(2, 7))
+    drawn = sampling.Counters(
+        numbers.integers(-(2**63), 2**63 - 1, 7),
+        *numbers.integers(0, 5000, 14).view(2, 7),
+    )
     numbers = uniform(*(x[:, None] for x in drawn), first_token + torch.arange(150))
     scores = logits.float() / temperature + gumbel_of(numbers)
     for forbidden in (-1, int(scores[3].argmax())):
         scores[:, forbidden] = -torch.inf if forbidden >= 0 else scores[:, forbidden]
-        score, column = sampling.gumbel_max(logits, drawn, first_token, temperature, forbidden)
+        score, column = sampling.gumbel_max(
+            logits, drawn, first_token, temperature, forbidden
+        )
         assert torch.equal(column, scores.argmax(dim=1))
         torch.testing.assert_close(score, scores.amax(dim=1), rtol=1e-14, atol=1e-14)
 
@@ -71,11 +78,25 @@ def test_filters_equal_the_formula(monkeypatch, top_p, top_k):
 def test_equals_the_formulas(num_rows, vocab_size, forbidden, scale, numbers):
     logits = (numbers.normal(num_rows, vocab_size + 3) * scale)[:, :vocab_size]
     column = -1 if forbidden is None else round(forbidden * (vocab_size - 1))
-    token, *statistics = token_statistics(logits, column, with_entropy=True, with_margin=True)
+    token, *statistics = token_statistics(
+        logits, column, with_entropy=True, with_margin=True
+    )
     logits = logits.double()
     allowed = logits.masked_fill(torch.arange(vocab_size) == column, -torch.inf)
-    assert torch.equal(token, allowed.argmax(dim=-1))  # ties too: rounded logits have many
+    assert torch.equal(
+        token, allowed.argmax(dim=-1)
+    )  # ties too: rounded logits have many
     p = logits.softmax(dim=-1)
-    token_logit, entropy = logits.gather(-1, token[:, None])[:, 0], (p * (p + 1e-10).log()).sum(dim=-1)
-    expected = [token_logit, logits.logsumexp(dim=-1), entropy, logits.sort(dim=-1, descending=True).values[:, :2]]
-    torch.testing.assert_close([x.double() for x in statistics], expected, rtol=1e-5, atol=1e-5)
+    token_logit, entropy = (
+        logits.gather(-1, token[:, None])[:, 0],
+        (p * (p + 1e-10).log()).sum(dim=-1),
+    )
+    expected = [
+        token_logit,
+        logits.logsumexp(dim=-1),
+        entropy,
+        logits.sort(dim=-1, descending=True).values[:, :2],
+    ]
+    torch.testing.assert_close(
+        [x.double() for x in statistics], expected, rtol=1e-5, atol=1e-5
+    )

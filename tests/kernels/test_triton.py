@@ -1,4 +1,6 @@
-"""The Triton kernels against their formulas, on a GPU or interpreted, and compiled for a GPU where there is none."""
+"""The Triton kernels against their formulas, on a GPU or interpreted, and compiled for
+a GPU where there is none.
+"""
 
 import os
 import subprocess
@@ -18,22 +20,36 @@ from dllm_engine.kernels.sampling import Counters
 from dllm_engine.kernels.triton import paged_attention, sampling
 from dllm_engine.kernels.triton import token_statistics as statistics
 from tests.kernels import checks
-from tests.kernels.checks import DEVICE, INTERPRETED, TOLERANCE, all_operators, compile_launches, error, runs_triton
+from tests.kernels.checks import (
+    DEVICE,
+    INTERPRETED,
+    TOLERANCE,
+    all_operators,
+    compile_launches,
+    error,
+    runs_triton,
+)
 
 KERNEL_CASES = cases.BY_HEADS | cases.OTHERS
 SHARED_MEMORY = {90: 227 << 10, 86: 99 << 10}
-"""Bytes that a program may have, by compute capability: much on a Hopper, little on what games are played with."""
+"""Bytes that a program may have, by compute capability: much on a Hopper, little on
+what games are played with.
+"""
 
 
 @runs_triton
 def test_programs_that_share_keys_leave_their_counters_at_zero(monkeypatch):
-    """So that the next launch, or the next replay of a recorded one, counts from zero and computes the same bits. The
-    second request retains nothing."""
-    case = checks.paged_case([20, 3], [[300, 300], [0, 0]], 2, 32, 16, dtype=torch.float16, device=DEVICE)
+    """So that the next launch, or the next replay of a recorded one, counts from zero
+    and computes the same bits. The second request retains nothing."""
+    case = checks.paged_case(
+        [20, 3], [[300, 300], [0, 0]], 2, 32, 16, dtype=torch.float16, device=DEVICE
+    )
     results = []
     for num_splits in (3, 3, 1):
         lse = case.q.new_empty(case.q.shape[:2], dtype=torch.float32)
-        monkeypatch.setattr(paged_attention, "choose_splits", lambda *_, count=num_splits: count)
+        monkeypatch.setattr(
+            paged_attention, "choose_splits", lambda *_, count=num_splits: count
+        )
         out = paged_attention.paged_attention(*case, None, lse, True, 20)
         results.append((out, lse))
         assert not paged_attention._counters(out.device).any()
@@ -52,7 +68,9 @@ def set_multiprocessors(monkeypatch, count):
 
 @pytest.fixture
 def on_triton(monkeypatch):
-    """Operators take the way of a GPU. Cases are small, and steps of loops large, for the interpreter's sake."""
+    """Operators take the way of a GPU. Cases are small, and steps of loops large, for
+    the interpreter's sake.
+    """
     monkeypatch.setattr(cases, "PAGED", (([3, 1], [40, 17]), ([20], [70])))
     if INTERPRETED:
         monkeypatch.setattr(cases, "ROWS", 60)
@@ -80,7 +98,9 @@ def test_cases_of_dllm_check(on_triton, name, sizes, dtype):
     expected = KERNEL_CASES[name](Draw(sizes, dtype, torch.float32, "cpu"))
     if INTERPRETED:
         on_triton()
-    error, bound = compare(KERNEL_CASES[name](Draw(sizes, dtype, dtype, DEVICE)), expected)
+    error, bound = compare(
+        KERNEL_CASES[name](Draw(sizes, dtype, dtype, DEVICE)), expected
+    )
     assert error <= bound
 
 
@@ -91,14 +111,17 @@ def test_filtered_logits(monkeypatch, number):
     monkeypatch.setattr(sampling, "_BLOCK", 512)
     monkeypatch.setattr(sampling, "_STEP", 256)
     dtype = (torch.float32, torch.float16)[number % 2]
-    checks.check_filtered_logits(sampling.filtered_logits, 700, *checks.FILTERS[number], dtype, device=DEVICE)
+    checks.check_filtered_logits(
+        sampling.filtered_logits, 700, *checks.FILTERS[number], dtype, device=DEVICE
+    )
 
 
 @runs_triton
 @pytest.mark.parametrize("multiprocessors", [1, 30])
 def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
-    """Also where all of a block or of a split is NaN, which a maximum would pass over. Their probability is no number,
-    which ends the request; the token drawn is one of the vocabulary."""
+    """Also where all of a block or of a split is NaN, which a maximum would pass over.
+    Their probability is no number, which ends the request; the token drawn is one of
+    the vocabulary."""
     set_multiprocessors(monkeypatch, multiprocessors)
     monkeypatch.setattr(sampling, "_BLOCK", 1024)
     monkeypatch.setattr(sampling, "_STEP", 512)
@@ -108,9 +131,18 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
     logits[2, :1024] = torch.nan
     logits[3, 1024:] = torch.nan
     logits[4, :1200] = -torch.inf
-    _, token_logit, log_total, *_ = statistics.token_statistics(logits, 7, with_entropy=False, with_margin=False)
+    _, token_logit, log_total, *_ = statistics.token_statistics(
+        logits, 7, with_entropy=False, with_margin=False
+    )
     probability = (token_logit - log_total).exp()
-    assert (probability < torch.inf).tolist() == [False, False, False, False, True, True]
+    assert (probability < torch.inf).tolist() == [
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     counters = Counters(*torch.zeros(3, 6, dtype=torch.int64, device=DEVICE))
     found = sampling.filtered_logits(logits, 0.7, 0.9, 5, -1)
     torch.testing.assert_close(found[:4], logits[:4] / 0.7, **checks.EXACT)
@@ -119,17 +151,22 @@ def test_rows_that_are_no_numbers_stay_so(monkeypatch, multiprocessors):
 
 
 @runs_triton
-@pytest.mark.parametrize("name", [name for name in KERNEL_CASES if name.startswith(("write_", "rotate_"))])
+@pytest.mark.parametrize(
+    "name", [name for name in KERNEL_CASES if name.startswith(("write_", "rotate_"))]
+)
 def test_nothing_is_launched_for_no_rows(on_triton, monkeypatch, name):
     if INTERPRETED:
         on_triton()
     monkeypatch.setattr(cases, "ROWS", 0)
-    KERNEL_CASES[name](Draw(Sizes(4, 2, 32, 64, 150, 8), torch.float16, torch.float16, DEVICE))
+    KERNEL_CASES[name](
+        Draw(Sizes(4, 2, 32, 64, 150, 8), torch.float16, torch.float16, DEVICE)
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 @pytest.mark.parametrize(
-    ("name", "capability"), [*((name, 90) for name in KERNEL_CASES), ("paged_attention, token-major", 86)]
+    ("name", "capability"),
+    [*((name, 90) for name in KERNEL_CASES), ("paged_attention, token-major", 86)],
 )
 def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name, capability):
     """At the sizes of LLaDA-8B."""
@@ -138,7 +175,9 @@ def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name, capability):
     # The larger tile needs more memory.
     paged = (([32], [600]), ([300], [40]))
     monkeypatch.setattr(cases, "PAGED", paged if capability == 90 else paged[1:])
-    KERNEL_CASES[name](Draw(Sizes(32, 32, 128, 4096, 126_464), torch.bfloat16, torch.bfloat16, "cpu"))
+    KERNEL_CASES[name](
+        Draw(Sizes(32, 32, 128, 4096, 126_464), torch.bfloat16, torch.bfloat16, "cpu")
+    )
     shared_memory = [size for kernel in kernels for size in kernel.shared_memory]
     assert shared_memory
     assert max(shared_memory) <= SHARED_MEMORY[capability]
@@ -146,9 +185,22 @@ def test_launches_compile_for_a_gpu(monkeypatch, on_triton, name, capability):
 
 @pytest.mark.skipif(INTERPRETED, reason="this starts the interpreter")
 def test_kernels_in_the_interpreter():
-    """The tests of this file in a process of its own: Triton reads the variable when it is imported."""
+    """The tests of this file in a process of its own: Triton reads the variable when it
+    is imported.
+    """
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-W", "ignore", __file__],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--noconftest",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            __file__,
+        ],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parents[2],
         capture_output=True,

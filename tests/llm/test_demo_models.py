@@ -1,4 +1,6 @@
-"""The shipped models beside the demo model: a guide, which loads without this package, and one of block diffusion."""
+"""The shipped models beside the demo model: a guide, which loads without this package,
+and one of block diffusion.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -16,13 +18,19 @@ from tests.support.engines import demo_answers
 MAX_BYTES = 4 * 1024 * 1024
 RESPONSE_TOKENS = 32
 SEED = 100
-"""Far below the training seeds; the figures in the model card and in docs/evaluation.md come from other ones."""
+"""Far below the training seeds; the figures in the model card and in docs/evaluation.md
+come from other ones.
+"""
 
 
 @pytest.fixture(scope="module")
 def guide():
-    model, report = AutoModelForCausalLM.from_pretrained(DEMO_GUIDE_DIR, dtype=torch.float32, output_loading_info=True)
-    assert not any(report.values()), "no tensor is missing, left over or of another shape"
+    model, report = AutoModelForCausalLM.from_pretrained(
+        DEMO_GUIDE_DIR, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(report.values()), (
+        "no tensor is missing, left over or of another shape"
+    )
     return model.eval()
 
 
@@ -32,13 +40,21 @@ def tokenizer():
 
 
 def canvas(tokenizer, example) -> tuple[list[int], int, int]:
-    """Prompt, answer and end-of-text as the demo model's requests have them; where the answer starts and ends."""
+    """Prompt, answer and end-of-text as the demo model's requests have them; where the
+    answer starts and ends.
+    """
     message = {"role": "user", "content": example.prompt}
-    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer.apply_chat_template(
+        [message], add_generation_prompt=True, tokenize=False
+    )
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     answer_ids = tokenizer.encode(" " + example.answer, add_special_tokens=False)
     tail = [tokenizer.eos_token_id] * (RESPONSE_TOKENS - len(answer_ids))
-    return prompt_ids + answer_ids + tail, len(prompt_ids), len(prompt_ids) + len(answer_ids) + 1
+    return (
+        prompt_ids + answer_ids + tail,
+        len(prompt_ids),
+        len(prompt_ids) + len(answer_ids) + 1,
+    )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -48,7 +64,9 @@ def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
     for example in make_examples(task, 20, SEED):
         tokens, start, end = canvas(tokenizer, example)
         # Of every token but the first, given the true ones before it.
-        hits = guide(torch.tensor([tokens])).logits[0, :-1].argmax(dim=-1) == torch.tensor(tokens[1:])
+        hits = guide(torch.tensor([tokens])).logits[0, :-1].argmax(
+            dim=-1
+        ) == torch.tensor(tokens[1:])
         answer, tail = hits[start - 1 : end - 1], hits[end - 1 :]
         right, total = right + int(answer.sum()), total + len(answer)
         tail_right, tail_total = tail_right + int(tail.sum()), tail_total + len(tail)
@@ -56,21 +74,35 @@ def test_it_foresees_right_answers_and_their_end(guide, tokenizer, task):
     assert tail_right / tail_total > 0.95
 
 
-# ``demo-blocks``: a trained model whose attention goes by blocks, and the training that makes it
+# ``demo-blocks``: a trained model whose attention goes by blocks, and the training that
+# makes it
 
 
 @pytest.mark.parametrize("threshold", [None, 0.9])
-def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_fewer_passes(engines, threshold):
+def test_it_answers_right_and_its_cache_changes_no_token_and_a_threshold_takes_fewer_passes(
+    engines, threshold
+):
     examples = [example for task in TASKS for example in make_examples(task, 4, SEED)]
     answers = partial(demo_answers, engines, examples, DEMO_BLOCKS, dtype="float32")
-    cached, plain = (answers(threshold, cache_method=method) for method in ("block", "none"))
-    assert [list(each.token_ids) for each in cached] == [list(each.token_ids) for each in plain]
-    right = sum(each.text.strip() == example.answer for each, example in zip(cached, examples, strict=True))
+    cached, plain = (
+        answers(threshold, cache_method=method) for method in ("block", "none")
+    )
+    assert [list(each.token_ids) for each in cached] == [
+        list(each.token_ids) for each in plain
+    ]
+    right = sum(
+        each.text.strip() == example.answer
+        for each, example in zip(cached, examples, strict=True)
+    )
     assert right >= 0.9 * len(examples)
-    assert {each.finish_reason for each in cached} == {"stop"}, "an end token ends every answer"
+    assert {each.finish_reason for each in cached} == {"stop"}, (
+        "an end token ends every answer"
+    )
     if threshold:
         single = answers(cache_method="block")
-        assert sum(c.diffusion.forward_passes for c in cached) < sum(s.diffusion.forward_passes for s in single)
+        assert sum(c.diffusion.forward_passes for c in cached) < sum(
+            s.diffusion.forward_passes for s in single
+        )
 
 
 def test_its_training_runs_and_writes_its_tensors(tmp_path):
@@ -78,7 +110,15 @@ def test_its_training_runs_and_writes_its_tensors(tmp_path):
     replace(RECIPES["blocks"], steps=2).run(tmp_path)
     files = {file.name for file in DEMO_BLOCKS_DIR.iterdir()} - {"README.md"}
     assert {file.name for file in tmp_path.iterdir()} == files
-    trained, shipped = (load_file(folder / "model.safetensors") for folder in (tmp_path, DEMO_BLOCKS_DIR))
-    shapes = [{name: (t.shape, t.dtype) for name, t in tensors.items()} for tensors in (trained, shipped)]
+    trained, shipped = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path, DEMO_BLOCKS_DIR)
+    )
+    shapes = [
+        {name: (t.shape, t.dtype) for name, t in tensors.items()}
+        for tensors in (trained, shipped)
+    ]
     assert shapes[0] == shapes[1]
-    assert any(not torch.equal(tensor, shipped[name]) for name, tensor in trained.items())
+    assert any(
+        not torch.equal(tensor, shipped[name]) for name, tensor in trained.items()
+    )

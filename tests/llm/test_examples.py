@@ -38,7 +38,9 @@ def test_the_structured_output_example_prints_what_it_asked_for(run):
     printed = run("structured_output")
     assert re.search(r"regex: ' ?Max=[0-9]{2}, Tom=[0-9]{2}'", printed)
     assert re.search("choice: '(Ida|Max|Tom)'", printed)
-    assert re.search(r"JSON schema: {'name': '(Ida|Max|Tom)', 'number': \d{1,2}}", printed)
+    assert re.search(
+        r"JSON schema: {'name': '(Ida|Max|Tom)', 'number': \d{1,2}}", printed
+    )
 
 
 def test_the_rollouts_say_how_each_token_came_to_be(run):
@@ -47,15 +49,22 @@ def test_the_rollouts_say_how_each_token_came_to_be(run):
     assert len(rollouts) == 8
     assert any(rollout["reward"] == 1 for rollout in rollouts)
     for rollout in rollouts:
-        assert len(rollout["response_token_ids"]) == len(rollout["committed_at"]) == len(rollout["logprobs"])
+        assert (
+            len(rollout["response_token_ids"])
+            == len(rollout["committed_at"])
+            == len(rollout["logprobs"])
+        )
     assert float(difference.split()[-1]) < 1e-3
 
 
 def test_the_sparse_example_compares_the_caches(run):
     table = {
-        line[:16].strip(): line[16:].split() for line in run("offline_sparse", "--gen-length", "16").splitlines()[-4:]
+        line[:16].strip(): line[16:].split()
+        for line in run("offline_sparse", "--gen-length", "16").splitlines()[-4:]
     }
-    computed_sparse, computed_none = (int(cell.replace(",", "")) for cell in table["tokens computed"])
+    computed_sparse, computed_none = (
+        int(cell.replace(",", "")) for cell in table["tokens computed"]
+    )
     assert computed_sparse < computed_none
     assert int(table["pages held"][0]) > 0
     assert table["pages held"][1] == "0"

@@ -10,7 +10,11 @@ from dllm_engine.families import released_defaults
 from dllm_engine.model_name import has_word, own_name
 from dllm_engine.scheduler.methods import CACHE_METHODS
 
-INSTRUCT, BASE, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "Dream-org/Dream-v0-Instruct-7B"
+INSTRUCT, BASE, DREAM = (
+    "GSAI-ML/LLaDA-8B-Instruct",
+    "GSAI-ML/LLaDA-8B-Base",
+    "Dream-org/Dream-v0-Instruct-7B",
+)
 
 
 @pytest.mark.parametrize(
@@ -24,7 +28,10 @@ INSTRUCT, BASE, DREAM = "GSAI-ML/LLaDA-8B-Instruct", "GSAI-ML/LLaDA-8B-Base", "D
         ("~/base/LLaDA-8B-Instruct", "LLaDA-8B-Instruct"),
         ("/hub/models--GSAI-ML--LLaDA-8B-Base/snapshots/0123abcd", "LLaDA-8B-Base"),
         ("/hub/models--GSAI-ML--LLaDA-8B-Base/snapshots/0123abcd/", "LLaDA-8B-Base"),
-        ("/hub/models--GSAI-ML--LLaDA-8B-Base/snapshots/0123abcd/part", "LLaDA-8B-Base"),
+        (
+            "/hub/models--GSAI-ML--LLaDA-8B-Base/snapshots/0123abcd/part",
+            "LLaDA-8B-Base",
+        ),
         ("/hub/models--LLaDA-8B-Base/snapshots/0123abcd", "LLaDA-8B-Base"),
         ("/modelscope/hub/GSAI-ML/LLaDA-1___5", "LLaDA-1.5"),
     ],
@@ -64,7 +71,11 @@ def checkpoint(tmp_path):
     def put(folder: str, released: str, *left_out: str) -> str:
         path = tmp_path / folder
         path.mkdir(parents=True, exist_ok=True)
-        config = {key: value for key, value in RELEASED_CONFIGS[released].items() if key not in left_out}
+        config = {
+            key: value
+            for key, value in RELEASED_CONFIGS[released].items()
+            if key not in left_out
+        }
         (path / "config.json").write_text(json.dumps(config))
         return str(path)
 
@@ -77,18 +88,22 @@ def snapshot_of(model: str) -> str:
 
 @pytest.mark.parametrize("above", ["database", "home/basement/models", "base"])
 def test_folders_above_make_no_base_model(checkpoint, above):
-    assert tasks_of_papers(checkpoint(f"{above}/LLaDA-8B-Instruct", INSTRUCT), ["gsm8k"], None) == tasks_of_papers(
-        INSTRUCT, ["gsm8k"], None
-    )
+    assert tasks_of_papers(
+        checkpoint(f"{above}/LLaDA-8B-Instruct", INSTRUCT), ["gsm8k"], None
+    ) == tasks_of_papers(INSTRUCT, ["gsm8k"], None)
 
 
-@pytest.mark.parametrize("model", [INSTRUCT, BASE, "GSAI-ML/LLaDA-1.5", DREAM, "Dream-org/Dream-v0-Base-7B"])
+@pytest.mark.parametrize(
+    "model", [INSTRUCT, BASE, "GSAI-ML/LLaDA-1.5", DREAM, "Dream-org/Dream-v0-Base-7B"]
+)
 def test_a_snapshot_has_the_papers_settings_of_its_model(checkpoint, model):
     folder = checkpoint(snapshot_of(model), model)
     method, family = CACHE_METHODS["dllm_cache"], load_config(folder).family
     assert method.settings_for(folder, family) == method.settings_for(model, family)
     assert method.settings_for(folder, family)[0]
-    assert tasks_of_papers(folder, ["gsm8k"], "dllm-cache") == tasks_of_papers(model, ["gsm8k"], "dllm-cache")
+    assert tasks_of_papers(folder, ["gsm8k"], "dllm-cache") == tasks_of_papers(
+        model, ["gsm8k"], "dllm-cache"
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,15 +116,23 @@ def test_a_snapshot_has_the_papers_settings_of_its_model(checkpoint, model):
     ],
 )
 def test_blocks_are_as_long_as_the_own_name_says(checkpoint, folder, block_size):
-    assert load_config(checkpoint(folder, "JetLM/SDAR-8B-Chat", "block_size")).block_size == block_size
+    assert (
+        load_config(checkpoint(folder, "JetLM/SDAR-8B-Chat", "block_size")).block_size
+        == block_size
+    )
 
 
 @pytest.mark.parametrize("above", ["dreamon-cluster", "home/dreamone", "DreamOn"])
 def test_a_folder_above_makes_no_dream_on(checkpoint, above):
-    assert load_config(checkpoint(f"{above}/Dream-v0-Instruct-7B", DREAM)).family.name == "Dream"
+    assert (
+        load_config(checkpoint(f"{above}/Dream-v0-Instruct-7B", DREAM)).family.name
+        == "Dream"
+    )
 
 
-@pytest.mark.parametrize("folder", ["DreamOn-v0-7B", "models--Dream-org--DreamOn-v0-7B/snapshots/0123abcd"])
+@pytest.mark.parametrize(
+    "folder", ["DreamOn-v0-7B", "models--Dream-org--DreamOn-v0-7B/snapshots/0123abcd"]
+)
 def test_dream_on_is_refused_by_its_own_name(checkpoint, folder):
     with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
         load_config(checkpoint(folder, DREAM))
@@ -118,6 +141,9 @@ def test_dream_on_is_refused_by_its_own_name(checkpoint, folder):
 def test_a_copy_of_a_released_checkpoint_has_its_defaults(checkpoint):
     model = "inclusionAI/LLaDA2.1-mini"
     for folder in ("copies/LLaDA2.1-mini", snapshot_of(model)):
-        assert released_defaults(load_config(checkpoint(folder, model)))["edit_threshold"] == 0.9
+        assert (
+            released_defaults(load_config(checkpoint(folder, model)))["edit_threshold"]
+            == 0.9
+        )
     other = checkpoint("LLaDA2.1-mini/tuned", model)
     assert not released_defaults(load_config(other))

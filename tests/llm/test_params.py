@@ -10,13 +10,32 @@ from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.vllm_hooks import patch, table
 
-patch.apply(table.SERVING)  # as an engine does when it starts: some refusals are vLLM's, in our words
+patch.apply(
+    table.SERVING
+)  # as an engine does when it starts: some refusals are vLLM's, in our words
 
 SETTINGS = [
     {},
-    {"max_tokens": 32, "steps": 4, "unmasking": "random", "temperature": 0.7, "seed": 3},
-    {"threshold": 0.9, "top_p": 0.5, "top_k": 4},  # greedy: vLLM would reset the last two
-    {"stop": ["\n"], "stop_token_ids": [5], "ignore_eos": True, "n": 2, "temperature": 1.0, "logprobs": 2},
+    {
+        "max_tokens": 32,
+        "steps": 4,
+        "unmasking": "random",
+        "temperature": 0.7,
+        "seed": 3,
+    },
+    {
+        "threshold": 0.9,
+        "top_p": 0.5,
+        "top_k": 4,
+    },  # greedy: vLLM would reset the last two
+    {
+        "stop": ["\n"],
+        "stop_token_ids": [5],
+        "ignore_eos": True,
+        "n": 2,
+        "temperature": 1.0,
+        "logprobs": 2,
+    },
     {"extra_args": {"block_length": 4, "of_another_plugin": 1}},
 ]
 
@@ -48,7 +67,10 @@ def test_a_copy_is_equal_and_its_own(settings, copied):
 def test_repr_shows_what_was_given():
     assert repr(DiffusionParams()) == "DiffusionParams()"
     params = DiffusionParams(max_tokens=32, threshold=0.9, seed=1, stop="x")
-    assert repr(params) == "DiffusionParams(gen_length=32, threshold=0.9, seed=1, stop=['x'])"
+    assert (
+        repr(params)
+        == "DiffusionParams(gen_length=32, threshold=0.9, seed=1, stop=['x'])"
+    )
 
 
 def test_a_field_that_is_set_later_counts_as_one_that_was_given():
@@ -59,7 +81,9 @@ def test_a_field_that_is_set_later_counts_as_one_that_was_given():
     params.threshold = None
     params.factor = 0.5
     params.top_p = 0.5
-    wanted = DiffusionParams(gen_length=64, block_length=16, factor=0.5, seed=2, top_p=0.5)
+    wanted = DiffusionParams(
+        gen_length=64, block_length=16, factor=0.5, seed=2, top_p=0.5
+    )
     assert params == wanted
     assert params.to_sampling_params() == wanted.to_sampling_params()
     assert params.extra_args == {"block_length": 16, "factor": 0.5, "top_p": 0.5}
@@ -76,18 +100,48 @@ def test_what_the_caller_put_into_extra_args_is_shown_and_kept():
 
 REFUSED = [
     ({"block_length": 0}, "block_length=0: Input should be greater than or equal to 1"),
-    ({"gen_length": 0}, "gen_length=0 is out of range: it must be a whole number, at least 1"),
+    (
+        {"gen_length": 0},
+        "gen_length=0 is out of range: it must be a whole number, at least 1",
+    ),
     ({"gen_length": 8, "max_tokens": 9}, "name the same length"),
-    ({"unmasking": "best"}, "unmasking='best' is unknown; choose one of low_confidence"),
-    ({"threshold": 0.9, "margin": 0.5}, "threshold=0.9 and margin=0.5: a step unmasks by one rule"),
+    (
+        {"unmasking": "best"},
+        "unmasking='best' is unknown; choose one of low_confidence",
+    ),
+    (
+        {"threshold": 0.9, "margin": 0.5},
+        "threshold=0.9 and margin=0.5: a step unmasks by one rule",
+    ),
     ({"factor": math.inf}, "factor=inf: Input should be a finite number"),
-    ({"steps_per_block": 4, "tokens_per_step": 2}, "tokens_per_step=2 and steps_per_block=4 both say how many tokens"),
-    ({"steps_per_block": 4, "slow_fast": {}}, "steps_per_block=4: with slow_fast, passes do not count"),
-    ({"certainty_sigma": 9.0, "unmasking": "entropy"}, "certainty_sigma=9.0 weights probabilities and margins"),
-    ({"alg_temp": 0.1, "unmasking": "origin"}, "alg_temp=0.1 draws positions by their probability, entropy or margin"),
-    ({"alg_temp": 0.1, "threshold": 0.9}, "alg_temp=0.1 draws a fixed count of positions, and threshold counts them"),
-    ({"confidence_eos_eot_inf": True, "unmasking": "random"}, "unmasking='random' does not measure; choose low_conf"),
-    ({"slow_fast": {"span_step": 3}}, "unknown slow_fast option 'span_step'=3; did you mean 'span_steps'?"),
+    (
+        {"steps_per_block": 4, "tokens_per_step": 2},
+        "tokens_per_step=2 and steps_per_block=4 both say how many tokens",
+    ),
+    (
+        {"steps_per_block": 4, "slow_fast": {}},
+        "steps_per_block=4: with slow_fast, passes do not count",
+    ),
+    (
+        {"certainty_sigma": 9.0, "unmasking": "entropy"},
+        "certainty_sigma=9.0 weights probabilities and margins",
+    ),
+    (
+        {"alg_temp": 0.1, "unmasking": "origin"},
+        "alg_temp=0.1 draws positions by their probability, entropy or margin",
+    ),
+    (
+        {"alg_temp": 0.1, "threshold": 0.9},
+        "alg_temp=0.1 draws a fixed count of positions, and threshold counts them",
+    ),
+    (
+        {"confidence_eos_eot_inf": True, "unmasking": "random"},
+        "unmasking='random' does not measure; choose low_conf",
+    ),
+    (
+        {"slow_fast": {"span_step": 3}},
+        "unknown slow_fast option 'span_step'=3; did you mean 'span_steps'?",
+    ),
     ({"slow_fast": "{"}, "slow_fast='{': it is no JSON"),
     ({"n": 2}, "n=2 needs a temperature above 0"),
     ({"stream_granularity": "word"}, "'block' or 'step'"),

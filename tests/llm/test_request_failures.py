@@ -1,4 +1,6 @@
-"""A request ends alone with an error where its logits are not finite or its own work raises an exception."""
+"""A request ends alone with an error where its logits are not finite or its own work
+raises an exception.
+"""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -36,12 +38,15 @@ params = partial(DiffusionParams, gen_length=16, block_length=8, ignore_eos=True
 
 @pytest.fixture
 def engine(engines, checkpoint_of):
-    """``engine(method, model)``: two tokens have embeddings that are not finite until the test ends. (In half
-    precision a product overflows; loading refuses weights that are not finite.)"""
+    """``engine(method, model)``: two tokens have embeddings that are not finite until
+    the test ends. (In half precision a product overflows; loading refuses weights that
+    are not finite.)"""
     made = []
 
     def make(cache_method: str, model: str = "tiny_llada", **settings):
-        llm = engines(checkpoint_of(model), page_size=8, cache_method=cache_method, **settings)
+        llm = engines(
+            checkpoint_of(model), page_size=8, cache_method=cache_method, **settings
+        )
         weight = runner_of(llm).model.embedding.weight.data
         made.append((llm, weight, weight[[BROKEN, EARLIER]].clone()))
         weight[BROKEN], weight[EARLIER] = torch.inf, torch.nan
@@ -58,7 +63,9 @@ def tokens(output) -> list[int]:
 
 
 def failed(output) -> int:
-    """The forward pass, from 1, whose logits have ended a request with an error; asserts that it has."""
+    """The forward pass, from 1, whose logits have ended a request with an error;
+    asserts that it has.
+    """
     completion = output.outputs[0]
     assert completion.finish_reason == "error"
     passes = completion.diffusion.forward_passes + 1
@@ -72,7 +79,10 @@ def accepted(llm, ways):
     for way in ways:
         with suppress(InvalidRequestError):
             llm.llm_engine.input_processor.process_inputs(
-                "x", {"prompt_token_ids": BAD, "type": "token"}, params(**way), ("generate",)
+                "x",
+                {"prompt_token_ids": BAD, "type": "token"},
+                params(**way),
+                ("generate",),
             )
             found.append(way)
     return found
@@ -85,24 +95,37 @@ def answers_alone(llm):
 
 
 @pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
-def test_logits_that_are_not_finite_end_their_request_and_no_other(engine, method, model):
+def test_logits_that_are_not_finite_end_their_request_and_no_other(
+    engine, method, model
+):
     llm = engine(method, model)
-    ways = accepted(llm, [*WAYS, {"unmasking": "maskgit_plus"}, {"threshold": 0.5, "extra_args": CONSTRAINT}])
+    ways = accepted(
+        llm,
+        [
+            *WAYS,
+            {"unmasking": "maskgit_plus"},
+            {"threshold": 0.5, "extra_args": CONSTRAINT},
+        ],
+    )
     assert len(ways) >= 6
     neighbours = [params() for _ in NEIGHBOURS]
     alone = answers_alone(llm)
     assert not {BROKEN, EARLIER} & {token for answer in alone for token in answer}
     prompts = [[2, EARLIER, 7] if i % 2 else BAD for i in range(len(ways))]
-    outputs = generate(llm, [*NEIGHBOURS, *prompts], [*neighbours, *(params(**way) for way in ways)])
+    outputs = generate(
+        llm, [*NEIGHBOURS, *prompts], [*neighbours, *(params(**way) for way in ways)]
+    )
     assert [tokens(output) for output in outputs[: len(alone)]] == alone
     for output in outputs[len(alone) :]:
         assert failed(output) == 1
 
 
 @pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
-def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method, model, monkeypatch):
-    """The first token that the request commits becomes the broken one, when the next steps are on the device
-    already."""
+def test_a_token_that_overflows_when_it_is_read_ends_its_request(
+    engine, method, model, monkeypatch
+):
+    """The first token that the request commits becomes the broken one, when the next
+    steps are on the device already."""
     llm = engine(method, model)
     runner = runner_of(llm)
     set_steps_per_dispatch(llm, 4, monkeypatch)
@@ -111,7 +134,9 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
     fill, predict, seed, bad_rows = denoiser._fill, predictor.predict, 77, []
 
     def fill_broken(self, hidden, group, plans):
-        bad = [i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed]
+        bad = [
+            i for i, canvas in enumerate(group.batch.canvases) if canvas.seed == seed
+        ]
         bad_rows[:] = [torch.isin(group.requests, group.requests.new_tensor(bad))]
         return fill(self, hidden, group, plans)
 
@@ -122,16 +147,28 @@ def test_a_token_that_overflows_when_it_is_read_ends_its_request(engine, method,
 
     monkeypatch.setattr(denoiser, "_fill", fill_broken)
     monkeypatch.setattr(predictor, "predict", predict_broken)
-    outputs = generate(llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)])
+    outputs = generate(
+        llm, [*NEIGHBOURS, [2, 7, 1]], [*(params() for _ in alone), params(seed=seed)]
+    )
     assert [tokens(output) for output in outputs[:-1]] == alone
     # Where few rows are recomputed, or a pass fills none, the broken one is read later.
     assert 2 <= failed(outputs[-1]) <= 8
 
 
-def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, monkeypatch):
+def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(
+    engine, monkeypatch
+):
     def num_failed() -> int:
-        failures = [metric for metric in llm.get_metrics() if metric.name.endswith("requests_failed")]
-        return sum(metric.value for metric in failures if metric.labels["cause"] == "not_finite")
+        failures = [
+            metric
+            for metric in llm.get_metrics()
+            if metric.name.endswith("requests_failed")
+        ]
+        return sum(
+            metric.value
+            for metric in failures
+            if metric.labels["cause"] == "not_finite"
+        )
 
     llm = engine("dual", disable_log_stats=False, cuda_graphs=False)
     before = num_failed()
@@ -141,7 +178,11 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
         shard = compute(hidden)
         nonlocal broken_from
         broken_from -= 1
-        return shard if broken_from > 0 else type(shard)(shard.logits * torch.inf, shard.first_token)
+        return (
+            shard
+            if broken_from > 0
+            else type(shard)(shard.logits * torch.inf, shard.first_token)
+        )
 
     monkeypatch.setattr(runner_of(llm).rank.predictor, "compute_logits", overflowing)
     (output,) = generate(llm, NEIGHBOURS[:1], params())
@@ -155,12 +196,23 @@ def test_blocks_that_are_finished_are_kept_and_the_failure_is_counted(engine, mo
     ("asked", "is_bound_to_fill", "error"),
     [
         ({}, True, "forward pass 1 unmasked no token, although it has to"),
-        # By chance a pass fills nothing until the schedule's last step; here none ever does.
-        ({"unmasking": "origin", "seed": 1}, False, "still has 8 masked tokens after 24 forward passes"),
+        # By chance a pass fills nothing until the schedule's last step; here none ever
+        # does.
+        (
+            {"unmasking": "origin", "seed": 1},
+            False,
+            "still has 8 masked tokens after 24 forward passes",
+        ),
     ],
 )
-def test_passes_that_unmask_nothing_end_their_request(engine, monkeypatch, asked, is_bound_to_fill, error):
-    monkeypatch.setattr(filling, "select", lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool))
+def test_passes_that_unmask_nothing_end_their_request(
+    engine, monkeypatch, asked, is_bound_to_fill, error
+):
+    monkeypatch.setattr(
+        filling,
+        "select",
+        lambda rule, confidence, *_: torch.zeros_like(confidence, dtype=torch.bool),
+    )
     if not is_bound_to_fill:
         monkeypatch.setattr(step_report, "must_fill", lambda plan, spec: False)
     (output,) = generate(engine("none", "tiny_dream"), NEIGHBOURS[:1], params(**asked))
@@ -175,14 +227,22 @@ SEED, BAD_LENGTH = 4242, 5
 def is_bad(*arguments) -> bool:
     """Whether a call is for that request."""
     for argument in arguments:
-        if getattr(argument, "seed", None) == SEED or getattr(argument, "prompt_length", None) == BAD_LENGTH:
+        if (
+            getattr(argument, "seed", None) == SEED
+            or getattr(argument, "prompt_length", None) == BAD_LENGTH
+        ):
             return True
     return False
 
 
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
-@pytest.mark.parametrize("where", ["canvas", "report", "plan", "pages", "account", "later plan", "finished block"])
-def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where, steps_per_dispatch, monkeypatch):
+@pytest.mark.parametrize(
+    "where",
+    ["canvas", "report", "plan", "pages", "account", "later plan", "finished block"],
+)
+def test_an_exception_in_the_work_of_one_request_ends_that_request(
+    engine, where, steps_per_dispatch, monkeypatch
+):
     llm = engine("sparse")
     scheduler, runner = scheduler_of(llm), runner_of(llm)
     set_steps_per_dispatch(llm, steps_per_dispatch, monkeypatch)
@@ -208,7 +268,13 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
     for broken in {
         "canvas": [(runner.store, "open")],
-        "report": [(step_report.Reporter, "_result", lambda r, index, *_: is_bad(r.batch.canvases[index]))],
+        "report": [
+            (
+                step_report.Reporter,
+                "_result",
+                lambda r, index, *_: is_bad(r.batch.canvases[index]),
+            )
+        ],
         "plan": [(scheduler.method, "plan", later)],
         "later plan": [(runner, "plan", later), (scheduler.method, "plan", later)],
         "pages": [(scheduler.method, "pages")],
@@ -216,7 +282,10 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
         "finished block": [(RequestState, "_output")],
     }[where]:
         breaks(*broken)
-    prompts, asked = [*NEIGHBOURS, [5] * BAD_LENGTH], [*(params() for _ in alone), params(seed=SEED)]
+    prompts, asked = (
+        [*NEIGHBOURS, [5] * BAD_LENGTH],
+        [*(params() for _ in alone), params(seed=SEED)],
+    )
     *outputs, bad = generate(llm, prompts, asked)
     assert raised
     assert bad.outputs[0].finish_reason == "error"
@@ -225,6 +294,10 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(engine, where
 
 
 def test_errors_of_memory_and_devices_are_nobodys():
-    for error in (MemoryError("no"), torch.OutOfMemoryError("no"), torch.AcceleratorError("no")):
+    for error in (
+        MemoryError("no"),
+        torch.OutOfMemoryError("no"),
+        torch.AcceleratorError("no"),
+    ):
         with pytest.raises(type(error)):
             failure_of("a", error)

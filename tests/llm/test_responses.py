@@ -34,30 +34,56 @@ def cut(full) -> int:
     ],
     ids=["the end token", "one of several", "that of a turn"],
 )
-def test_a_response_ends_at_the_end_token_of_a_finished_block(engines, tmp_path, full, cut, stated):
+def test_a_response_ends_at_the_end_token_of_a_finished_block(
+    engines, tmp_path, full, cut, stated
+):
     llm = engines(tiny_checkpoints.write("llada", tmp_path, **stated(full[cut])))
     completion = complete(llm)
-    assert (list(completion.token_ids), completion.finish_reason) == (full[: cut + 1], "stop")
-    assert completion.diffusion.forward_passes == 16, "the blocks behind it are not computed"
+    assert (list(completion.token_ids), completion.finish_reason) == (
+        full[: cut + 1],
+        "stop",
+    )
+    assert completion.diffusion.forward_passes == 16, (
+        "the blocks behind it are not computed"
+    )
     whole = complete(llm, ignore_eos=True)
-    assert (list(whole.token_ids), whole.finish_reason, whole.diffusion.forward_passes) == (full, "length", 32)
+    assert (
+        list(whole.token_ids),
+        whole.finish_reason,
+        whole.diffusion.forward_passes,
+    ) == (full, "length", 32)
 
 
 def test_stop_token_ends_and_is_named(engines, tiny_llada, full, cut):
-    completion = complete(engines(tiny_llada), stop_token_ids=[full[cut]], ignore_eos=True)
+    completion = complete(
+        engines(tiny_llada), stop_token_ids=[full[cut]], ignore_eos=True
+    )
     assert list(completion.token_ids) == full[: cut + 1]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", full[cut])
 
 
-@pytest.mark.parametrize(("prompt_length", "max_model_len", "expected"), [(6, 512, 256), (28, 128, 100)])
-def test_a_length_that_is_left_open_is_256_or_what_fits(engines, tmp_path, prompt_length, max_model_len, expected):
-    llm = engines(tiny_checkpoints.write("llada", tmp_path, max_sequence_length=512), max_model_len=max_model_len)
+@pytest.mark.parametrize(
+    ("prompt_length", "max_model_len", "expected"), [(6, 512, 256), (28, 128, 100)]
+)
+def test_a_length_that_is_left_open_is_256_or_what_fits(
+    engines, tmp_path, prompt_length, max_model_len, expected
+):
+    llm = engines(
+        tiny_checkpoints.write("llada", tmp_path, max_sequence_length=512),
+        max_model_len=max_model_len,
+    )
     prompt, own = [7] * prompt_length, DiffusionParams(ignore_eos=True, steps=8)
-    plain = SamplingParams(max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8})
+    plain = SamplingParams(
+        max_tokens=None, temperature=0, ignore_eos=True, extra_args={"steps": 8}
+    )
     for params in (own, plain):
         assert len(generate(llm, [prompt], params)[0].outputs[0].token_ids) == expected
-    figures = generate(llm, [prompt], None)[0].outputs[0].diffusion  # ends where the model does
-    assert figures.tokens_computed == figures.forward_passes * (prompt_length + expected)
+    figures = (
+        generate(llm, [prompt], None)[0].outputs[0].diffusion
+    )  # ends where the model does
+    assert figures.tokens_computed == figures.forward_passes * (
+        prompt_length + expected
+    )
 
 
 def test_stop_string_ends_before_it(demo):
@@ -86,13 +112,25 @@ def checkpoint(request):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"cache_method": "none"}, {"enable_chunked_prefill": False}], ids=["block", "none", "whole"]
+    "settings",
+    [{}, {"cache_method": "none"}, {"enable_chunked_prefill": False}],
+    ids=["block", "none", "whole"],
 )
 def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, settings):
-    """Its last block is whole, beyond ``max_model_len``; the tokens are those of a longer context."""
-    prompts = [[*range(length)] for length in (CONTEXT - 20, CONTEXT - 3, 5, CONTEXT - 1)]
-    params = [DiffusionParams(gen_length=CONTEXT - len(prompt), **TO_THE_END) for prompt in prompts]
-    longer = [output.outputs[0].token_ids for output in generate(engines(checkpoint), prompts, params)]
+    """Its last block is whole, beyond ``max_model_len``; the tokens are those of a
+    longer context.
+    """
+    prompts = [
+        [*range(length)] for length in (CONTEXT - 20, CONTEXT - 3, 5, CONTEXT - 1)
+    ]
+    params = [
+        DiffusionParams(gen_length=CONTEXT - len(prompt), **TO_THE_END)
+        for prompt in prompts
+    ]
+    longer = [
+        output.outputs[0].token_ids
+        for output in generate(engines(checkpoint), prompts, params)
+    ]
     llm = engines(checkpoint, max_model_len=CONTEXT, **settings)
     outputs = [output.outputs[0] for output in generate(llm, prompts, params)]
     assert [output.token_ids for output in outputs] == longer
@@ -102,5 +140,8 @@ def test_a_response_may_run_to_the_end_of_the_context(engines, checkpoint, setti
 
 def test_what_does_not_fit_the_context_is_refused_with_the_numbers(engines, checkpoint):
     llm = engines(checkpoint, max_model_len=CONTEXT)
-    with pytest.raises(ValueError, match=rf"need a canvas of 80, max_model_len is {CONTEXT}; lower block_length=40 or"):
+    with pytest.raises(
+        ValueError,
+        match=rf"need a canvas of 80, max_model_len is {CONTEXT}; lower block_length=40 or",
+    ):
         generate(llm, [[*range(50)]], DiffusionParams(gen_length=8, block_length=40))

@@ -1,5 +1,6 @@
-"""What is refused before an engine starts: arguments and models that mean nothing here. And what one that starts logs:
-errors and our warnings, unless vLLM's own settings say otherwise, and one line on its pages."""
+"""What is refused before an engine starts: arguments and models that mean nothing here.
+And what one that starts logs: errors and our warnings, unless vLLM's own settings say
+otherwise, and one line on its pages."""
 
 import logging
 import re
@@ -21,16 +22,41 @@ LLAMA = str(DEMO_GUIDE_DIR)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache_metod": "sparse"}, "unknown argument 'cache_metod'; did you mean 'cache_method'?"),
-        ({"cache_method": "sparse", "cache_options": {"retention": 1}}, "did you mean 'retention_ratio'?"),
-        ({"request_defaults": {"treshold": 0.9}}, "takes no 'treshold'; did you mean 'threshold'?"),
-        ({"additional_config": {"dllm": {"trace": True}}}, "LLM takes engine options as arguments of its own"),
+        (
+            {"cache_metod": "sparse"},
+            "unknown argument 'cache_metod'; did you mean 'cache_method'?",
+        ),
+        (
+            {"cache_method": "sparse", "cache_options": {"retention": 1}},
+            "did you mean 'retention_ratio'?",
+        ),
+        (
+            {"request_defaults": {"treshold": 0.9}},
+            "takes no 'treshold'; did you mean 'threshold'?",
+        ),
+        (
+            {"additional_config": {"dllm": {"trace": True}}},
+            "LLM takes engine options as arguments of its own",
+        ),
         ({"model": "/no/such/folder"}, "model folder /no/such/folder does not exist"),
-        ({"guide_model": "/no/such/folder"}, "guide_model='/no/such/folder' cannot be loaded"),
-        ({"cache_method": "best"}, "cache_method='best': unknown cache method; choose one of auto, none"),
+        (
+            {"guide_model": "/no/such/folder"},
+            "guide_model='/no/such/folder' cannot be loaded",
+        ),
+        (
+            {"cache_method": "best"},
+            "cache_method='best': unknown cache method; choose one of auto, none",
+        ),
         ({"trace": "often"}, "trace='often'"),
-        ({"max_automaton_seconds": 1e308}, "max_automaton_seconds=1e+308: Input should be less than or equal to 86400"),
-        ({"lora_path": "/nowhere"}, "lora_path='/nowhere' is no folder; download the adapter and name its folder"),
+        (
+            {"max_automaton_seconds": 1e308},
+            "max_automaton_seconds=1e+308: Input should be less than or equal to 86400",
+        ),
+        (
+            {"lora_path": "/nowhere"},
+            "lora_path='/nowhere' is no folder; download the adapter and name its "
+            "folder",
+        ),
     ],
     ids=str,
 )
@@ -48,30 +74,52 @@ def test_a_llama_is_refused_with_our_options():
     with pytest.raises(ValueError, match=UNSUPPORTED):
         start_engine(LLAMA, cache_method="sparse")
     with pytest.raises(ValueError, match=UNSUPPORTED):
-        vllm.LLM(LLAMA, additional_config={"dllm": {"cache_method": "sparse"}}, max_model_len=64)
+        vllm.LLM(
+            LLAMA,
+            additional_config={"dllm": {"cache_method": "sparse"}},
+            max_model_len=64,
+        )
 
 
 def test_stock_vllm_takes_a_llama_without_our_options():
-    config = EngineArgs(LLAMA, max_model_len=64, additional_config={"other": 1}).create_engine_config()
+    config = EngineArgs(
+        LLAMA, max_model_len=64, additional_config={"other": 1}
+    ).create_engine_config()
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.scheduler_cls is None
 
 
 @pytest.mark.parametrize("cache_method", ["block", "none"])
 @pytest.mark.parametrize(
-    "settings", [{"dense_attention": "flash"}, {"dense_attention": "sdpa"}, {"guide_model": "demo"}], ids=str
+    "settings",
+    [
+        {"dense_attention": "flash"},
+        {"dense_attention": "sdpa"},
+        {"guide_model": "demo"},
+    ],
+    ids=str,
 )
-def test_what_attention_by_blocks_has_no_use_for_is_refused(tiny_sdar, cache_method, settings):
+def test_what_attention_by_blocks_has_no_use_for_is_refused(
+    tiny_sdar, cache_method, settings
+):
     (name,) = settings
-    with pytest.raises(ValueError, match=f"^{name}=.*: attention of SDAR goes by blocks, .* leave {name} unset"):
+    with pytest.raises(
+        ValueError,
+        match=f"^{name}=.*: attention of SDAR goes by blocks, .* leave {name} unset",
+    ):
         start_engine(tiny_sdar, cache_method=cache_method, **settings)
 
 
-def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engines, tiny_llada2):
+def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(
+    engines, tiny_llada2
+):
     """An engine has room for a block of its own, however few rows it is given."""
     llm = engines(tiny_llada2, max_num_batched_tokens=4, max_num_seqs=4)
     asked = {"gen_length": 8, "ignore_eos": True}
-    with pytest.raises(InvalidRequestError, match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"^block_length=9: .* max_num_batched_tokens=8 rows; lower",
+    ):
         generate(llm, [[5, 6, 7]], DiffusionParams(block_length=9, **asked))
     (output,) = generate(llm, [[*range(30)]], DiffusionParams(**asked))
     assert len(output.outputs[0].token_ids) == 8
@@ -79,24 +127,46 @@ def test_a_block_that_no_step_has_room_for_is_refused_when_it_is_asked_for(engin
 
 @pytest.fixture
 def nothing_asked_for(monkeypatch):
-    for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING", "DLLM_QUIET"):
+    for name in (
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_LOGGING_CONFIG_PATH",
+        "VLLM_CONFIGURE_LOGGING",
+        "DLLM_QUIET",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("variable", [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"])
+@pytest.mark.parametrize(
+    "variable",
+    [None, "VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING"],
+)
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_an_engine_is_quiet_where_nobody_says_what_to_log(nothing_asked_for, monkeypatch, variable, is_terminal):
+def test_an_engine_is_quiet_where_nobody_says_what_to_log(
+    nothing_asked_for, monkeypatch, variable, is_terminal
+):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     assert quiet.quiet_arguments({"log_level": "INFO"}) == {}
     if variable is not None:
         monkeypatch.setenv(variable, "INFO")
-    expected = {"log_level": "ERROR", "use_tqdm_on_load": is_terminal} if variable is None else {}
+    expected = (
+        {"log_level": "ERROR", "use_tqdm_on_load": is_terminal}
+        if variable is None
+        else {}
+    )
     assert quiet.quiet_arguments({}) == expected
 
 
 def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
-    """Its log line and metrics say how many requests of ``max_model_len`` the pool holds."""
-    llm = engines(tiny_llada, cache_method="sparse", max_model_len=128, page_size=16, kv_cache_memory_bytes=1 << 20)
+    """Its log line and metrics say how many requests of ``max_model_len`` the pool
+    holds.
+    """
+    llm = engines(
+        tiny_llada,
+        cache_method="sparse",
+        max_model_len=128,
+        page_size=16,
+        kv_cache_memory_bytes=1 << 20,
+    )
     cache = llm.llm_engine.vllm_config.cache_config
     pages = 2 * 4  # of each layer, for half of the 127 tokens outside a block of one
     num_pages = scheduler_of(llm).pages.num_pages + 1
@@ -107,7 +177,10 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache_method": "none"}, r"cache_method='none': every step computes the whole canvas, no pages are kept"),
+        (
+            {"cache_method": "none"},
+            r"cache_method='none': every step computes the whole canvas, no pages are kept",
+        ),
         (
             {"cache_method": "sparse", "page_size": 16},
             r"cache_method='sparse' {'refresh': 'all', .*}: 127 pages of 16 tokens of one layer \(8.0KiB each, "
@@ -116,10 +189,16 @@ def test_vllm_counts_the_pages_of_a_whole_request(engines, tiny_llada):
     ],
     ids=["none", "sparse"],
 )
-def test_one_line_says_which_method_and_pages_are_in_use(nothing_asked_for, monkeypatch, tiny_llada, settings, message):
+def test_one_line_says_which_method_and_pages_are_in_use(
+    nothing_asked_for, monkeypatch, tiny_llada, settings, message
+):
     lines = []
-    monkeypatch.setattr(request_queue.logger, "info", lambda text, *args: lines.append(text % args))
-    start_engine(tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings)
+    monkeypatch.setattr(
+        request_queue.logger, "info", lambda text, *args: lines.append(text % args)
+    )
+    start_engine(
+        tiny_llada, max_model_len=128, kv_cache_memory_bytes=1 << 20, **settings
+    )
     assert len(lines) == 1
     assert re.fullmatch(message, lines[0]), lines[0]
 
@@ -134,7 +213,10 @@ def test_a_quiet_engine_still_shows_our_warnings(nothing_asked_for, monkeypatch)
     handler.emit = lambda record: lines.append(record.getMessage())
     monkeypatch.setattr(root, "handlers", [handler])
     quiet.keep_our_warnings()
-    for who, name in (("ours", "vllm.dllm_engine.scheduler"), ("vllm", "vllm.v1.engine")):
+    for who, name in (
+        ("ours", "vllm.dllm_engine.scheduler"),
+        ("vllm", "vllm.v1.engine"),
+    ):
         for severity in ("info", "warning", "error"):
             getattr(logging.getLogger(name), severity)(f"{who}: {severity}")
     assert lines == ["ours: warning", "ours: error", "vllm: error"]

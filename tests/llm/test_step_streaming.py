@@ -1,4 +1,6 @@
-"""``stream_granularity="step"``: the running block after every denoising step, and the same response as without."""
+"""``stream_granularity="step"``: the running block after every denoising step, and the
+same response as without.
+"""
 
 import math
 from dataclasses import replace
@@ -15,7 +17,12 @@ from tests.support.tiny_checkpoints import MASK
 PROMPT = [3, 1, 4, 1, 5, 9]
 SETTINGS = {"gen_length": 24, "block_length": 8, "ignore_eos": True}
 plain = partial(completion_of, prompt=PROMPT, **SETTINGS)
-SPANS = {"span_steps": 1, "span_window": 1, "slow_threshold": 0.6, "fast_threshold": 0.2}
+SPANS = {
+    "span_steps": 1,
+    "span_window": 1,
+    "slow_threshold": 0.6,
+    "fast_threshold": 0.2,
+}
 """SlowFast sampling that fills several tokens in some passes."""
 
 
@@ -27,7 +34,9 @@ def stream(llm, *, prompts=(PROMPT,), **settings) -> list:
 @pytest.mark.parametrize("rule", [{}, {"slow_fast": SPANS}], ids=["one", "slow_fast"])
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("cache_method", ["none", "sparse"])
-def test_every_step_shows_the_running_block(engines, request, family, cache_method, rule):
+def test_every_step_shows_the_running_block(
+    engines, request, family, cache_method, rule
+):
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method=cache_method)
     expected = plain(llm, logprobs=0, **rule)
     completions = [output.outputs[0] for output in stream(llm, logprobs=0, **rule)]
@@ -35,38 +44,72 @@ def test_every_step_shows_the_running_block(engines, request, family, cache_meth
     num_passes = expected.diffusion.forward_passes
     assert (num_passes == 24) == (not rule)
     assert [b.forward_pass for b in blocks] == list(range(1, num_passes + 1))
-    assert rule or [(b.block, b.step) for b in blocks] == [(n // 8, n % 8 + 1) for n in range(24)]
-    assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {(0, 8, 3), (8, 8, 3), (16, 8, 3)}
-    filled = {p - len(PROMPT): n for n, step in enumerate(expected.diffusion.unmasked_per_step) for p in step}
+    assert rule or [(b.block, b.step) for b in blocks] == [
+        (n // 8, n % 8 + 1) for n in range(24)
+    ]
+    assert {(b.start, len(b.token_ids), b.num_blocks) for b in blocks} == {
+        (0, 8, 3),
+        (8, 8, 3),
+        (16, 8, 3),
+    }
+    filled = {
+        p - len(PROMPT): n
+        for n, step in enumerate(expected.diffusion.unmasked_per_step)
+        for p in step
+    }
     for n, block in enumerate(blocks):
         for i, (token, masked, confidence) in enumerate(
-            zip(block.token_ids, block.masked, block.confidences, strict=True), start=block.start
+            zip(block.token_ids, block.masked, block.confidences, strict=True),
+            start=block.start,
         ):
             assert masked == (filled[i] > n)
             assert token == (MASK if masked else expected.token_ids[i])
             assert (masked and confidence is None) or 0 < confidence <= 1
             if not masked:  # that of the step that committed it
-                assert confidence == pytest.approx(math.exp(expected.logprobs[i][token].logprob), rel=1e-4)
+                assert confidence == pytest.approx(
+                    math.exp(expected.logprobs[i][token].logprob), rel=1e-4
+                )
     # The response and its figures are those without streaming by step.
     assert [len(c.token_ids) for c in completions if c.token_ids] == [8, 8, 8]
-    assert [token for c in completions for token in c.token_ids] == list(expected.token_ids)
+    assert [token for c in completions for token in c.token_ids] == list(
+        expected.token_ids
+    )
     assert [entry for c in completions for entry in c.logprobs] == expected.logprobs
     assert completions[-1].finish_reason == "length"
     assert completions[-1].diffusion == expected.diffusion
-    assert [c.diffusion.forward_passes for c in completions] == list(range(1, num_passes + 1))
+    assert [c.diffusion.forward_passes for c in completions] == list(
+        range(1, num_passes + 1)
+    )
     assert rule or not completions[0].diffusion.trace, "it would grow with every chunk"
 
 
-@pytest.mark.parametrize(("cache_method", "rows"), [("none", 64), ("block", 64), ("block", 16)])
-def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines, tiny_sdar, cache_method, rows):
-    """And not as far as they lie behind it; nor a pass that feeds a part of the prompt."""
+@pytest.mark.parametrize(
+    ("cache_method", "rows"), [("none", 64), ("block", 64), ("block", 16)]
+)
+def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(
+    engines, tiny_sdar, cache_method, rows
+):
+    """And not as far as they lie behind it; nor a pass that feeds a part
+    of the prompt.
+    """
     prompt = list(range(30))
-    llm = engines(tiny_sdar, cache_method=cache_method, max_num_batched_tokens=rows, max_num_seqs=8)
-    outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], gen_length=9, block_length=4)]
+    llm = engines(
+        tiny_sdar,
+        cache_method=cache_method,
+        max_num_batched_tokens=rows,
+        max_num_seqs=8,
+    )
+    outputs = [
+        output.outputs[0]
+        for output in stream(llm, prompts=[prompt], gen_length=9, block_length=4)
+    ]
     blocks = [completion.provisional for completion in outputs]
     spans = {(b.block, b.start, len(b.token_ids)) for b in blocks}
     assert spans == {(0, 0, 2), (1, 2, 4), (2, 6, 3)}
-    assert {(b.num_blocks, b.gen_length, b.block_length, b.first_block_length) for b in blocks} == {(3, 9, 4, 2)}
+    assert {
+        (b.num_blocks, b.gen_length, b.block_length, b.first_block_length)
+        for b in blocks
+    } == {(3, 9, 4, 2)}
     assert [b.step for b in blocks if b.block < 2] == [1, 2, 1, 2, 3, 4]
     assert [len(c.token_ids) for c in outputs if c.token_ids] == [2, 4, 3]
     expected = plain(llm, prompt=prompt, gen_length=9, block_length=4)
@@ -75,16 +118,23 @@ def test_blocks_that_begin_in_the_prompt_are_shown_from_the_response_on(engines,
 
 
 @pytest.mark.parametrize("model", ["llada-tiny-a", "dream-tiny-a"])
-def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order(engines, reference_checkpoints, model):
+def test_every_step_shows_all_running_blocks_and_finished_ones_are_sent_in_order(
+    engines, reference_checkpoints, model
+):
     llm = engines(reference_checkpoints / model, cache_method="dual")
     asked = {"gen_length": 32, "threshold": 0.2, "block_add_threshold": 0.2}
     prompt = [(37 * i * i + 11 * i + 5) % 480 for i in range(12)]
     whole = plain(llm, prompt=prompt, **asked)
-    windows = [(start - len(prompt), stop - len(prompt)) for start, stop in whole.diffusion.windows]
+    windows = [
+        (start - len(prompt), stop - len(prompt))
+        for start, stop in whole.diffusion.windows
+    ]
     assert max(stop - start for start, stop in windows) > 8
     outputs = [output.outputs[0] for output in stream(llm, prompts=[prompt], **asked)]
     shown = [completion.provisional for completion in outputs]
-    assert [(block.start, block.start + len(block.token_ids)) for block in shown] == windows
+    assert [
+        (block.start, block.start + len(block.token_ids)) for block in shown
+    ] == windows
     sent: list[int] = []
     for completion, block in zip(outputs, shown, strict=True):
         sent += completion.token_ids
@@ -103,10 +153,19 @@ def test_latency_is_that_of_blocks(engines, tiny_llada):
     def count(name):
         return sum(m.count for m in llm.get_metrics() if m.name == f"vllm:{name}")
 
-    before = {name: count(name) for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")}
+    before = {
+        name: count(name)
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds")
+    }
     stream(llm)
-    assert count("time_to_first_token_seconds") - before["time_to_first_token_seconds"] == 1
-    assert count("inter_token_latency_seconds") - before["inter_token_latency_seconds"] == 2
+    assert (
+        count("time_to_first_token_seconds") - before["time_to_first_token_seconds"]
+        == 1
+    )
+    assert (
+        count("inter_token_latency_seconds") - before["inter_token_latency_seconds"]
+        == 2
+    )
 
 
 class Tokenizer:
@@ -115,7 +174,9 @@ class Tokenizer:
     all_special_ids = (9,)
 
     def decode(self, tokens):
-        data = b"".join({1: b"\xc3", 2: b"\xa9", 5: b"a", 9: b"<end>"}[token] for token in tokens)
+        data = b"".join(
+            {1: b"\xc3", 2: b"\xa9", 5: b"a", 9: b"<end>"}[token] for token in tokens
+        )
         return data.decode(errors="replace")
 
 
@@ -123,30 +184,63 @@ def message(*tokens, block=0, step=1, guess=None) -> dict:
     """The running block after a step, as the engine sends it; None for a mask."""
     length, masked = len(tokens), [token is None for token in tokens]
     return {
-        "block": block, "num_blocks": 2, "gen_length": 2 * length, "block_length": length, "first_block_length": length,
-        "start": block * length, "sent": block * length, "step": step, "forward_pass": step,
-        "token_ids": [token or 0 for token in tokens], "masked": masked,
+        "block": block,
+        "num_blocks": 2,
+        "gen_length": 2 * length,
+        "block_length": length,
+        "first_block_length": length,
+        "start": block * length,
+        "sent": block * length,
+        "step": step,
+        "forward_pass": step,
+        "token_ids": [token or 0 for token in tokens],
+        "masked": masked,
         "confidences": [guess if each else 0.12345678 for each in masked],
-    }  # fmt: skip
+    }
 
 
 def test_a_chunk_brings_what_changed_since_the_last_one():
     reader, changes = BlockReader(Tokenizer()), BlockChanges()
     first = changes.to(reader.read(message(None, 9, None, guess=0.4)))
     assert first == {
-        "block": 0, "step": 1, "forward_pass": 1, "sent": 0,
-        "num_blocks": 2, "gen_length": 6, "block_length": 3, "first_block_length": 3, "start": 0, "length": 3,
-        "positions": [1], "token_ids": [9], "confidences": [0.1235], "pieces": ["<end>"], "special": [1],
-        "guess_positions": [0, 2], "guess_percents": [40, 40],
-    }  # fmt: skip
+        "block": 0,
+        "step": 1,
+        "forward_pass": 1,
+        "sent": 0,
+        "num_blocks": 2,
+        "gen_length": 6,
+        "block_length": 3,
+        "first_block_length": 3,
+        "start": 0,
+        "length": 3,
+        "positions": [1],
+        "token_ids": [9],
+        "confidences": [0.1235],
+        "pieces": ["<end>"],
+        "special": [1],
+        "guess_positions": [0, 2],
+        "guess_percents": [40, 40],
+    }
     assert changes.to(reader.read(message(5, 9, None, step=2, guess=0.4099))) == {
-        "block": 0, "step": 2, "forward_pass": 2, "sent": 0,
-        "positions": [0], "token_ids": [5], "confidences": [0.1235], "pieces": ["a"], "special": [],
-        "guess_positions": [], "guess_percents": [],
-    }  # fmt: skip
+        "block": 0,
+        "step": 2,
+        "forward_pass": 2,
+        "sent": 0,
+        "positions": [0],
+        "token_ids": [5],
+        "confidences": [0.1235],
+        "pieces": ["a"],
+        "special": [],
+        "guess_positions": [],
+        "guess_percents": [],
+    }
     assert reader.read(message(5, 9, 5, step=3)).text == "aa"
     third = changes.to(reader.read(message(None, 5, None, block=1)))
-    assert (third["start"], third["positions"], third["guess_positions"]) == (3, [4], [])
+    assert (third["start"], third["positions"], third["guess_positions"]) == (
+        3,
+        [4],
+        [],
+    )
 
 
 def test_a_piece_that_a_later_token_changes_is_sent_again():
@@ -158,14 +252,24 @@ def test_a_piece_that_a_later_token_changes_is_sent_again():
 
 @pytest.mark.parametrize("sent", [range(24), (0, 3, 4, 12, 23), (5, 7, 15, 23)])
 def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, sent):
-    """It rebuilds the response from the chunks, as docs/streaming.md tells clients to."""
-    changes, pieces, confidences = BlockChanges(), dict[int, str | None](), dict[int, float]()
+    """It rebuilds the response from the chunks, as docs/streaming.md
+    tells clients to.
+    """
+    changes, pieces, confidences = (
+        BlockChanges(),
+        dict[int, str | None](),
+        dict[int, float](),
+    )
     for n, output in enumerate(stream(engines(tiny_llada))):
         if n not in sent:
             continue
         block = output.outputs[0].provisional
         tokens = zip(block.masked, block.token_ids, strict=True)
-        block = replace(block, pieces=[None if m else f"<{t}>" for m, t in tokens], special=[False] * 8)
+        block = replace(
+            block,
+            pieces=[None if m else f"<{t}>" for m, t in tokens],
+            special=[False] * 8,
+        )
         form = changes.to(block)
         pieces |= zip(form["positions"], form["pieces"], strict=True)
         guesses = [percent / 100 for percent in form["guess_percents"]]
@@ -173,4 +277,6 @@ def test_a_client_that_misses_steps_sees_the_later_state(engines, tiny_llada, se
         confidences |= zip(form["positions"], form["confidences"], strict=True)
         here = range(block.start, block.start + 8)
         assert [pieces.get(p) for p in here] == block.pieces
-        assert [confidences.get(p) for p in here] == pytest.approx(block.confidences, abs=0.01)
+        assert [confidences.get(p) for p in here] == pytest.approx(
+            block.confidences, abs=0.01
+        )

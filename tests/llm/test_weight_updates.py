@@ -1,4 +1,6 @@
-"""Weights that change while an engine lives, and the calls that trainers make around it."""
+"""Weights that change while an engine lives, and the calls that trainers make around
+it.
+"""
 
 from types import SimpleNamespace
 
@@ -6,8 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from vllm.config import WeightTransferConfig
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.distributed.weight_transfer import (
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from dllm_engine import DiffusionParams
 from dllm_engine.vllm_hooks import engine_core
@@ -21,7 +29,9 @@ STATED = {}
 
 
 class FromThisProcess(WeightTransferEngine):
-    """What vLLM's engines for CUDA do, without CUDA: whole tensors by released names, layer by layer."""
+    """What vLLM's engines for CUDA do, without CUDA: whole tensors by released names,
+    layer by layer.
+    """
 
     init_info_cls = update_info_cls = SimpleNamespace
 
@@ -66,7 +76,9 @@ def llm(trained, tiny_llada):
     """The same with the weights of ``tiny_llada``, and nothing running."""
     yield trained
     trained.wake_up(tags=["scheduling"])
-    trained.llm_engine.abort_request(list(trained.llm_engine.output_processor.request_states), internal=True)
+    trained.llm_engine.abort_request(
+        list(trained.llm_engine.output_processor.request_states), internal=True
+    )
     trained.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_llada)})
     assert_nothing_left(trained)
 
@@ -74,12 +86,17 @@ def llm(trained, tiny_llada):
 @pytest.fixture(scope="module")
 def answers(engines, tiny_llada, others):
     """To the prompt, by either set of weights."""
-    return tuple(tokens_of(engines(model, cache_method="dual"), PROMPT, **SETTINGS) for model in (tiny_llada, others))
+    return tuple(
+        tokens_of(engines(model, cache_method="dual"), PROMPT, **SETTINGS)
+        for model in (tiny_llada, others)
+    )
 
 
 def start_request(llm):
     """The outputs of its first step."""
-    llm.llm_engine.add_request("running", {"prompt_token_ids": PROMPT}, DiffusionParams(**SETTINGS))
+    llm.llm_engine.add_request(
+        "running", {"prompt_token_ids": PROMPT}, DiffusionParams(**SETTINGS)
+    )
     return llm.llm_engine.step()
 
 
@@ -113,21 +130,36 @@ def test_weights_come_from_a_trainer_in_parts(llm, others, answers):
 
 def test_new_weights_read_no_pages_of_the_old_ones(engines, tiny_sdar, tmp_path):
     """Requests of a block diffusion model share pages of equal prompts."""
-    prompt, settings = [3, 17, 99, 4] * 12, {"cache_method": "block", "page_size": 4, "max_num_seqs": 2}
-    changing, other = engines(tiny_sdar, **settings), tiny_checkpoints.write("sdar", tmp_path, seed=7)
-    expected = [tokens_of(engines(model, **settings), prompt, gen_length=8) for model in (tiny_sdar, other)]
+    prompt, settings = (
+        [3, 17, 99, 4] * 12,
+        {"cache_method": "block", "page_size": 4, "max_num_seqs": 2},
+    )
+    changing, other = (
+        engines(tiny_sdar, **settings),
+        tiny_checkpoints.write("sdar", tmp_path, seed=7),
+    )
+    expected = [
+        tokens_of(engines(model, **settings), prompt, gen_length=8)
+        for model in (tiny_sdar, other)
+    ]
     assert expected[0] != expected[1]
     changing.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
     try:
         assert tokens_of(changing, prompt, gen_length=8) == expected[1]
     finally:
-        changing.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny_sdar)})
+        changing.collective_rpc(
+            "reload_weights", kwargs={"weights_path": str(tiny_sdar)}
+        )
 
 
-@pytest.mark.parametrize("call", ["reload_weights", "start_weight_update", "reset_weights"])
+@pytest.mark.parametrize(
+    "call", ["reload_weights", "start_weight_update", "reset_weights"]
+)
 def test_nothing_changes_while_a_request_runs(llm, answers, call):
     start_request(llm)
-    with pytest.raises(ValueError, match=rf"{call}: 1 requests are running.*mode='wait'"):
+    with pytest.raises(
+        ValueError, match=rf"{call}: 1 requests are running.*mode='wait'"
+    ):
         llm.collective_rpc(call)
     assert finish_requests(llm) == {"running": answers[0]}
     llm.collective_rpc("reload_weights")
@@ -150,7 +182,9 @@ def test_weights_that_are_incomplete_answer_nothing(llm, tmp_path, tiny_llada, a
     llm.start_weight_update()
     assert "weights are incomplete since start_weight_update" in error_of_request(llm)
     llm.finish_weight_update()
-    broken = tiny_checkpoints.write("llada", tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight"))
+    broken = tiny_checkpoints.write(
+        "llada", tmp_path, edit=lambda t: t.pop("model.transformer.ln_f.weight")
+    )
     with pytest.raises(ValueError, match="lacks 1 tensors"):
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(broken)})
     assert "weights are incomplete since reload_weights" in error_of_request(llm)
@@ -158,8 +192,13 @@ def test_weights_that_are_incomplete_answer_nothing(llm, tmp_path, tiny_llada, a
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
 
 
-def test_a_folder_that_is_not_there_or_has_no_weights_changes_nothing(llm, tmp_path, answers):
-    for folder, message in (("/nowhere", "does not exist"), (str(tmp_path), "holds no")):
+def test_a_folder_that_is_not_there_or_has_no_weights_changes_nothing(
+    llm, tmp_path, answers
+):
+    for folder, message in (
+        ("/nowhere", "does not exist"),
+        (str(tmp_path), "holds no"),
+    ):
         with pytest.raises(ValueError, match=message):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
     assert tokens_of(llm, PROMPT, **SETTINGS) == answers[0]
@@ -172,13 +211,17 @@ def test_experts_are_not_read_again_on_a_cpu(engines, tiny_llada_moe, call):
         engines(tiny_llada_moe).collective_rpc(call)
 
 
-def test_a_frozen_request_goes_on_where_it_stopped_and_a_cpu_gives_no_memory_back(llm, answers):
+def test_a_frozen_request_goes_on_where_it_stopped_and_a_cpu_gives_no_memory_back(
+    llm, answers
+):
     start_request(llm)
     llm.sleep(level=0, mode="keep")
     assert llm.llm_engine.step() == []
     assert not scheduler_of(llm).schedule().plans
     for level in (1, 2):
-        with pytest.raises(NotImplementedError, match=rf"sleep\(level={level}\): .* use level=0"):
+        with pytest.raises(
+            NotImplementedError, match=rf"sleep\(level={level}\): .* use level=0"
+        ):
             llm.sleep(level)
     with pytest.raises(ValueError, match="reload_weights: 1 requests are running"):
         llm.collective_rpc("reload_weights")
@@ -200,19 +243,30 @@ def test_steps_are_profiled(engines, tiny_llada, tmp_path_factory, answers):
 
 @pytest.mark.parametrize("num_running", [0, 1])
 def test_running_requests_keep_their_pages_on_a_gpu(monkeypatch, num_running):
-    monkeypatch.setattr(engine_core, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    monkeypatch.setattr(
+        engine_core, "current_platform", SimpleNamespace(is_cpu=lambda: False)
+    )
     done = []
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(model_config=SimpleNamespace(is_dllm_engine=True)),
-        scheduler=SimpleNamespace(num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")),
+        scheduler=SimpleNamespace(
+            num_begun=num_running, reset_prefix_cache=lambda: done.append("reset")
+        ),
     )
     calls = [
-        lambda: engine_core.sleep_if_possible(lambda self, level, mode: done.append(mode), engine, 1, "keep"),
-        lambda: engine_core.release_if_unused(lambda self: done.append("released"), engine),
+        lambda: engine_core.sleep_if_possible(
+            lambda self, level, mode: done.append(mode), engine, 1, "keep"
+        ),
+        lambda: engine_core.release_if_unused(
+            lambda self: done.append("released"), engine
+        ),
     ]
     for call in calls:
         if num_running:
-            with pytest.raises(ValueError, match="1 requests are running, and their pages would be lost"):
+            with pytest.raises(
+                ValueError,
+                match="1 requests are running, and their pages would be lost",
+            ):
                 call()
         else:
             call()

@@ -9,13 +9,25 @@ from dllm_engine import DiffusionParams
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.kernels.sampling import filtered_logits, gumbel_max
-from dllm_engine.memory import QUANTIZATIONS, Deployment, activation_bytes, pages_of_pool, plan, weight_bytes
+from dllm_engine.memory import (
+    QUANTIZATIONS,
+    Deployment,
+    activation_bytes,
+    pages_of_pool,
+    plan,
+    weight_bytes,
+)
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.methods import methods_for
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
-from tests.support.engines import EACH_METHOD_WITH_A_MODEL, assert_nothing_left, runner_of, scheduler_of
+from tests.support.engines import (
+    EACH_METHOD_WITH_A_MODEL,
+    assert_nothing_left,
+    runner_of,
+    scheduler_of,
+)
 from tests.support.plans import FULL_METHODS
 
 PROMPT, RESPONSE, BLOCK_LENGTH, PAGE_SIZE = 75, 90, 40, 8
@@ -26,14 +38,28 @@ MEMORY = 16 << 20
 
 def deployment(model, method="sparse", **settings):
     options = EngineOptions(cache_method=method, page_size=PAGE_SIZE)
-    defaults = {"prompt": PROMPT, "response": RESPONSE, "block_length": BLOCK_LENGTH, "options": options}
-    defaults |= {"gpu_memory": GIB, "dtype": "float32", "max_num_batched_tokens": 512, "overhead": 0}
+    defaults = {
+        "prompt": PROMPT,
+        "response": RESPONSE,
+        "block_length": BLOCK_LENGTH,
+        "options": options,
+    }
+    defaults |= {
+        "gpu_memory": GIB,
+        "dtype": "float32",
+        "max_num_batched_tokens": 512,
+        "overhead": 0,
+    }
     return Deployment(model=str(model), **defaults | settings)
 
 
 def run_one(llm, response):
-    """(pages reserved, most tokens retained, rows of all steps) of one request, as the scheduler has them."""
-    params = DiffusionParams(gen_length=response, block_length=BLOCK_LENGTH, ignore_eos=True)
+    """(pages reserved, most tokens retained, rows of all steps) of one request, as the
+    scheduler has them.
+    """
+    params = DiffusionParams(
+        gen_length=response, block_length=BLOCK_LENGTH, ignore_eos=True
+    )
     llm.llm_engine.add_request("one", {"prompt_token_ids": [5] * PROMPT}, params)
     scheduler = scheduler_of(llm)
     reserved = retained = rows = 0
@@ -48,7 +74,9 @@ def run_one(llm, response):
 
 
 @pytest.mark.parametrize(("method", "model"), EACH_METHOD_WITH_A_MODEL)
-def test_a_request_takes_what_a_running_engine_reserves(engines, checkpoint_of, method, model):
+def test_a_request_takes_what_a_running_engine_reserves(
+    engines, checkpoint_of, method, model
+):
     model = checkpoint_of(model)
     llm = engines(model, cache_method=method, page_size=PAGE_SIZE)
     reserved, retained, _ = run_one(llm, RESPONSE)
@@ -59,7 +87,8 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, checkpoint_of, 
         page_bytes = runner_of(llm).rank.pages.memory[0].nbytes
         assert demand.bytes == reserved * page_bytes
         assert pages_of_pool(MEMORY, page_bytes) == scheduler_of(llm).pages.num_pages
-    # Rows of a step are the mean of what a scheduler plans, where each step of whole blocks unmasks one token.
+    # Rows of a step are the mean of what a scheduler plans, where each step of whole
+    # blocks unmasks one token.
     response = 2 * BLOCK_LENGTH
     mean = plan(deployment(model, method, response=response)).demand.rows_per_step
     assert mean == run_one(llm, response)[2] / response
@@ -67,7 +96,9 @@ def test_a_request_takes_what_a_running_engine_reserves(engines, checkpoint_of, 
 
 def padded_bytes(model, num_tables) -> int:
     """Of a checkpoint's weights, with its tables of the vocabulary padded."""
-    in_file = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    in_file = sum(
+        tensor.nbytes for tensor in load_file(model / "model.safetensors").values()
+    )
     return in_file + num_tables * (192 - tiny_checkpoints.VOCAB_SIZE) * 64 * 4
 
 
@@ -82,14 +113,20 @@ def padded_bytes(model, num_tables) -> int:
         ("sdar_moe", {"mlp_only_layers": [0]}, 2),
     ],
 )
-def test_weights_are_the_checkpoints_with_a_padded_vocabulary(tmp_path, family, config, num_tables):
+def test_weights_are_the_checkpoints_with_a_padded_vocabulary(
+    tmp_path, family, config, num_tables
+):
     model = tiny_checkpoints.write(family, tmp_path, **config)
-    assert weight_bytes(load_config(str(model)), 1, 4) == padded_bytes(model, num_tables)
+    assert weight_bytes(load_config(str(model)), 1, 4) == padded_bytes(
+        model, num_tables
+    )
 
 
 def most_bytes(run) -> int:
     """That ``run`` holds at once."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         run()
     held = most = 0
     for event in profile.profiler.kineto_results.events():
@@ -100,25 +137,46 @@ def most_bytes(run) -> int:
 
 
 @pytest.mark.parametrize("method", ["none", "d2_cache"])
-def test_the_activation_estimate_is_near_what_a_pass_holds(engines, tiny_llada, monkeypatch, method):
+def test_the_activation_estimate_is_near_what_a_pass_holds(
+    engines, tiny_llada, monkeypatch, method
+):
     """Near: what the attention and the norm hold inside themselves is left out."""
     runner = runner_of(engines(tiny_llada, cache_method=method))
-    rows, longest = runner.vllm_config.scheduler_config.max_num_batched_tokens, runner.model_config.max_model_len
+    rows, longest = (
+        runner.vllm_config.scheduler_config.max_num_batched_tokens,
+        runner.model_config.max_model_len,
+    )
     # On a GPU these hold their results.
     monkeypatch.setattr(filtered_logits, "cpu", lambda logits, *_: logits.clone())
-    monkeypatch.setattr(gumbel_max, "cpu", lambda logits, *_: logits.double()[:, :1].max(dim=-1))
+    monkeypatch.setattr(
+        gumbel_max, "cpu", lambda logits, *_: logits.double()[:, :1].max(dim=-1)
+    )
     predict = TokenPredictor.predict
     # In smaller chunks on a GPU, which hold no more.
-    monkeypatch.setattr(TokenPredictor, "predict", lambda *a, constrained, **k: constrained or predict(*a, **k))
+    monkeypatch.setattr(
+        TokenPredictor,
+        "predict",
+        lambda *a, constrained, **k: constrained or predict(*a, **k),
+    )
     runner.profile_run()
     estimate = activation_bytes(load_config(str(tiny_llada)), 1, 4, rows)
-    assert 0.7 < (estimate + FULL_METHODS[method].pass_bytes(rows, longest)) / most_bytes(runner.profile_run) < 1.5
+    assert (
+        0.7
+        < (estimate + FULL_METHODS[method].pass_bytes(rows, longest))
+        / most_bytes(runner.profile_run)
+        < 1.5
+    )
 
 
 @pytest.mark.parametrize("model", RELEASED_CONFIGS)
 def test_every_released_model_can_be_planned(model):
     *_, method = methods_for(load_config(model).family.attention)
-    assert plan(deployment(model, method, dtype="auto", gpu_memory=80 * GIB)).demand.requests > 0
+    assert (
+        plan(
+            deployment(model, method, dtype="auto", gpu_memory=80 * GIB)
+        ).demand.requests
+        > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,12 +192,25 @@ def test_every_released_model_can_be_planned(model):
 )
 @pytest.mark.parametrize("scheme", [None, *QUANTIZATIONS])
 def test_weights_of_released_models_have_their_bits(model, in_layers, outside, scheme):
-    """Billions of weights in the linear layers, and of embeddings, head, norms and routers, which stay as they are."""
+    """Billions of weights in the linear layers, and of embeddings, head, norms and
+    routers, which stay as they are.
+    """
     four_bits = 4 + (16 + 4) / 128  # with a scale and a zero point per group
     bits = {None: 16, "fp8": 8, "int8": 8}.get(scheme, four_bits)
     *_, method = methods_for(load_config(model).family.attention)
-    sizing = plan(deployment(model, method, dtype="auto", gpu_memory=80 * GIB, response=96, quantization=scheme))
-    assert sizing.weight_bytes / 1e9 == pytest.approx(in_layers * bits / 8 + outside * 2, rel=0.01)
+    sizing = plan(
+        deployment(
+            model,
+            method,
+            dtype="auto",
+            gpu_memory=80 * GIB,
+            response=96,
+            quantization=scheme,
+        )
+    )
+    assert sizing.weight_bytes / 1e9 == pytest.approx(
+        in_layers * bits / 8 + outside * 2, rel=0.01
+    )
 
 
 def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
@@ -149,18 +220,30 @@ def test_requests_are_limited_by_pages_or_by_sequences(tiny_llada):
     small = plan(deployment(tiny_llada, gpu_memory=6 << 20, max_num_seqs=10_000))
     assert small.demand.limit == "pages"
     assert small.demand.requests == small.num_pages // small.demand.pages
-    none = plan(deployment(tiny_llada, "none", gpu_memory=6 << 20, max_num_seqs=10_000)).demand
+    none = plan(
+        deployment(tiny_llada, "none", gpu_memory=6 << 20, max_num_seqs=10_000)
+    ).demand
     assert (none.requests, none.pages, none.limit) == (10_000, 0, "max_num_seqs")
 
 
 @pytest.mark.parametrize("own_tokenizer", [False, True])
-def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, own_tokenizer):
-    guide = str(copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide")) if own_tokenizer else "demo"
+def test_a_guides_pages_are_what_a_running_engine_reserves(
+    engines, tmp_path, own_tokenizer
+):
+    guide = (
+        str(copy_renumbered(DEMO_GUIDE_DIR, tmp_path / "guide"))
+        if own_tokenizer
+        else "demo"
+    )
     settings = {"cache_method": "dual", "page_size": PAGE_SIZE, "guide_model": guide}
     llm = engines("demo", skip_tokenizer_init=False, **settings)
     reserved, retained, _ = run_one(llm, RESPONSE)
     sizing = plan(deployment("demo", options=EngineOptions(**settings)))
-    assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (reserved, retained, [])
+    assert (sizing.demand.pages, sizing.demand.tokens_retained, sizing.notes) == (
+        reserved,
+        retained,
+        [],
+    )
     shape, pages = runner_of(llm).rank.guide.shape, runner_of(llm).rank.guide.pages
     assert shape.tokens_per_token == 1 + own_tokenizer
     tokens = (PROMPT + RESPONSE - 1) * (1 + own_tokenizer)
@@ -174,7 +257,9 @@ def test_a_guides_pages_are_what_a_running_engine_reserves(engines, tmp_path, ow
 
 @pytest.mark.parametrize(("model_type", "num_tables"), [("llama", 2), ("qwen2", 1)])
 def test_a_guides_weights_are_its_checkpoints(tmp_path, model_type, num_tables):
-    tiny_checkpoints.write_guide(tmp_path, model_type, tie_word_embeddings=num_tables == 1)
+    tiny_checkpoints.write_guide(
+        tmp_path, model_type, tie_word_embeddings=num_tables == 1
+    )
     AutoTokenizer.from_pretrained(DEMO_GUIDE_DIR).save_pretrained(tmp_path)
     sizing = plan(deployment("demo", options=EngineOptions(guide_model=str(tmp_path))))
     alone = plan(deployment("demo", "none"))
@@ -184,11 +269,19 @@ def test_a_guides_weights_are_its_checkpoints(tmp_path, model_type, num_tables):
 
 def test_memory_adds_up(tiny_llada):
     sizing = plan(deployment(tiny_llada, gpu_memory_utilization=0.5, overhead=1 << 20))
-    assert sizing.weight_bytes + sizing.activation_bytes + sizing.overhead + sizing.pool_bytes == GIB // 2
+    assert (
+        sizing.weight_bytes
+        + sizing.activation_bytes
+        + sizing.overhead
+        + sizing.pool_bytes
+        == GIB // 2
+    )
 
 
 def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
-    alone, half = (plan(deployment(tiny_dream, "dual", tensor_parallel_size=n)) for n in (1, 2))
+    alone, half = (
+        plan(deployment(tiny_dream, "dual", tensor_parallel_size=n)) for n in (1, 2)
+    )
     assert half.page_bytes * 2 == alone.page_bytes
     assert half.demand.pages == alone.demand.pages
     assert alone.weight_bytes / 2 < half.weight_bytes < alone.weight_bytes * 0.6
@@ -200,11 +293,17 @@ def test_tensor_parallel_ranks_share_weights_and_heads(tiny_dream):
         ({"prompt": 200}, "canvas of 290, the model has 256 positions"),
         ({"max_model_len": 100}, "--max-model-len 100 is out of range"),
         ({"max_model_len": 257}, "--max-model-len 257 is out of range"),
-        ({"tensor_parallel_size": 3}, "--tensor-parallel-size 3 does not divide the model's 4 attention heads"),
+        (
+            {"tensor_parallel_size": 3},
+            "--tensor-parallel-size 3 does not divide the model's 4 attention heads",
+        ),
         ({"block_length": 91}, "--block-length 91 is out of range: 1 … 90"),
         ({"gpu_memory": 1 << 20}, "leaves nothing for pages"),
         ({"gpu_memory": 1_700_000, "gpu_memory_utilization": 1.0}, "cannot hold one"),
-        ({"options": EngineOptions(guide_model="demo")}, "--guide-model needs the tokenizers of both models"),
+        (
+            {"options": EngineOptions(guide_model="demo")},
+            "--guide-model needs the tokenizers of both models",
+        ),
     ],
 )
 def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
@@ -215,12 +314,16 @@ def test_what_does_not_fit_names_the_setting(tiny_llada, settings, problem):
 def test_a_model_that_is_nowhere_is_named(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in ("some/model", "no name: "):
-        with pytest.raises(ValueError, match=r"config\.json of model .* cannot be read"):
+        with pytest.raises(
+            ValueError, match=r"config\.json of model .* cannot be read"
+        ):
             load_config(name)
 
 
 def test_a_quantized_checkpoint_is_noted(tiny_llada, tmp_path):
-    quantized = tiny_checkpoints.write("llada", tmp_path, quantization_config={"quant_method": "fp8"})
+    quantized = tiny_checkpoints.write(
+        "llada", tmp_path, quantization_config={"quant_method": "fp8"}
+    )
     assert "quantized" in plan(deployment(quantized)).notes[0]
     assert plan(deployment(tiny_llada)).notes == []
 

@@ -1,4 +1,6 @@
-"""Guided Diffusion in the engine against the plain one, and what it promises beyond that."""
+"""Guided Diffusion in the engine against the plain one, and what it promises beyond
+that.
+"""
 
 import random
 import shutil
@@ -23,7 +25,10 @@ from tests.support.tiny_checkpoints import write_guide
 VOCABULARY = 512
 LENGTHS = [(24, 16, 8), (7, 20, 20), (40, 24, 8), (15, 10, 4)]
 """Prompt, response, block."""
-TEMPLATES = {24: [5, None, None, 7] * 4 + [None] * 4 + [9] * 4, 10: [None] * 3 + [8] * 4 + [None] * 3}
+TEMPLATES = {
+    24: [5, None, None, 7] * 4 + [None] * 4 + [9] * 4,
+    10: [None] * 3 + [8] * 4 + [None] * 3,
+}
 """Of responses of so many tokens."""
 SETTINGS = {
     "defaults": {},
@@ -39,8 +44,16 @@ SETTINGS = {
 def guides(tmp_path_factory):
     """Folders of small random guides."""
     return {
-        name: write_guide(tmp_path_factory.mktemp("guides") / name, name, vocab_size=VOCABULARY, **config)
-        for name, config in {"llama": {"num_key_value_heads": 4}, "qwen2": {"tie_word_embeddings": True}}.items()
+        name: write_guide(
+            tmp_path_factory.mktemp("guides") / name,
+            name,
+            vocab_size=VOCABULARY,
+            **config,
+        )
+        for name, config in {
+            "llama": {"num_key_value_heads": 4},
+            "qwen2": {"tie_word_embeddings": True},
+        }.items()
     }
 
 
@@ -59,8 +72,15 @@ def pairs(tmp_path_factory, reference_checkpoints, guides):
     """Folders of a model and a guide that spell differently, by the model's name."""
     folders = {}
     for model, guide in GUIDED_BY.items():
-        folders[model] = tmp_path_factory.mktemp("pairs") / model, tmp_path_factory.mktemp("pairs") / guide
-        shutil.copytree(reference_checkpoints / model, folders[model][0], copy_function=shutil.copyfile)
+        folders[model] = (
+            tmp_path_factory.mktemp("pairs") / model,
+            tmp_path_factory.mktemp("pairs") / guide,
+        )
+        shutil.copytree(
+            reference_checkpoints / model,
+            folders[model][0],
+            copy_function=shutil.copyfile,
+        )
         shutil.copytree(guides[guide], folders[model][1])
         for folder, tokenizer in zip(folders[model], SPELLING, strict=True):
             train_tokenizer(*tokenizer).save_pretrained(folder)
@@ -71,32 +91,66 @@ def pairs(tmp_path_factory, reference_checkpoints, guides):
 def engine(engines, reference_checkpoints, guides, pairs):
     def make(model="llada-tiny-a", cache_method="none", *, has_texts=False, **settings):
         """``has_texts``: with a guide of another tokenizer."""
-        folder, guide = pairs[model] if has_texts else (reference_checkpoints / model, guides[GUIDED_BY[model]])
-        settings = {"max_model_len": 128, "page_size": 8, "skip_tokenizer_init": not has_texts} | settings
-        return engines(folder, guide_model=str(guide), cache_method=cache_method, **settings)
+        folder, guide = (
+            pairs[model]
+            if has_texts
+            else (reference_checkpoints / model, guides[GUIDED_BY[model]])
+        )
+        settings = {
+            "max_model_len": 128,
+            "page_size": 8,
+            "skip_tokenizer_init": not has_texts,
+        } | settings
+        return engines(
+            folder, guide_model=str(guide), cache_method=cache_method, **settings
+        )
 
     return make
 
 
 def ask(llm, lengths=LENGTHS, **options):
-    params = [DiffusionParams(gen_length=g, block_length=b, ignore_eos=True, **options) for _, g, b in lengths]
+    params = [
+        DiffusionParams(gen_length=g, block_length=b, ignore_eos=True, **options)
+        for _, g, b in lengths
+    ]
     return generate(llm, [prompt(length) for length, _, _ in lengths], params)
 
 
 def tokens(llm, lengths=LENGTHS, **options) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in ask(llm, lengths, **options)]
+    return [
+        list(output.outputs[0].token_ids) for output in ask(llm, lengths, **options)
+    ]
 
 
 @pytest.mark.parametrize(("settings", "model"), list(zip(SETTINGS, cycle(GUIDED_BY))))
-@pytest.mark.parametrize("has_texts", [False, True], ids=["same tokenizer", "another tokenizer"])
-def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, guides, pairs, settings, model, has_texts):
+@pytest.mark.parametrize(
+    "has_texts", [False, True], ids=["same tokenizer", "another tokenizer"]
+)
+def test_engine_decodes_as_the_plain_one_does(
+    engine, reference_checkpoints, guides, pairs, settings, model, has_texts
+):
     texts, folders = None, (reference_checkpoints / model, guides[GUIDED_BY[model]])
-    llm = engine(model, has_texts=has_texts, **({"guide_tokens_per_token": 8.0} if has_texts else {}))
+    llm = engine(
+        model,
+        has_texts=has_texts,
+        **({"guide_tokens_per_token": 8.0} if has_texts else {}),
+    )
     if has_texts:
-        folders, (own, other) = pairs[model], (train_tokenizer(*tokenizer) for tokenizer in SPELLING)
+        folders, (own, other) = (
+            pairs[model],
+            (train_tokenizer(*tokenizer) for tokenizer in SPELLING),
+        )
         special = {llm.model_config.hf_config.eos_token_id: other.eos_token_id}
-        texts = Texts(spelled(own), lambda text: other.encode(text, add_special_tokens=False), spelled(other), special)
-    plain_model, judge = PlainModel(folders[0]), AutoModelForCausalLM.from_pretrained(folders[1]).eval()
+        texts = Texts(
+            spelled(own),
+            lambda text: other.encode(text, add_special_tokens=False),
+            spelled(other),
+            special,
+        )
+    plain_model, judge = (
+        PlainModel(folders[0]),
+        AutoModelForCausalLM.from_pretrained(folders[1]).eval(),
+    )
 
     def judged(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -108,11 +162,15 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
         options = SETTINGS[settings] | {"response_template": template}
         (output,) = ask(llm, [(length, gen_length, block_length)], **options)
         lengths = {"gen_length": gen_length, "block_length": block_length}
-        plain = plain_guided(plain_model, judged, prompt(length), texts=texts, **lengths, **options)
+        plain = plain_guided(
+            plain_model, judged, prompt(length), texts=texts, **lengths, **options
+        )
         # A decision between numbers this close is rounding's, not the method's.
         if plain.closest < 1e-4:
             continue
-        answer = answer_of(output, num_given=sum(token is not None for token in template or ()))
+        answer = answer_of(
+            output, num_given=sum(token is not None for token in template or ())
+        )
         assert answer.tokens == plain.tokens
         assert answer.order == plain.order
         compared += 1
@@ -120,7 +178,9 @@ def test_engine_decodes_as_the_plain_one_does(engine, reference_checkpoints, gui
 
 
 @pytest.mark.parametrize("overflows", [True, False])
-def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, overflows):
+def test_a_request_that_the_guide_cannot_judge_ends_alone(
+    engine, monkeypatch, overflows
+):
     llm = engine(cache_method="dual")
     alone, guide = tokens(llm), runner_of(llm).rank.guide
     judge, read = guide._judge, type(guide.reader).read
@@ -145,7 +205,9 @@ def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, o
     monkeypatch.undo()
     assert failed.outputs[0].finish_reason == "error"
     assert said in failed.outputs[0].diffusion.error
-    assert [list(other.outputs[0].token_ids) for other in others] == alone[1 : 1 + len(others)]
+    assert [list(other.outputs[0].token_ids) for other in others] == alone[
+        1 : 1 + len(others)
+    ]
     assert tokens(llm) == alone
     assert_nothing_left(llm)
 
@@ -158,7 +220,10 @@ def test_a_request_that_the_guide_cannot_judge_ends_alone(engine, monkeypatch, o
         ({"alg_temp": 0.1}, "alg_temp=0.1: the guide decides"),
         ({"logits_eos_inf": True}, "logits_eos_inf=True: the guide decides"),
         ({"min_tokens": 3}, "min_tokens=3: it is for the model's tokens"),
-        ({"logit_bias": {5: -1.0}}, r"logit_bias=\{5: -1.0\}: it is for the model's tokens"),
+        (
+            {"logit_bias": {5: -1.0}},
+            r"logit_bias=\{5: -1.0\}: it is for the model's tokens",
+        ),
         ({"guided": False, "guide_top_k": 2}, "guided=False and guide_top_k"),
     ],
 )
@@ -168,17 +233,31 @@ def test_what_a_guided_request_cannot_have_is_named(engine, options, named):
 
 
 @pytest.mark.parametrize("cache_method", ["es_dllm", "d2_cache"])
-def test_rows_that_are_skipped_cannot_be_drafted(reference_checkpoints, guides, cache_method):
+def test_rows_that_are_skipped_cannot_be_drafted(
+    reference_checkpoints, guides, cache_method
+):
     guide = str(guides["llama"])
-    with pytest.raises(ValueError, match=f"guide_model is not supported with cache_method='{cache_method}'"):
-        start_engine(reference_checkpoints / "llada-tiny-a", guide_model=guide, cache_method=cache_method)
+    with pytest.raises(
+        ValueError,
+        match=f"guide_model is not supported with cache_method='{cache_method}'",
+    ):
+        start_engine(
+            reference_checkpoints / "llada-tiny-a",
+            guide_model=guide,
+            cache_method=cache_method,
+        )
 
 
 @pytest.mark.parametrize(
-    ("model_type", "architecture"), [("gpt2", "GPT2LMHeadModel"), ("llama", "StableDiffcoderForCausalLM")]
+    ("model_type", "architecture"),
+    [("gpt2", "GPT2LMHeadModel"), ("llama", "StableDiffcoderForCausalLM")],
 )
-def test_other_architectures_are_refused_by_name(reference_checkpoints, tmp_path, model_type, architecture):
-    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}", "architectures": ["{architecture}"]}}')
+def test_other_architectures_are_refused_by_name(
+    reference_checkpoints, tmp_path, model_type, architecture
+):
+    (tmp_path / "config.json").write_text(
+        f'{{"model_type": "{model_type}", "architectures": ["{architecture}"]}}'
+    )
     named = rf"\['{architecture}'\], model_type='{model_type}' cannot guide; guides are Qwen2ForCausalLM, LlamaFor"
     with pytest.raises(ValueError, match=named):
         start_engine(reference_checkpoints / "llada-tiny-a", guide_model=str(tmp_path))
@@ -191,15 +270,29 @@ def test_a_guide_keeps_to_a_constraint(engine):
     while not Constraint(automaton, frozenset()).completable([None] * 24)[0][0]:
         automaton = random_automaton(draw, VOCABULARY, {*range(500, VOCABULARY)})
     plain = PlainConstraint(automaton.packed, ())
-    for options in ({}, {"guide_correction": True}, {"guide_threshold": 0.05, "speculation_length": 3}):
-        outputs = ask(engine(), [(10, 24, 8), (7, 24, 24)], extra_args={"constraint": automaton.packed}, **options)
+    for options in (
+        {},
+        {"guide_correction": True},
+        {"guide_threshold": 0.05, "speculation_length": 3},
+    ):
+        outputs = ask(
+            engine(),
+            [(10, 24, 8), (7, 24, 24)],
+            extra_args={"constraint": automaton.packed},
+            **options,
+        )
         for output in outputs:
             assert plain.accepts(output.outputs[0].token_ids)
 
 
 def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
     llm = engine(has_texts=True, guide_tokens_per_token=1.25)
-    settings = {"gen_length": 24, "block_length": 24, "ignore_eos": True, "guide_top_k": VOCABULARY}
+    settings = {
+        "gen_length": 24,
+        "block_length": 24,
+        "ignore_eos": True,
+        "guide_top_k": VOCABULARY,
+    }
     (output,) = generate(llm, [prompt(6)], DiffusionParams(**settings))
     first, *others = output.outputs[0].diffusion.unmasked_per_step
     assert first == [*range(6, 6 + len(first))]
@@ -208,11 +301,21 @@ def test_what_the_guide_has_no_room_for_is_unmasked_unchecked(engine):
     assert_nothing_left(llm)
 
 
-def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(engine, monkeypatch):
+def test_the_memory_profile_includes_the_largest_chunk_of_the_guides_logits(
+    engine, monkeypatch
+):
     llm = engine(cache_method="dual")
     runner, judged = runner_of(llm), []
     judge = runner.rank.guide._judge
-    monkeypatch.setattr(runner.rank.guide, "_judge", lambda *rows: judged.append(len(rows[0])) or judge(*rows))
-    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", 7 * runner.rank.guide.model.config.vocab_size)
+    monkeypatch.setattr(
+        runner.rank.guide,
+        "_judge",
+        lambda *rows: judged.append(len(rows[0])) or judge(*rows),
+    )
+    monkeypatch.setattr(
+        head_chunks,
+        "MAX_LOGITS_PER_CHUNK",
+        7 * runner.rank.guide.model.config.vocab_size,
+    )
     runner.profile_run()
     assert judged == [7]

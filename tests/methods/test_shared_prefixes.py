@@ -1,4 +1,6 @@
-"""Requests that begin alike share pages, and are answered as if they did not, also where prompts are fed in parts."""
+"""Requests that begin alike share pages, and are answered as if they did not, also
+where prompts are fed in parts.
+"""
 
 import random
 from unittest import mock
@@ -7,7 +9,12 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.page_pool import PagePool
-from tests.support.engines import assert_nothing_left, generate, scheduler_of, set_steps_per_dispatch
+from tests.support.engines import (
+    assert_nothing_left,
+    generate,
+    scheduler_of,
+    set_steps_per_dispatch,
+)
 from tests.support.stepped_engines import Poison, run_in_steps, streamed
 
 MODELS = {"sdar-tiny-a": 4, "llada2-moe-tiny-a": 16}
@@ -19,7 +26,11 @@ IN_PARTS = {"max_num_batched_tokens": 48, "max_num_seqs": 16}
 def engine(request, engines, reference_checkpoints):
     def make(**settings):
         checkpoint = reference_checkpoints / request.param
-        defaults = {"page_size": 8, "max_model_len": 160, "kv_cache_memory_bytes": 4 << 20}
+        defaults = {
+            "page_size": 8,
+            "max_model_len": 160,
+            "kv_cache_memory_bytes": 4 << 20,
+        }
         llm = engines(checkpoint, **defaults | settings)
         llm.reset_prefix_cache()
         return llm
@@ -37,10 +48,21 @@ def requests_of(block_length: int, seed: int, count: int = 6):
 
     beginnings = [text(67), text(40), []]
     prompts = [beginnings[i % 3] + text(draw.randrange(1, 30)) for i in range(count)]
-    rules = [{"threshold": 0.5}, {"steps_per_block": 2}, {"unmasking": "sequential"}, {"entropy_budget": 2.0}]
+    rules = [
+        {"threshold": 0.5},
+        {"steps_per_block": 2},
+        {"unmasking": "sequential"},
+        {"entropy_budget": 2.0},
+    ]
     asked = {"block_length": block_length, "ignore_eos": True}
     params = [
-        DiffusionParams(gen_length=draw.randrange(1, 40), temperature=i % 2, seed=i, **asked, **rules[i % 4])
+        DiffusionParams(
+            gen_length=draw.randrange(1, 40),
+            temperature=i % 2,
+            seed=i,
+            **asked,
+            **rules[i % 4],
+        )
         for i in range(count)
     ]
     return prompts, params
@@ -56,23 +78,41 @@ def test_tokens_are_the_same_with_and_without(engine, settings):
     plain = engine(enable_prefix_caching=False)
     expected = tokens(generate(plain, prompts, params))
     llm = engine(**settings)
-    assert not any(output.num_cached_tokens for output in generate(plain, prompts, params))
+    assert not any(
+        output.num_cached_tokens for output in generate(plain, prompts, params)
+    )
     first = generate(llm, prompts, params)
     assert tokens(first) == expected
-    # Of each beginning, requests behind the first find its whole pages, as far as whole blocks fill them.
-    assert [output.num_cached_tokens for output in first[3:5]] == [64, 32 if engine.block_length == 16 else 40]
+    # Of each beginning, requests behind the first find its whole pages, as far as whole
+    # blocks fill them.
+    assert [output.num_cached_tokens for output in first[3:5]] == [
+        64,
+        32 if engine.block_length == 16 else 40,
+    ]
     again = generate(llm, prompts, params)
     assert tokens(again) == expected
-    assert all(len(prompt) - 24 < output.num_cached_tokens for prompt, output in zip(prompts, again, strict=True))
+    assert all(
+        len(prompt) - 24 < output.num_cached_tokens
+        for prompt, output in zip(prompts, again, strict=True)
+    )
     assert_nothing_left(llm)
 
 
 def test_another_block_length_or_salt_shares_nothing(engine):
     llm, length = engine(), engine.block_length
     salted = {"cache_salt": "mine"}
-    for block_length, more, shared in [(length, {}, 0), (2 * length, {}, 0), (length, salted, 0), (length, {}, 64)]:
-        params = DiffusionParams(gen_length=4, block_length=block_length, ignore_eos=True)
-        (output,) = llm.generate({"prompt_token_ids": list(range(64))} | more, params, use_tqdm=False)
+    for block_length, more, shared in [
+        (length, {}, 0),
+        (2 * length, {}, 0),
+        (length, salted, 0),
+        (length, {}, 64),
+    ]:
+        params = DiffusionParams(
+            gen_length=4, block_length=block_length, ignore_eos=True
+        )
+        (output,) = llm.generate(
+            {"prompt_token_ids": list(range(64))} | more, params, use_tqdm=False
+        )
         assert output.num_cached_tokens == shared
 
 
@@ -81,15 +121,17 @@ def test_another_block_length_or_salt_shares_nothing(engine):
 
 @pytest.fixture
 def little_memory(monkeypatch):
-    """``little_memory(llm, num_tokens)``: gives a running engine pages for so many tokens; returns a mock of what
-    preempts its requests from then on."""
+    """``little_memory(llm, num_tokens)``: gives a running engine pages for so many
+    tokens; returns a mock of what preempts its requests from then on."""
 
     def take(llm, num_tokens):
         scheduler = scheduler_of(llm)
         size, shares = scheduler.geometry.page_size, scheduler.shares_prefixes
         num_pages = scheduler.geometry.num_layers * num_tokens // size + 1
         assert num_pages < scheduler.pages.num_pages
-        monkeypatch.setattr(scheduler, "pages", PagePool(num_pages, size, shares=shares))
+        monkeypatch.setattr(
+            scheduler, "pages", PagePool(num_pages, size, shares=shares)
+        )
         preempt = mock.Mock(wraps=scheduler._preempt)
         monkeypatch.setattr(scheduler, "_preempt", preempt)
         return preempt
@@ -103,7 +145,9 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
     """Greedy and sampled; nothing is read that has been given back."""
     prompts, params = requests_of(engine.block_length, 4, count=10)
     joins = [0, 0, 0, 1, 2, 3, 3, 9, 9, 12]
-    plenty = run_in_steps(engine(enable_prefix_caching=False), prompts, params, joins=joins)
+    plenty = run_in_steps(
+        engine(enable_prefix_caching=False), prompts, params, joins=joins
+    )
     llm = engine(enable_prefix_caching=shares, **parts)
     preempt = little_memory(llm, 168)
     # What others may still find is no leak.
@@ -115,21 +159,29 @@ def test_tokens_are_those_of_plenty(engine, little_memory, parts, shares):
     for one, other in zip(run.figures, plenty.figures, strict=True):
         assert one.denoising_steps == other.denoising_steps
         assert one.tokens_unmasked == other.tokens_unmasked
-        assert [step for step in one.unmasked_per_step if step] == [step for step in other.unmasked_per_step if step]
+        assert [step for step in one.unmasked_per_step if step] == [
+            step for step in other.unmasked_per_step if step
+        ]
 
 
 def received(llm, prompts, params):
-    """What the client of each request gets: its tokens, and the running blocks by step."""
+    """What the client of each request gets: its tokens, and the running
+    blocks by step.
+    """
     tokens, blocks = [[] for _ in prompts], [[] for _ in prompts]
     for output in streamed(llm, prompts, params):
         tokens[int(output.request_id)] += output.outputs[0].token_ids
         if (running := getattr(output.outputs[0], "provisional", None)) is not None:
-            blocks[int(output.request_id)].append((running.block, running.step, [*running.token_ids]))
+            blocks[int(output.request_id)].append(
+                (running.block, running.step, [*running.token_ids])
+            )
     return tokens, blocks
 
 
 @pytest.mark.parametrize("granularity", ["block", "step"])
-def test_nothing_is_streamed_twice_or_lost(engine, little_memory, monkeypatch, granularity):
+def test_nothing_is_streamed_twice_or_lost(
+    engine, little_memory, monkeypatch, granularity
+):
     prompts, params = requests_of(engine.block_length, 6, count=8)
     for asked in params:
         asked.stream_granularity = granularity

@@ -21,33 +21,53 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def prompts(count: int) -> list[list[int]]:
     """Some of equal length, some not."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 140, (20 + 3 * (i % 5),), generator=generator).tolist() for i in range(count)]
+    return [
+        torch.randint(0, 140, (20 + 3 * (i % 5),), generator=generator).tolist()
+        for i in range(count)
+    ]
 
 
 def answers(llm, batch_size: int, count: int, **params):
-    """(tokens, their log-probabilities to the last bit) of ``count`` requests, ``batch_size`` at a time."""
-    settings = {"gen_length": 8, "block_length": 4, "steps": 4, "logprobs": 0, "ignore_eos": True} | params
+    """(tokens, their log-probabilities to the last bit) of ``count`` requests,
+    ``batch_size`` at a time.
+    """
+    settings = {
+        "gen_length": 8,
+        "block_length": 4,
+        "steps": 4,
+        "logprobs": 0,
+        "ignore_eos": True,
+    } | params
     found = []
     for start in range(0, count, batch_size):
         batch = prompts(64)[start : start + batch_size]
-        wanted = [DiffusionParams(**settings, seed=start + i) for i in range(len(batch))]
+        wanted = [
+            DiffusionParams(**settings, seed=start + i) for i in range(len(batch))
+        ]
         for output in generate(llm, batch, wanted):
             completion = output.outputs[0]
             tokens = list(completion.token_ids)
-            logprobs = [entry[token].logprob for entry, token in zip(completion.logprobs, tokens, strict=True)]
+            logprobs = [
+                entry[token].logprob
+                for entry, token in zip(completion.logprobs, tokens, strict=True)
+            ]
             found.append((tokens, logprobs))
     return found
 
 
 def let_rows_matter(llm, monkeypatch):
-    """As in a library that sums otherwise for other shapes, only more so, on any machine."""
+    """As in a library that sums otherwise for other shapes, only more so, on any
+    machine.
+    """
     embedding = runner_of(llm).model.embedding
     embed = embedding.forward
     monkeypatch.setattr(embedding, "forward", lambda ids: embed(ids) + 1e-3 * len(ids))
 
 
 @pytest.mark.parametrize(("family", "method", "params"), CASES)
-def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, monkeypatch, family, method, params):
+def test_responses_are_identical_at_any_batch(
+    engines, tiny_llada, tiny_dream, monkeypatch, family, method, params
+):
     checkpoint = tiny_llada if family == "llada" else tiny_dream
     llm = engines(checkpoint, cache_method=method, batch_invariant=True, trace=False)
     let_rows_matter(llm, monkeypatch)
@@ -56,10 +76,23 @@ def test_responses_are_identical_at_any_batch(engines, tiny_llada, tiny_dream, m
     assert answers(llm, 1, 4, **params) == together[:4]
 
 
-def test_nor_do_chunks_prefixes_and_preemption_of_block_models(engines, tiny_sdar, monkeypatch):
+def test_nor_do_chunks_prefixes_and_preemption_of_block_models(
+    engines, tiny_sdar, monkeypatch
+):
     # Prompts of 20 to 32 tokens share 64 rows, and a pool of 84 pages.
-    small = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "page_size": 4, "max_model_len": 64}
-    llm = engines(tiny_sdar, batch_invariant=True, trace=False, kv_cache_memory_bytes=1 << 17, **small)
+    small = {
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 16,
+        "page_size": 4,
+        "max_model_len": 64,
+    }
+    llm = engines(
+        tiny_sdar,
+        batch_invariant=True,
+        trace=False,
+        kv_cache_memory_bytes=1 << 17,
+        **small,
+    )
     of_blocks = {"steps": None, "steps_per_block": 2, "gen_length": 24}
     let_rows_matter(llm, monkeypatch)
     together = answers(llm, 16, 16, **of_blocks)

@@ -34,16 +34,22 @@ def retokenizer(own, guide, mask=MASK):
 
 def test_special_tokens_stand_for_the_same_or_are_shown_as_text(own, guide):
     """One that begins a text is left out."""
-    own.add_special_tokens({"additional_special_tokens": ["<g", "<shared>"], "bos_token": "<begin>"})
+    own.add_special_tokens(
+        {"additional_special_tokens": ["<g", "<shared>"], "bos_token": "<begin>"}
+    )
     guide.add_special_tokens({"additional_special_tokens": ["<shared>"]})
-    begin, h, marker, o, shared = own.convert_tokens_to_ids(["<begin>", "h", "<g", "o", "<shared>"])
+    begin, h, marker, o, shared = own.convert_tokens_to_ids(
+        ["<begin>", "h", "<g", "o", "<shared>"]
+    )
     translator = retokenizer(own, guide)
     reading = translator.read([begin, h, marker, o, shared], [2])
-    assert reading.tokens == guide.convert_tokens_to_ids(["h", "<", "g", "o", "<shared>"]), "which do not merge"
+    assert reading.tokens == guide.convert_tokens_to_ids(
+        ["h", "<", "g", "o", "<shared>"]
+    ), "which do not merge"
     assert reading.spelling == [Span(1, 3)]
-    assert translator.answer(reading, 0, marker, guide.convert_tokens_to_ids(["<", "h"])) == own.convert_tokens_to_ids(
-        "<"
-    )
+    assert translator.answer(
+        reading, 0, marker, guide.convert_tokens_to_ids(["<", "h"])
+    ) == own.convert_tokens_to_ids("<")
 
 
 def test_the_mask_is_never_an_answer(own, guide):
@@ -58,10 +64,24 @@ def test_the_mask_is_never_an_answer(own, guide):
 def test_reads_and_answers_as_the_plain_one(own, guide, seed):
     draw = random.Random(seed)
     end, stop = own.eos_token_id, guide.eos_token_id
-    plain = Texts(spelled(own), lambda text: guide.encode(text, add_special_tokens=False), spelled(guide), {end: stop})
-    ids = [*range(480), end, end, 888, 888, *[i for i, text in plain.spelled.items() if text.isascii()] * 2]
+    plain = Texts(
+        spelled(own),
+        lambda text: guide.encode(text, add_special_tokens=False),
+        spelled(guide),
+        {end: stop},
+    )
+    ids = [
+        *range(480),
+        end,
+        end,
+        888,
+        888,
+        *[i for i, text in plain.spelled.items() if text.isascii()] * 2,
+    ]
     tokens = [draw.choice(ids) for _ in range(draw.randint(3, 40))]
-    drafted = sorted(draw.sample(range(1, len(tokens)), draw.randint(1, len(tokens) - 1)))
+    drafted = sorted(
+        draw.sample(range(1, len(tokens)), draw.randint(1, len(tokens) - 1))
+    )
 
     translator = retokenizer(own, guide)
     reading = translator.read(tokens, drafted)
@@ -82,21 +102,33 @@ def test_reads_and_answers_as_the_plain_one(own, guide, seed):
         assert judged.read == reading.tokens[slice(*span)]
         if span.start == 0:  # nothing predicts the first token of a text
             continue
-        assert torch.equal(torch.stack(judged.rows), rows[span.start - 1 : span.stop - 1])
+        assert torch.equal(
+            torch.stack(judged.rows), rows[span.start - 1 : span.stop - 1]
+        )
         said = rows[span.start - 1 : span.stop - 1].argmax(dim=1).tolist()
-        assert translator.answer(reading, index, tokens[drafted[index]], said) == judged.answer
+        assert (
+            translator.answer(reading, index, tokens[drafted[index]], said)
+            == judged.answer
+        )
 
 
 def test_tokenizers_that_do_not_spell_bytes_are_refused(own, guide):
     words = Tokenizer(models.WordLevel({"▁hello": 0, "?": 1}, unk_token="?"))
     other = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<stop>")
-    with pytest.raises(ValueError, match=r"tokenizer of 'guide' does not spell bytes \(its token '▁hello'\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer of 'guide' does not spell bytes \(its token '▁hello'\)",
+    ):
         retokenizer(own, other)
     with pytest.raises(ValueError, match="tokenizer of 'own' does not spell bytes"):
         retokenizer(other, guide)
     spacing = Tokenizer.from_str(guide.backend_tokenizer.to_str())
     spacing.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    with pytest.raises(ValueError, match="'guide' does not give a text back byte for byte"):
-        retokenizer(own, PreTrainedTokenizerFast(tokenizer_object=spacing, eos_token="<stop>"))
+    with pytest.raises(
+        ValueError, match="'guide' does not give a text back byte for byte"
+    ):
+        retokenizer(
+            own, PreTrainedTokenizerFast(tokenizer_object=spacing, eos_token="<stop>")
+        )
     with pytest.raises(ValueError, match=r"'guide' has no tokenizer\.json"):
         retokenizer(own, SimpleNamespace())

@@ -14,30 +14,56 @@ from tests.model_executor.models.test_loading import POINTER, refuse
 from tests.support.engines import generate, runner_of, start_engine
 from tests.support.tiny_checkpoints import write, write_adapter
 
-LLADA = [f"model.transformer.blocks.{part}" for part in ("0.q_proj", "1.v_proj", "0.ff_out", "1.up_proj")]
+LLADA = [
+    f"model.transformer.blocks.{part}"
+    for part in ("0.q_proj", "1.v_proj", "0.ff_out", "1.up_proj")
+]
 MODULES = {
-    "tiny_llada": [*LLADA, "model.transformer.blocks.1.attn_out", "model.transformer.ff_out"],
-    "tiny_dream": [f"model.layers.{part}" for part in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.gate_proj")],
-    "tiny_llada_moe": [f"model.layers.1.mlp.{part}" for part in ("gate", "experts.4.up_proj", "experts.0.down_proj")],
+    "tiny_llada": [
+        *LLADA,
+        "model.transformer.blocks.1.attn_out",
+        "model.transformer.ff_out",
+    ],
+    "tiny_dream": [
+        f"model.layers.{part}"
+        for part in ("0.self_attn.k_proj", "1.self_attn.o_proj", "0.mlp.gate_proj")
+    ],
+    "tiny_llada_moe": [
+        f"model.layers.1.mlp.{part}"
+        for part in ("gate", "experts.4.up_proj", "experts.0.down_proj")
+    ],
 }
 
 
 def merged_by_hand(checkpoint, adapter, folder):
     """The checkpoint with W + 6 / 3 · B A, in float64."""
-    weights, update = load_file(checkpoint / "model.safetensors"), load_file(adapter / "adapter_model.safetensors")
+    weights, update = (
+        load_file(checkpoint / "model.safetensors"),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
     for name in update:
         if name.endswith("lora_A.weight"):
-            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-            a, b = update[name].double(), update[name.replace("lora_A", "lora_B")].double()
+            module = name.removeprefix("base_model.model.").removesuffix(
+                ".lora_A.weight"
+            )
+            a, b = (
+                update[name].double(),
+                update[name.replace("lora_A", "lora_B")].double(),
+            )
             weight = weights[f"{module}.weight"]
-            weights[f"{module}.weight"] = (weight.double() + 2 * (b @ a)).to(weight.dtype)
+            weights[f"{module}.weight"] = (weight.double() + 2 * (b @ a)).to(
+                weight.dtype
+            )
     shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def parameters(llm):
-    return {name: tensor.clone() for name, tensor in runner_of(llm).model.state_dict().items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in runner_of(llm).model.state_dict().items()
+    }
 
 
 def assert_same_parameters(found, wanted):
@@ -54,8 +80,15 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
     llm = engines(checkpoint, lora_path=str(adapter))
     assert_same_parameters(parameters(llm), parameters(engines(by_hand)))
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
-    answers = [generate(each, [[5, 6, 7]], params)[0].outputs[0].token_ids for each in (llm, engines(by_hand))]
-    assert answers[0] == answers[1] != generate(engines(checkpoint), [[5, 6, 7]], params)[0].outputs[0].token_ids
+    answers = [
+        generate(each, [[5, 6, 7]], params)[0].outputs[0].token_ids
+        for each in (llm, engines(by_hand))
+    ]
+    assert (
+        answers[0]
+        == answers[1]
+        != generate(engines(checkpoint), [[5, 6, 7]], params)[0].outputs[0].token_ids
+    )
     if model != "tiny_llada_moe":  # whose experts cannot be read again on a CPU
         before = parameters(llm)
         llm.collective_rpc("reload_weights")
@@ -74,21 +107,30 @@ def test_weights_are_those_merged_by_hand(engines, request, tmp_path, model):
 )
 def test_the_scale_is_pefts(tiny_llada, tmp_path, config, scales):
     adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:2], **config)))
-    assert [adapter.scales[f"{module}.weight"] for module in LLADA[:2]] == pytest.approx(scales)
+    assert [
+        adapter.scales[f"{module}.weight"] for module in LLADA[:2]
+    ] == pytest.approx(scales)
 
 
 def test_the_sum_is_rounded_once(tiny_llada, tmp_path):
     adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA[:1])))
     update = load_file(tmp_path / "adapter_model.safetensors")
     a, b = (update[f"base_model.model.{LLADA[0]}.lora_{part}.weight"] for part in "AB")
-    weight = load_file(tiny_llada / "model.safetensors")[f"{LLADA[0]}.weight"].bfloat16()
+    weight = load_file(tiny_llada / "model.safetensors")[
+        f"{LLADA[0]}.weight"
+    ].bfloat16()
     ((_, merged),) = adapter.merged([(f"{LLADA[0]}.weight", weight)], whole=True)
-    assert torch.equal(merged, (weight.double() + 2 * b.double() @ a.double()).bfloat16())
+    assert torch.equal(
+        merged, (weight.double() + 2 * b.double() @ a.double()).bfloat16()
+    )
 
 
 def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
     adapter = LoraAdapter(str(write_adapter(tmp_path, tiny_llada, LLADA)))
-    assert [name for name, _ in adapter.merged([("other.weight", torch.ones(1))], whole=False)] == ["other.weight"]
+    assert [
+        name
+        for name, _ in adapter.merged([("other.weight", torch.ones(1))], whole=False)
+    ] == ["other.weight"]
     with pytest.raises(ValueError, match=r"the model has no '.*ff_out.weight'"):
         list(adapter.merged([("other.weight", torch.ones(1))], whole=True))
 
@@ -106,23 +148,50 @@ def test_weights_that_come_in_parts_need_not_hold_all(tiny_llada, tmp_path):
         ({"rank_pattern": [3]}, ("rank_pattern=[3] must be an object",)),
         ({"alpha_pattern": "q_proj"}, ("alpha_pattern='q_proj' must be an object",)),
         ({"alpha_pattern": {"(": 3}}, ("alpha_pattern['('] is no regular expression",)),
-        ({"alpha_pattern": {".*": "3"}}, ("alpha_pattern['.*']='3' must be a finite number",)),
-        ({"lora_alpha": 10**400}, ("adapter_config.json", "lora_alpha=1000", "must be a finite number")),
-        ({"lora_alpha": 1e308}, ("adapter_config.json", "lora_alpha=1e+308", "more than a float32 holds")),
-        ({"alpha_pattern": {"(?i)x": 3}}, ("alpha_pattern['(?i)x'] is no regular expression",)),
-        ({"alpha_pattern": {")(": 3}}, ("alpha_pattern[')('] is no regular expression",)),
+        (
+            {"alpha_pattern": {".*": "3"}},
+            ("alpha_pattern['.*']='3' must be a finite number",),
+        ),
+        (
+            {"lora_alpha": 10**400},
+            ("adapter_config.json", "lora_alpha=1000", "must be a finite number"),
+        ),
+        (
+            {"lora_alpha": 1e308},
+            ("adapter_config.json", "lora_alpha=1e+308", "more than a float32 holds"),
+        ),
+        (
+            {"alpha_pattern": {"(?i)x": 3}},
+            ("alpha_pattern['(?i)x'] is no regular expression",),
+        ),
+        (
+            {"alpha_pattern": {")(": 3}},
+            ("alpha_pattern[')('] is no regular expression",),
+        ),
         ({"alpha_pattern": []}, ("alpha_pattern=[] must be an object",)),
         ({"rank_pattern": False}, ("rank_pattern=False must be an object",)),
         ({"use_rslora": "yes"}, ("use_rslora='yes' must be true or false",)),
         ({"peft_type": "LOHA"}, ("adapter_config.json", "peft_type='LOHA'", "'LORA'")),
         ({"use_dora": True}, ("use_dora=True", "merge_and_unload")),
-        ({"modules_to_save": ["lm_head"]}, ("modules_to_save=['lm_head']", "merge_and_unload")),
+        (
+            {"modules_to_save": ["lm_head"]},
+            ("modules_to_save=['lm_head']", "merge_and_unload"),
+        ),
         ({"bias": "all"}, ("bias='all'", "merge_and_unload")),
-        ({"init_lora_weights": "pissa"}, ("init_lora_weights='pissa'", "merge_and_unload")),
+        (
+            {"init_lora_weights": "pissa"},
+            ("init_lora_weights='pissa'", "merge_and_unload"),
+        ),
     ],
 )
-def test_a_config_that_means_more_is_refused_by_name(tiny_llada, tmp_path, config, fragments):
-    refuse(tiny_llada, *fragments, lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)))
+def test_a_config_that_means_more_is_refused_by_name(
+    tiny_llada, tmp_path, config, fragments
+):
+    refuse(
+        tiny_llada,
+        *fragments,
+        lora_path=str(write_adapter(tmp_path, tiny_llada, LLADA[:1], **config)),
+    )
 
 
 A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
@@ -131,24 +200,49 @@ A, B = (f"base_model.model.{LLADA[0]}.lora_{part}.weight" for part in "AB")
 @pytest.mark.parametrize(
     ("edit", "fragments"),
     [
-        (lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}), ("lora_embedding_A", "lora_A")),
         (
-            lambda t: t.update({name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}),
+            lambda t: t.update({A.replace("lora_A", "lora_embedding_A"): t.pop(A)}),
+            ("lora_embedding_A", "lora_A"),
+        ),
+        (
+            lambda t: t.update(
+                {name.replace("q_proj", "w"): t.pop(name) for name in (A, B)}
+            ),
             ("no 'model.transformer.blocks.0.w.weight'", "another"),
         ),
-        (lambda t: t.update({A: t[A][:0], B: t[B][:, :0].contiguous()}), ("has the shape", "not that of a matrix")),
-        (lambda t: t.update({A: t[A][None]}), ("has the shape", "not that of a matrix")),
-        (lambda t: t.update({A: t[A][0].contiguous()}), ("has the shape", "not that of a matrix")),
+        (
+            lambda t: t.update({A: t[A][:0], B: t[B][:, :0].contiguous()}),
+            ("has the shape", "not that of a matrix"),
+        ),
+        (
+            lambda t: t.update({A: t[A][None]}),
+            ("has the shape", "not that of a matrix"),
+        ),
+        (
+            lambda t: t.update({A: t[A][0].contiguous()}),
+            ("has the shape", "not that of a matrix"),
+        ),
         (lambda t: t.update({A: t[A].int()}), ("lora_A.weight' is of type I32",)),
         (lambda t: t.update({A: t[A].bool()}), ("lora_A.weight' is of type BOOL",)),
         (lambda t: t.clear(), ("adapter_model.safetensors holds no tensors",)),
-        (lambda t: t.pop(A), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
-        (lambda t: t.pop(B), ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",)),
+        (
+            lambda t: t.pop(A),
+            ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",),
+        ),
+        (
+            lambda t: t.pop(B),
+            ("lora_A and lora_B of 'model.transformer.blocks.0.q_proj'",),
+        ),
         (lambda t: t.update({B: t[B][:, :2].contiguous()}), ("lora_A and lora_B of",)),
-        (lambda t: t.update({B: t[B][:9].contiguous()}), ("q_proj.weight' and its update differ in shape",)),
+        (
+            lambda t: t.update({B: t[B][:9].contiguous()}),
+            ("q_proj.weight' and its update differ in shape",),
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_llada, tmp_path, edit, fragments):
+def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(
+    tiny_llada, tmp_path, edit, fragments
+):
     file = write_adapter(tmp_path, tiny_llada, LLADA[:1]) / "adapter_model.safetensors"
     edit(tensors := load_file(file))
     save_file(tensors, file)
@@ -158,16 +252,34 @@ def test_tensors_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_lla
 @pytest.mark.parametrize(
     ("damage", "fragment"),
     [
-        (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"), "is missing or damaged"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "save_pretrained"),
-        (lambda folder: (folder / "adapter_config.json").unlink(), "adapter_config.json cannot be read"),
-        (lambda folder: (folder / "adapter_config.json").write_text("[7]"), "adapter_config.json cannot be read"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"{}"),
+            "is missing or damaged",
+        ),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "save_pretrained",
+        ),
+        (
+            lambda folder: (folder / "adapter_config.json").unlink(),
+            "adapter_config.json cannot be read",
+        ),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text("[7]"),
+            "adapter_config.json cannot be read",
+        ),
         (
             lambda folder: (folder / "adapter_config.json").write_text("[" * 100_000),
             "adapter_config.json .* too deeply",
         ),
-        (lambda folder: (folder / "adapter_config.json").write_text(POINTER), "_config.json is a Git LFS pointer"),
-        (lambda folder: (folder / "adapter_model.safetensors").write_text(POINTER), "safetensors is a Git LFS pointer"),
+        (
+            lambda folder: (folder / "adapter_config.json").write_text(POINTER),
+            "_config.json is a Git LFS pointer",
+        ),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").write_text(POINTER),
+            "safetensors is a Git LFS pointer",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_by_name(tiny_llada, tmp_path, damage, fragment):
@@ -180,7 +292,11 @@ def test_files_beside_an_adapter_do_not_stop_it(tiny_llada, tmp_path):
     write_adapter(tmp_path, tiny_llada, LLADA[:1])
     for name in ("optimizer.safetensors", "results.json", "tokenizer.json"):
         (tmp_path / name).write_text(POINTER)
-    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+    for name in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    ):
         (tmp_path / name).write_text("{")
     os.mkfifo(tmp_path / "log.json")
     assert LoraAdapter(str(tmp_path)).scales.keys() == {f"{LLADA[0]}.weight"}
@@ -188,11 +304,19 @@ def test_files_beside_an_adapter_do_not_stop_it(tiny_llada, tmp_path):
 
 def test_checkpoints_that_take_no_adapter_are_refused_by_name(tiny_llada, tmp_path):
     adapter = str(write_adapter(tmp_path / "adapter", tiny_llada, LLADA))
-    head = str(write_adapter(tmp_path / "head", tiny_llada, ["model.transformer.ff_out"]))
+    head = str(
+        write_adapter(tmp_path / "head", tiny_llada, ["model.transformer.ff_out"])
+    )
     with pytest.raises(ValueError, match=r"lora_path=.* load_format='dummy'"):
         start_engine(tiny_llada, lora_path=adapter, load_format="dummy")
     with pytest.raises(ValueError, match="head is its embedding"):
-        start_engine(write("llada", tmp_path / "tied", weight_tying=True), lora_path=head)
+        start_engine(
+            write("llada", tmp_path / "tied", weight_tying=True), lora_path=head
+        )
     quantized = {"quant_method": "gptq", "bits": 8, "group_size": 32, "desc_act": False}
     with pytest.raises(ValueError, match="is quantized; merge the adapter"):
-        start_engine(write("llada", tmp_path, quantization_config=quantized), lora_path=adapter, dtype="bfloat16")
+        start_engine(
+            write("llada", tmp_path, quantization_config=quantized),
+            lora_path=adapter,
+            dtype="bfloat16",
+        )

@@ -1,4 +1,6 @@
-"""Several denoising steps per dispatch: the same steps, with the scheduler out of the way."""
+"""Several denoising steps per dispatch: the same steps, with the scheduler out of the
+way.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -7,7 +9,13 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
-from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of, set_steps_per_dispatch
+from tests.support.engines import (
+    assert_nothing_left,
+    generate,
+    runner_of,
+    scheduler_of,
+    set_steps_per_dispatch,
+)
 from tests.support.fake_cuda_graphs import ForbidDeviceSync, record_steps
 from tests.support.stepped_engines import run_in_steps
 
@@ -21,22 +29,32 @@ asked = partial(DiffusionParams, gen_length=24, block_length=8, ignore_eos=True)
 def engine(engines, tiny_llada):
     def make(method, **options):
         traced = method != "es_dllm"  # whose trace needs every step
-        return engines(tiny_llada, cache_method=method, cache_options=options, page_size=8, trace=traced)
+        return engines(
+            tiny_llada,
+            cache_method=method,
+            cache_options=options,
+            page_size=8,
+            trace=traced,
+        )
 
     return make
 
 
 def answer(output):
-    """What must not depend on the number of steps in a dispatch: the figures and tokens of a response, and its
-    log-probabilities."""
+    """What must not depend on the number of steps in a dispatch: the figures and tokens
+    of a response, and its log-probabilities."""
     own = output.outputs[0]
-    numbers = [entry.logprob for position in own.logprobs or () for entry in position.values()]
+    numbers = [
+        entry.logprob for position in own.logprobs or () for entry in position.values()
+    ]
     figures = replace(own.diffusion, committed_logprobs=[], pages_held=0)
     return (list(own.token_ids), figures), own.diffusion.committed_logprobs + numbers
 
 
 def count_runs(runner, monkeypatch):
-    """A list that grows by the number of steps of each run of steps without a look at the device."""
+    """A list that grows by the number of steps of each run of steps without a look at
+    the device.
+    """
     run, lengths = runner.denoiser.run, []
 
     def counted(candidates, layer_pass, steps):
@@ -55,14 +73,30 @@ def count_runs(runner, monkeypatch):
         *((name, {}) for name in ("none", "sparse", "dual", "freecache", "dkv")),
         ("dual", {"refresh": "near"}),
         ("es_dllm", {"keep_schedule": [[1.0, 0.0], [0.5, 0.25]]}),
-        ("es_dllm", {"keep_schedule": [[0.5, 0.0]], "indicator": "key", "retention_ratio": 0.5}),
+        (
+            "es_dllm",
+            {"keep_schedule": [[0.5, 0.0]], "indicator": "key", "retention_ratio": 0.5},
+        ),
     ],
 )
-def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, options, recorded):
+def test_between_its_steps_no_device_is_waited_for(
+    engine, monkeypatch, method, options, recorded
+):
     llm = engine(method, **options)
-    params = [asked(), asked(temperature=0.7, seed=3, top_k=5), asked(unmasking="entropy"), asked(steps=12)]
-    params += [asked(logit_bias={3: 2.0, 5: -1.0}, min_tokens=9), asked(alg_temp=0.3, seed=1, steps=12)]
-    params += [asked(confidence_eos_eot_inf=True, logits_eos_inf=True), asked(logprobs=2, return_order=True)]
+    params = [
+        asked(),
+        asked(temperature=0.7, seed=3, top_k=5),
+        asked(unmasking="entropy"),
+        asked(steps=12),
+    ]
+    params += [
+        asked(logit_bias={3: 2.0, 5: -1.0}, min_tokens=9),
+        asked(alg_temp=0.3, seed=1, steps=12),
+    ]
+    params += [
+        asked(confidence_eos_eot_inf=True, logits_eos_inf=True),
+        asked(logprobs=2, return_order=True),
+    ]
     prompts = PROMPTS * 2
     expected = [answer(output) for output in generate(llm, prompts, params)]
     set_steps_per_dispatch(llm, 8, monkeypatch)
@@ -76,36 +110,62 @@ def test_between_its_steps_no_device_is_waited_for(engine, monkeypatch, method, 
             return step(*args)
 
     monkeypatch.setattr(runner.denoiser, "_step", watched)
-    for output, (own, logprobs) in zip(generate(llm, prompts, params), expected, strict=True):
+    for output, (own, logprobs) in zip(
+        generate(llm, prompts, params), expected, strict=True
+    ):
         assert answer(output) == (own, pytest.approx(logprobs, abs=1e-4))
     assert max(lengths) >= 3
     # Alone, a request runs the steps of a block that reuse its cache in one go.
     lengths.clear()
     generate(llm, PROMPTS[:1], asked(logprobs=1))
     evicts = "retention_ratio" in options
-    runs = {"none": [8], "sparse": [1, 1, 6], "dkv": [1, 1, 6], "es_dllm": [1, 1, 6] if evicts else [1, 7]}
+    runs = {
+        "none": [8],
+        "sparse": [1, 1, 6],
+        "dkv": [1, 1, 6],
+        "es_dllm": [1, 1, 6] if evicts else [1, 7],
+    }
     assert lengths == runs.get(method, [1, 7]) * 3
 
 
-@pytest.mark.parametrize("method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"])
+@pytest.mark.parametrize(
+    "method", ["none", "dual", "sparse", "prefix", "dllm_cache", "dkv"]
+)
 def test_steps_of_a_rule_run_ahead_at_the_pace_of_the_last(engine, monkeypatch, method):
     """Those behind a block's end fill nothing, and are neither reported nor counted."""
     llm = engine(method)
-    params = [asked(threshold=0.02), asked(threshold=0.3), asked(threshold=0.05, gen_length=16), asked(factor=0.5)]
+    params = [
+        asked(threshold=0.02),
+        asked(threshold=0.3),
+        asked(threshold=0.05, gen_length=16),
+        asked(factor=0.5),
+    ]
     expected = generate(llm, PROMPTS, params)
     set_steps_per_dispatch(llm, 8, monkeypatch)
     lengths = count_runs(runner_of(llm), monkeypatch)
-    for prompts, wanted in ([PROMPTS, range(4)], [PROMPTS[1:2], [1]], [PROMPTS[:1], [0]]):
-        for output, i in zip(generate(llm, prompts, [params[i] for i in wanted]), wanted, strict=True):
+    for prompts, wanted in (
+        [PROMPTS, range(4)],
+        [PROMPTS[1:2], [1]],
+        [PROMPTS[:1], [0]],
+    ):
+        for output, i in zip(
+            generate(llm, prompts, [params[i] for i in wanted]), wanted, strict=True
+        ):
             assert output.outputs[0].token_ids == expected[i].outputs[0].token_ids
             figures, single = (o.outputs[0].diffusion for o in (output, expected[i]))
-            assert replace(figures, pages_held=0) == replace(single, pages_held=0)  # of steps that do not come to run
+            assert replace(figures, pages_held=0) == replace(
+                single, pages_held=0
+            )  # of steps that do not come to run
     assert (max(lengths) > 1) == (method in ("none", "dual", "sparse", "prefix"))
     assert_nothing_left(llm)
 
 
-def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(engine, monkeypatch):
-    """The first request leaves room in front of the second. The third needs more, takes it, and then fails."""
+def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(
+    engine, monkeypatch
+):
+    """The first request leaves room in front of the second. The third needs more, takes
+    it, and then fails.
+    """
     llm = engine("dual")
     params = [asked(gen_length=8), asked(), asked(gen_length=64, logprobs=1)]
     expected = generate(llm, PROMPTS[1:2], asked())[0].outputs[0].token_ids
@@ -117,7 +177,11 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(e
     starts = set()
 
     def see():
-        starts.update(c.start for c in store.canvases.values() if c.spec.prompt_length == len(PROMPTS[1]))
+        starts.update(
+            c.start
+            for c in store.canvases.values()
+            if c.spec.prompt_length == len(PROMPTS[1])
+        )
 
     run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 0, 12], after_step=see)
     assert len(starts) == 2

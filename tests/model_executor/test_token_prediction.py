@@ -1,4 +1,6 @@
-"""Predicted tokens and their statistics. Shards of the vocabulary are in ``tests/distributed``."""
+"""Predicted tokens and their statistics. Shards of the vocabulary are in
+``tests/distributed``.
+"""
 
 from types import SimpleNamespace
 
@@ -9,7 +11,11 @@ from dllm_engine import DiffusionParams
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor import head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
-from dllm_engine.model_executor.token_prediction import GREEDY, SamplingSettings, TokenPredictor
+from dllm_engine.model_executor.token_prediction import (
+    GREEDY,
+    SamplingSettings,
+    TokenPredictor,
+)
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, best_of_class
 from dllm_engine.scheduler.request import TokenBias
 from tests.support.engines import generate, runner_of
@@ -19,21 +25,34 @@ MASK = 140
 
 
 def random_logits(rows: int = 9, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+    return (
+        torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
+    )
 
 
 def predictor_of() -> TokenPredictor:
-    """Takes logits for hidden states, so that a test names the distribution it means."""
-    return TokenPredictor(lambda rows: VocabularyShard(rows, 0), VOCAB, MASK, SimpleNamespace(world_size=1))
+    """Takes logits for hidden states, so that a test names the
+    distribution it means.
+    """
+    return TokenPredictor(
+        lambda rows: VocabularyShard(rows, 0),
+        VOCAB,
+        MASK,
+        SimpleNamespace(world_size=1),
+    )
 
 
 def counters(rows: int) -> Counters:
-    return Counters(torch.full((rows,), 5), torch.full((rows,), 3), torch.arange(rows) + 20)
+    return Counters(
+        torch.full((rows,), 5), torch.full((rows,), 3), torch.arange(rows) + 20
+    )
 
 
 def predict(logits: torch.Tensor, settings: SamplingSettings, *, predictor=None):
     predictor = predictor_of() if predictor is None else predictor
-    return predictor.predict(logits, settings, counters(len(logits)), {"entropy", "margin"}, num_logprobs=4)
+    return predictor.predict(
+        logits, settings, counters(len(logits)), {"entropy", "margin"}, num_logprobs=4
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -69,16 +88,22 @@ def assert_same(got, expected, *names: str) -> None:
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rows_at_once", [0, 1, 4, 100])
-def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_at_once):
+def test_chunks_change_nothing_and_bound_the_logits(
+    monkeypatch, settings, rows_at_once
+):
     logits, predictor, sizes = random_logits(), predictor_of(), []
     logits[3, [10, 140, 149]] = 25.0  # of equal tokens the lowest is taken
     whole, compute = predict(logits, settings), predictor.compute_logits
     predictor.compute_logits = lambda rows: sizes.append(len(rows)) or compute(rows)
-    monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1)
+    monkeypatch.setattr(
+        head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB + VOCAB - 1
+    )
     got = predict(logits, settings, predictor=predictor)
     assert_same(got, whole, *STATISTICS)
     assert_same(got.logprobs, whole.logprobs, "token", "top", "rank")
-    assert torch.equal(got.logprobs.top_tokens[6:], whole.logprobs.top_tokens[6:]), "the first rows hold ties"
+    assert torch.equal(got.logprobs.top_tokens[6:], whole.logprobs.top_tokens[6:]), (
+        "the first rows hold ties"
+    )
     assert max(sizes) == min(max(rows_at_once, 1), 9)
     tokens = torch.tensor([0, 149, MASK, 7, 99, 100, 101, 3, 3])
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
@@ -87,7 +112,9 @@ def test_chunks_change_nothing_and_bound_the_logits(monkeypatch, settings, rows_
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("rows_at_once", [4, 100])
-def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, rows_at_once):
+def test_biases_are_added_to_all_but_log_probabilities(
+    monkeypatch, settings, rows_at_once
+):
     logits, biased = random_logits(9), []
     changed, generator = logits.clone(), torch.Generator().manual_seed(1)
     for first, stop in ((0, 4), (2, 9)):
@@ -96,14 +123,32 @@ def test_biases_are_added_to_all_but_log_probabilities(monkeypatch, settings, ro
         tokens = torch.randperm(VOCAB, generator=generator)[:20]
         numbers = torch.randn(20, generator=generator) * 5
         numbers[:3] = -torch.inf
-        biased.append(BiasedRows(rows, TokenBias(0, tuple(zip(tokens.tolist(), numbers.tolist(), strict=True)))))
-        changed[first:stop] = changed[first:stop].index_add(1, tokens, numbers.expand(stop - first, -1))
+        biased.append(
+            BiasedRows(
+                rows,
+                TokenBias(
+                    0, tuple(zip(tokens.tolist(), numbers.tolist(), strict=True))
+                ),
+            )
+        )
+        changed[first:stop] = changed[first:stop].index_add(
+            1, tokens, numbers.expand(stop - first, -1)
+        )
     expected = predict(changed, settings)
     plain = logits.log_softmax(-1)
     monkeypatch.setattr(head_chunks, "MAX_LOGITS_PER_CHUNK", rows_at_once * VOCAB)
-    got = predictor_of().predict(logits, settings, counters(9), {"entropy", "margin"}, num_logprobs=4, biased=biased)
+    got = predictor_of().predict(
+        logits,
+        settings,
+        counters(9),
+        {"entropy", "margin"},
+        num_logprobs=4,
+        biased=biased,
+    )
     assert_same(got, expected, *STATISTICS)
-    torch.testing.assert_close(got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0])
+    torch.testing.assert_close(
+        got.logprobs.token, plain.gather(1, got.token[:, None])[:, 0]
+    )
     torch.testing.assert_close(got.logprobs.top, plain.topk(4).values)
 
 
@@ -117,18 +162,37 @@ def test_a_probability_is_a_number_just_where_the_logits_are(settings):
     logits[3, 3:100] = -torch.inf
     logits[4, MASK] = torch.inf
     found = predict(logits, settings)
-    assert (found.probability < torch.inf).tolist() == [False, False, False, True, False, True]
+    assert (found.probability < torch.inf).tolist() == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
-@pytest.mark.parametrize(("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)])
-def test_logits_are_made_for_the_masked_positions_of_the_block_alone(engines, request, monkeypatch, family, rows):
-    """What may be unmasked in the current block, and nothing at a finished one. (Dream's first step of a block is about
-    its first position.)"""
+@pytest.mark.parametrize(
+    ("family", "rows"), [("llada", [8, 6, 4, 2] * 2), ("dream", [1, 7, 5, 3] * 2)]
+)
+def test_logits_are_made_for_the_masked_positions_of_the_block_alone(
+    engines, request, monkeypatch, family, rows
+):
+    """What may be unmasked in the current block, and nothing at a finished one.
+    (Dream's first step of a block is about its first position.)"""
     llm = engines(request.getfixturevalue(f"tiny_{family}"), cache_method="dllm_cache")
     predictor, found = runner_of(llm).rank.predictor, []
     compute = predictor.compute_logits
-    monkeypatch.setattr(predictor, "compute_logits", lambda hidden: found.append(len(hidden)) or compute(hidden))
-    generate(llm, [[3, 1, 4, 1, 5]], DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True))
+    monkeypatch.setattr(
+        predictor,
+        "compute_logits",
+        lambda hidden: found.append(len(hidden)) or compute(hidden),
+    )
+    generate(
+        llm,
+        [[3, 1, 4, 1, 5]],
+        DiffusionParams(gen_length=16, block_length=8, steps=8, ignore_eos=True),
+    )
     assert found == rows
 
 
@@ -139,7 +203,9 @@ def test_the_best_token_of_a_class_is_of_that_class_whatever_its_score(first):
     class_of = (torch.arange(VOCAB) // 50)[first:]
     scores[1] = -torch.inf
     scores[3, 1] = 99
-    score, column = best_of_class(scores, class_of, torch.tensor([0, 1, 2, -1]), forbidden_token=1)
+    score, column = best_of_class(
+        scores, class_of, torch.tensor([0, 1, 2, -1]), forbidden_token=1
+    )
     assert class_of[column[1:3]].tolist() == [1, 2]
     assert score[1] > -torch.inf
     assert score[0] == (scores[0, :50].max() if not first else -torch.inf)

@@ -1,4 +1,6 @@
-"""What a GPU's worker does before the first request, here on a CPU: with stand-ins for graphs and for compiling."""
+"""What a GPU's worker does before the first request, here on a CPU: with stand-ins for
+graphs and for compiling.
+"""
 
 import copy
 import re
@@ -22,14 +24,21 @@ def engine(engines, tiny_llada, tiny_sdar):
     def start(method):
         model = tiny_llada if method in FULL_METHODS else tiny_sdar
         sizes = {"page_size": 4, "max_model_len": 128, "max_num_seqs": 3}
-        return engines(model, cache_method=method, cache_options=SHORT_INTERVALS.get(method, {}), **sizes)
+        return engines(
+            model,
+            cache_method=method,
+            cache_options=SHORT_INTERVALS.get(method, {}),
+            **sizes,
+        )
 
     return start
 
 
 @pytest.fixture
 def warmed(engine, monkeypatch):
-    """``warmed(method, recorder)``: an engine that has recorded, until the test ends."""
+    """``warmed(method, recorder)``: an engine that has recorded, until
+    the test ends.
+    """
 
     def start(method, recorder):
         llm = engine(method)
@@ -44,8 +53,12 @@ def warmed(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["none", "dual"])
-def test_the_largest_batch_has_run_before_anything_is_recorded(engine, monkeypatch, method):
-    """vLLM's experts keep the memory of their largest batch. It must not grow once graphs use it."""
+def test_the_largest_batch_has_run_before_anything_is_recorded(
+    engine, monkeypatch, method
+):
+    """vLLM's experts keep the memory of their largest batch. It must not grow once
+    graphs use it.
+    """
     runner, ran = runner_of(engine(method)), []
     monkeypatch.setattr(runner, "profile_run", lambda: ran.append(method))
     WarmUp(runner).compile()
@@ -55,17 +68,32 @@ def test_the_largest_batch_has_run_before_anything_is_recorded(engine, monkeypat
 def test_the_largest_batch_has_the_rows_of_the_largest_graph(engine, monkeypatch):
     runner, rows = runner_of(engine("none")), []
     forward = runner.model.forward
-    monkeypatch.setattr(runner, "rank", replace(runner.rank, max_num_batched_tokens=130))
-    monkeypatch.setattr(runner.model, "forward", lambda ids, *others: rows.append(len(ids)) or forward(ids, *others))
+    monkeypatch.setattr(
+        runner, "rank", replace(runner.rank, max_num_batched_tokens=130)
+    )
+    monkeypatch.setattr(
+        runner.model,
+        "forward",
+        lambda ids, *others: rows.append(len(ids)) or forward(ids, *others),
+    )
     runner.profile_run()
     assert rows == [256]
 
 
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
-    prompts, params = [[5] * 40, [6] * 3, [7] * 64], DiffusionParams(gen_length=64, ignore_eos=True)
-    expected = [output.outputs[0].token_ids for output in generate(engine(method), prompts, params)]
-    engine(method).reset_prefix_cache()  # a warm-up writes to any page, since it comes before the first request
+    prompts, params = (
+        [[5] * 40, [6] * 3, [7] * 64],
+        DiffusionParams(gen_length=64, ignore_eos=True),
+    )
+    expected = [
+        output.outputs[0].token_ids
+        for output in generate(engine(method), prompts, params)
+    ]
+    engine(
+        method
+        # A warm-up writes to any page, since it comes before the first request.
+    ).reset_prefix_cache()
     recorder = FakeGraphs()
     llm = warmed(method, recorder)
     assert_nothing_left(llm)
@@ -73,11 +101,15 @@ def test_what_requests_of_the_defaults_need_is_recorded(engine, warmed, method):
 
     def recorded():
         """What needs no other length of prompt."""
-        return {size for size in graphs.forwards.graphs if size.reads} | graphs.fillings.graphs.keys()
+        return {
+            size for size in graphs.forwards.graphs if size.reads
+        } | graphs.fillings.graphs.keys()
 
     before = recorded()
     assert before
-    assert [output.outputs[0].token_ids for output in generate(llm, prompts, params)] == expected
+    assert [
+        output.outputs[0].token_ids for output in generate(llm, prompts, params)
+    ] == expected
     # Requests of `dkv` have fewer and fewer rows, each its own number.
     assert recorded() == before or method == "dkv"
     assert recorder.num_replayed >= replayed + 64
@@ -92,7 +124,11 @@ class Forgetful(FakeGraphs):
 
     def __call__(self, run, **options):
         replay, result = super().__call__(run, **options), copy.deepcopy(run())
-        return (lambda: result) if isinstance(result, tuple) == (self.graphs_of == "filling") else replay
+        return (
+            (lambda: result)
+            if isinstance(result, tuple) == (self.graphs_of == "filling")
+            else replay
+        )
 
 
 class Failing(FakeGraphs):
@@ -103,20 +139,42 @@ class Failing(FakeGraphs):
 @pytest.mark.parametrize(
     ("recorder", "said"),
     [
-        (Failing(), "recording failed with RuntimeError: operation not permitted when stream is capturing"),
-        (Forgetful("forward"), r"\d+ requests of \d+ rows are off by .* when they are replayed"),
-        (Forgetful("filling"), r"\d+ candidates are filled otherwise when that is replayed"),
+        (
+            Failing(),
+            "recording failed with RuntimeError: operation not permitted when stream "
+            "is capturing",
+        ),
+        (
+            Forgetful("forward"),
+            r"\d+ requests of \d+ rows are off by .* when they are replayed",
+        ),
+        (
+            Forgetful("filling"),
+            r"\d+ candidates are filled otherwise when that is replayed",
+        ),
     ],
     ids=["fails", "forward", "filling"],
 )
-def test_recordings_that_fail_or_differ_are_not_used(engine, warmed, monkeypatch, recorder, said):
-    prompts, params = [[5] * 40, [6] * 3], DiffusionParams(gen_length=24, block_length=8, ignore_eos=True)
-    expected = [output.outputs[0].token_ids for output in generate(engine("sparse"), prompts, params)]
+def test_recordings_that_fail_or_differ_are_not_used(
+    engine, warmed, monkeypatch, recorder, said
+):
+    prompts, params = (
+        [[5] * 40, [6] * 3],
+        DiffusionParams(gen_length=24, block_length=8, ignore_eos=True),
+    )
+    expected = [
+        output.outputs[0].token_ids
+        for output in generate(engine("sparse"), prompts, params)
+    ]
     warnings = []
-    monkeypatch.setattr(warm_up.logger, "warning", lambda text, *args: warnings.append(text % args))
+    monkeypatch.setattr(
+        warm_up.logger, "warning", lambda text, *args: warnings.append(text % args)
+    )
     llm = warmed("sparse", recorder)
     (warning,) = warnings
     assert re.search(said, warning), warning
     assert runner_of(llm).denoiser.graphs is None
-    assert [output.outputs[0].token_ids for output in generate(llm, prompts, params)] == expected
+    assert [
+        output.outputs[0].token_ids for output in generate(llm, prompts, params)
+    ] == expected
     assert_nothing_left(llm)

@@ -1,4 +1,6 @@
-"""What vLLM's workers use of a model runner: ours has it, or its worker never gets there."""
+"""What vLLM's workers use of a model runner: ours has it, or its worker never gets
+there.
+"""
 
 import ast
 import subprocess
@@ -16,7 +18,13 @@ from dllm_engine.model_executor.workers.gpu import DiffusionGPUWorker
 from tests.support.engines import generate, runner_of
 
 OURS = (
-    *("_dummy_run", "_dummy_pooler_run", "_dummy_sampler_run", "capture_model", "lora_config"),
+    *(
+        "_dummy_run",
+        "_dummy_pooler_run",
+        "_dummy_sampler_run",
+        "capture_model",
+        "lora_config",
+    ),
     *("eplb", "maybe_remove_all_loras", "needs_cudagraph_capture", "warming_up_model"),
 )
 NEVER_USED = dict.fromkeys(OURS, "only in methods that DiffusionWorker replaces") | {
@@ -29,12 +37,17 @@ NEVER_USED = dict.fromkeys(OURS, "only in methods that DiffusionWorker replaces"
 
 
 def used_of_a_runner(module: str):
-    """Reads the file alone: importing vLLM's CPU worker takes CUDA streams from the process."""
-    source = Path(find_spec(f"vllm.v1.worker.{module}").origin).read_text(encoding="utf-8")
+    """Reads the file alone: importing vLLM's CPU worker takes CUDA streams from the
+    process.
+    """
+    source = Path(find_spec(f"vllm.v1.worker.{module}").origin).read_text(
+        encoding="utf-8"
+    )
     return {
         node.attr
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.model_runner", "model_runner")
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node.value) in ("self.model_runner", "model_runner")
     }
 
 
@@ -53,7 +66,12 @@ def test_nothing_refers_to_a_gpu_worker_that_has_ended(monkeypatch):
 
 def test_weights_are_read_again_after_they_were_discarded(engines):
     """As by ``sleep(level=2)``, which vLLM has for GPUs only."""
-    llm = engines("demo", cache_method="freecache", guide_model="demo", kv_cache_memory_bytes=32 << 20)
+    llm = engines(
+        "demo",
+        cache_method="freecache",
+        guide_model="demo",
+        kv_cache_memory_bytes=32 << 20,
+    )
     params = DiffusionParams(gen_length=16, block_length=8, ignore_eos=True)
 
     def answer():
@@ -93,4 +111,6 @@ os._exit(0)
 
 def test_a_worker_ends_whose_engine_was_gone_before_it_looked():
     # Whoever has the pipe, the worker among them, keeps it open.
-    subprocess.run([sys.executable, "-c", LATE], stdout=subprocess.PIPE, timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, "-c", LATE], stdout=subprocess.PIPE, timeout=60, check=True
+    )

@@ -1,7 +1,9 @@
-"""A model over one buffer of keys and values for the whole canvas, as slow, plain PyTorch.
+"""A model over one buffer of keys and values for the whole canvas, as slow, plain
+PyTorch.
 
-Most cache methods are a choice of the rows that a forward pass computes and of the rows that it reads: what is computed
-overwrites its place in the buffer, everything else is read as it was left.
+Most cache methods are a choice of the rows that a forward pass computes and of the rows
+that it reads: what is computed overwrites its place in the buffer, everything else is
+read as it was left.
 """
 
 import math
@@ -13,7 +15,9 @@ from tests.oracles.decoding import Decoding
 
 
 class Buffer:
-    """Keys (rotated) and values ``[layer, position, KV head, element]``; NaN where nothing was computed yet."""
+    """Keys (rotated) and values ``[layer, position, KV head, element]``; NaN where
+    nothing was computed yet.
+    """
 
     def __init__(self, run: Decoding) -> None:
         self.run, self.model = run, run.model
@@ -24,13 +28,19 @@ class Buffer:
         """Of the last pass, by layer."""
 
     def forward(self, rows: Sequence[int], *read: Sequence[int]) -> torch.Tensor:
-        """Logits of ``rows``. They read the positions ``read``, of each layer where several lists are given."""
+        """Logits of ``rows``. They read the positions ``read``, of each layer where
+        several lists are given.
+        """
         rows, self.queries = list(rows), []
         x = self.model.embed(self.run.canvas)[rows]
         for number, layer in enumerate(self.model.layers):
-            q, self.k[number, rows], self.v[number, rows] = self.model.qkv(layer, x, rows)
+            q, self.k[number, rows], self.v[number, rows] = self.model.qkv(
+                layer, x, rows
+            )
             seen = list(read[number] if len(read) > 1 else read[0])
-            x = x + self.model.attention(layer, q, self.k[number, seen], self.v[number, seen])
+            x = x + self.model.attention(
+                layer, q, self.k[number, seen], self.v[number, seen]
+            )
             x = x + self.model.mlp(layer, x)
             self.queries.append(q)
         return self.logits(x, rows)

@@ -1,12 +1,14 @@
-"""Methods that are a choice of the rows to compute and to read (see ``Buffer``), as slow, plain PyTorch: none, block
-diffusion, Fast-dLLM's prefix and dual caches, dKV-Cache, FreeCache and d3LLM's cache.
+"""Methods that are a choice of the rows to compute and to read (see ``Buffer``), as
+slow, plain PyTorch: none, block diffusion, Fast-dLLM's prefix and dual caches,
+dKV-Cache, FreeCache and d3LLM's cache.
 
-The cache of block diffusion is exact, so that it shows in what is fed alone: each block is fed once more, with the
-first pass of the next.
+The cache of block diffusion is exact, so that it shows in what is fed alone: each block
+is fed once more, with the first pass of the next.
 
-With Fast-dLLM's caches every window starts with a pass over the whole canvas, unless ``dual`` refreshes less. Later
-passes of the window read everything else as that first pass left it. Where a refresh computes what is near, everything
-is read as the last pass left it that computed it, a finished block too, but for what SlowFast sampling cuts.
+With Fast-dLLM's caches every window starts with a pass over the whole canvas, unless
+``dual`` refreshes less. Later passes of the window read everything else as that first
+pass left it. Where a refresh computes what is near, everything is read as the last pass
+left it that computed it, a finished block too, but for what SlowFast sampling cuts.
 """
 
 from dataclasses import dataclass
@@ -18,10 +20,11 @@ from tests.oracles.decoding import Decoding
 
 @dataclass
 class Refreshes:
-    """Which refreshes compute the whole canvas, and what the others compute; no paper has this.
+    """Which refreshes compute the whole canvas, and what the others compute; no paper
+    has this.
 
-    The whole canvas is computed for a window unless it and the one before lie in the same interval of blocks and that
-    one had got as far as to retain something.
+    The whole canvas is computed for a window unless it and the one before lie in the
+    same interval of blocks and that one had got as far as to retain something.
     """
 
     run: Decoding
@@ -31,7 +34,11 @@ class Refreshes:
 
     def whole_is_due(self, update_delay: int) -> bool:
         run = self.run
-        if self.refresh == "all" or not run.running_before or run.steps_before <= update_delay:
+        if (
+            self.refresh == "all"
+            or not run.running_before
+            or run.steps_before <= update_delay
+        ):
             return True
         interval = run.running[-1] // self.prompt_refresh_interval
         return run.running_before[0] // self.prompt_refresh_interval != interval
@@ -48,7 +55,11 @@ class Refreshes:
 
     def never_renewed(self) -> list[int]:
         """What only passes over the whole canvas compute, without the window."""
-        return [p for p in range(self.renewed()[0]) if not self.run.window[0] <= p < self.run.window[1]]
+        return [
+            p
+            for p in range(self.renewed()[0])
+            if not self.run.window[0] <= p < self.run.window[1]
+        ]
 
 
 def plain_none(run: Decoding) -> None:
@@ -65,7 +76,10 @@ def plain_block(run: Decoding) -> None:
     kept = 0
     for step in run.passes():
         start, stop = run.window[0] - run.window[0] % run.block_length, run.window[1]
-        run.fill(run.model.logits(run.canvas[:stop], run.block_length), range(start if step else kept, stop))
+        run.fill(
+            run.model.logits(run.canvas[:stop], run.block_length),
+            range(start if step else kept, stop),
+        )
         kept = start
 
 
@@ -101,30 +115,44 @@ def plain_dual(run: Decoding, **options: Any) -> None:
 def plain_dkv(run: Decoding, *, refresh_interval: int = 8) -> None:
     """dKV-Cache-Decode.
 
-    LLaDA: steps 0 and 1 of a block and every ``refresh_interval``-th compute the whole canvas; the others what was
-    masked one step before. Dream: every ``refresh_interval``-th step computes the whole canvas; the others leave out
-    positions whose next token was known one step before, and the last position from step 2 on.
+    LLaDA: steps 0 and 1 of a block and every ``refresh_interval``-th compute the whole
+    canvas; the others what was masked one step before. Dream: every
+    ``refresh_interval``-th step computes the whole canvas; the others leave out
+    positions whose next token was known one step before, and the last position from
+    step 2 on.
     """
     buffer, last = Buffer(run), run.length - 1
     rows_of_next = whole = list(range(run.length))
     for step in run.passes():
-        refreshes = step % refresh_interval == 0 or (step == 1 and not run.model.is_dream)
-        last_predicting = run.cut - (run.model.is_dream and run.cut < run.length and not refreshes)
-        rows = [p for p in (whole if refreshes else rows_of_next) if p < last_predicting]
+        refreshes = step % refresh_interval == 0 or (
+            step == 1 and not run.model.is_dream
+        )
+        last_predicting = run.cut - (
+            run.model.is_dream and run.cut < run.length and not refreshes
+        )
+        rows = [
+            p for p in (whole if refreshes else rows_of_next) if p < last_predicting
+        ]
         rows_of_next = run.masked(0, run.length)
         if run.model.is_dream:
             masked = set(rows_of_next)
-            rows_of_next = [p for p in whole if (step == 0 if p == last else p + 1 in masked)]
+            rows_of_next = [
+                p for p in whole if (step == 0 if p == last else p + 1 in masked)
+            ]
         run.fill(buffer.forward(rows, range(run.cut)), rows)
 
 
-def plain_freecache(run: Decoding, *, include_suffix: bool = True, cache_block_length: int | None = None) -> None:
+def plain_freecache(
+    run: Decoding, *, include_suffix: bool = True, cache_block_length: int | None = None
+) -> None:
     """Dream goes by its block rule, also if there is one block only."""
     run.window_alone = True
     prompt_length, size = len(run.prompt), cache_block_length or run.block_length
 
     def clean(first: int) -> int:
-        """Positions whose keys and values are cached when the window begins at ``first``."""
+        """Positions whose keys and values are cached when the window begins at
+        ``first``.
+        """
         return prompt_length + (first - prompt_length) // size * size
 
     buffer, num_layers = Buffer(run), len(run.model.layers)
@@ -145,7 +173,9 @@ def plain_freecache(run: Decoding, *, include_suffix: bool = True, cache_block_l
         run.fill(buffer.forward(fed, range(last_fed)), fed)
 
 
-def plain_delayed(run: Decoding, *, cache_delay: int = 1, refresh_interval: int = 10_000) -> None:
+def plain_delayed(
+    run: Decoding, *, cache_delay: int = 1, refresh_interval: int = 10_000
+) -> None:
     """d3LLM's cache: finished blocks are kept some passes after they were finished."""
     buffer, num_layers = Buffer(run), len(run.model.layers)
     blocks = [(0, len(run.prompt)), *run.blocks]
@@ -166,7 +196,9 @@ def plain_delayed(run: Decoding, *, cache_delay: int = 1, refresh_interval: int 
                 waits = True
                 if not run.model.is_dream:
                     break
-        refreshes = stores == kept and (not kept or waits or number % refresh_interval == 0)
+        refreshes = stores == kept and (
+            not kept or waits or number % refresh_interval == 0
+        )
         clean = 0 if refreshes else kept
         if stores > kept or (refreshes and kept):
             run.cut = run.length

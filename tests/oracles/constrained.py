@@ -1,6 +1,7 @@
 """Constrained responses as slow, plain PyTorch: every token in every state, no classes.
 
-A text is closed by an end token, after which only end tokens may follow. Masks without a prediction may be any token.
+A text is closed by an end token, after which only end tokens may follow. Masks without
+a prediction may be any token.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +16,15 @@ NOWHERE = -1
 class PlainConstraint:
     def __init__(self, packed: bytes, end_tokens: Iterable[int]) -> None:
         automaton = unpacked(packed)
-        class_of, next_state = torch.tensor(automaton.class_of).long(), torch.tensor(automaton.next_state).long()
+        class_of, next_state = (
+            torch.tensor(automaton.class_of).long(),
+            torch.tensor(automaton.next_state).long(),
+        )
         self.closed = len(next_state)
-        self.accepted = {*(q for q in range(self.closed) if automaton.accepting[q]), self.closed}
+        self.accepted = {
+            *(q for q in range(self.closed) if automaton.accepting[q]),
+            self.closed,
+        }
         self.following = torch.full((self.closed + 1, len(class_of)), NOWHERE)
         """The state after each token in each state."""
         spelling = class_of >= 0
@@ -34,13 +41,17 @@ class PlainConstraint:
 
     def before(self, states: set[int], token: int | None) -> set[int]:
         """From which states ``token``, or any, leads to one of ``states``."""
-        columns = self.following if token is None else self.following[:, token : token + 1]
+        columns = (
+            self.following if token is None else self.following[:, token : token + 1]
+        )
         return {q for q, row in enumerate(columns.tolist()) if states.intersection(row)}
 
     def totals(self, rows: torch.Tensor, ends: set[int]) -> torch.Tensor:
-        """The largest sum of scores of a text with each token at each place, float64 ``[num_places, num_tokens]``.
+        """The largest sum of scores of a text with each token at each place, float64
+        ``[num_places, num_tokens]``.
 
-        ``rows``: the scores, float64 ``[num_places, num_tokens]``; ``ends``: states that the text may lead to.
+        ``rows``: the scores, float64 ``[num_places, num_tokens]``; ``ends``: states
+        that the text may lead to.
         """
         num_states = self.closed + 1
         spare = torch.where(self.following == NOWHERE, num_states, self.following)

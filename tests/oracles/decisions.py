@@ -9,7 +9,9 @@ from types import MappingProxyType
 import numpy as np
 
 Fields = dict[str, list[tuple[object, list[int]]]]
-"""Values of each field, and tokens that spell one; a value may be spelled in several ways."""
+"""Values of each field, and tokens that spell one; a value may be spelled in several
+ways.
+"""
 
 Spelling = tuple[int, tuple[int, ...]]
 """First position of a field's text in the response, and its tokens."""
@@ -34,8 +36,9 @@ def decide(
     ends: Iterable[int],
     committed: Mapping[str, Spelling] = MappingProxyType({}),
 ) -> PlainDecision:
-    """``literals``: tokens before each field, and behind the last. ``logprobs``: ``[num_positions, vocab_size]``, 0
-    where a token is given. ``ends`` fill up what is behind a shorter text. Earlier passes wrote ``committed``."""
+    """``literals``: tokens before each field, and behind the last. ``logprobs``:
+    ``[num_positions, vocab_size]``, 0 where a token is given. ``ends`` fill up what is
+    behind a shorter text. Earlier passes wrote ``committed``."""
     end = np.logaddexp.reduce(logprobs[:, [*ends]], axis=1, initial=-np.inf)
     scores, texts, spellings = [], [], []
     for spelled in product(*fields.values()):
@@ -47,24 +50,37 @@ def decide(
             sequence += tokens
         sequence += literals[-1]
         if committed.items() <= places.items():
-            scores.append(logprobs[range(len(sequence)), sequence].sum() + end[len(sequence) :].sum())
+            scores.append(
+                logprobs[range(len(sequence)), sequence].sum()
+                + end[len(sequence) :].sum()
+            )
             texts.append(spelled)
             spellings.append(places)
     shares = np.exp(np.array(scores) - np.logaddexp.reduce(scores))
-    probabilities: dict[str, dict[object, float]] = {name: defaultdict(float) for name in fields}
+    probabilities: dict[str, dict[object, float]] = {
+        name: defaultdict(float) for name in fields
+    }
     for share, spelled in zip(shares.tolist(), texts, strict=True):
         for name, (value, _) in zip(fields, spelled, strict=True):
             probabilities[name][value] += share
     best = int(shares.argmax())
     values = tuple(value for value, _ in texts[best])
     sureness = {
-        name: sum(share for share, places in zip(shares.tolist(), spellings, strict=True) if places[name] == spelling)
+        name: sum(
+            share
+            for share, places in zip(shares.tolist(), spellings, strict=True)
+            if places[name] == spelling
+        )
         for name, spelling in spellings[best].items()
     }
-    return PlainDecision(probabilities, values, spellings[best], sureness, float(shares[best]))
+    return PlainDecision(
+        probabilities, values, spellings[best], sureness, float(shares[best])
+    )
 
 
 def given_masked(template: Sequence[int | None], logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of masks, and 0 for all tokens of a given position, from logits of all positions."""
+    """Log-probabilities of masks, and 0 for all tokens of a given position, from logits
+    of all positions.
+    """
     logprobs = logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
     return np.where([[token is not None] for token in template], 0.0, logprobs)

@@ -1,4 +1,6 @@
-"""Every cache method as slow, plain PyTorch, by the engine's names of methods, options and request fields."""
+"""Every cache method as slow, plain PyTorch, by the engine's names of methods, options
+and request fields.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +24,9 @@ def decode(
     cache_options: dict[str, Any] | None = None,
     **asked: Any,
 ) -> Decoding:
-    """A whole response. ``asked`` are fields of ``DiffusionParams`` that ``Decoding`` has too."""
+    """A whole response. ``asked`` are fields of ``DiffusionParams`` that ``Decoding``
+    has too.
+    """
     options = dict(cache_options or {})
     assert asked.pop("ignore_eos", True), "plain responses are whole"
     if "retention_ratio" in asked:

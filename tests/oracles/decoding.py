@@ -1,16 +1,22 @@
-"""What a forward pass unmasks, as slow, plain Python: blocks, schedules, policies, sampling, parallel unmasking.
+"""What a forward pass unmasks, as slow, plain Python: blocks, schedules, policies,
+sampling, parallel unmasking.
 
-Also how close the closest decision of a run was, so that a test on random weights can tell a wrong engine from a coin
-toss. docs/methods.md says how the papers are read; this is what the code does not show at once:
+Also how close the closest decision of a run was, so that a test on random weights can
+tell a wrong engine from a coin toss. docs/methods.md says how the papers are read; this
+is what the code does not show at once:
 
-* Dream in blocks: a block's first pass fills its first position alone, outside the schedule and whatever the rule,
-  unless the block has but one pass. With ``tokens_per_step`` it does so only where no later pass can predict it.
-* ``response_template``: what is given was never masked. A block that has no mask to begin with takes no pass, blocks
-  share their masks out over the steps that they would have without given tokens, and end tokens have a logit of −∞
-  where something given follows.
-* A constraint: the predictions of a pass are the tokens of the most probable text, by the sum of logits with their
-  noise, that is accepted with what is decided. A confidence is that of this token, and a margin what it is ahead of the
-  best other by. It takes what has a logit of −∞ where nothing else is accepted, but no end token before ``min_tokens``.
+* Dream in blocks: a block's first pass fills its first position alone, outside the
+  schedule and whatever the rule, unless the block has but one pass. With
+  ``tokens_per_step`` it does so only where no later pass can predict it.
+* ``response_template``: what is given was never masked. A block that has no mask to
+  begin with takes no pass, blocks share their masks out over the steps that they would
+  have without given tokens, and end tokens have a logit of −∞ where something given
+  follows.
+* A constraint: the predictions of a pass are the tokens of the most probable text, by
+  the sum of logits with their noise, that is accepted with what is decided. A
+  confidence is that of this token, and a margin what it is ahead of the best other by.
+  It takes what has a logit of −∞ where nothing else is accepted, but no end token
+  before ``min_tokens``.
 """
 
 import math
@@ -26,18 +32,43 @@ import torch
 from tests.oracles.constrained import PlainConstraint
 from tests.oracles.models import PlainModel
 
-RULES = ("threshold", "factor", "entropy_bound", "entropy_budget", "margin", "entropy_threshold", "slow_fast")
+RULES = (
+    "threshold",
+    "factor",
+    "entropy_bound",
+    "entropy_budget",
+    "margin",
+    "entropy_threshold",
+    "slow_fast",
+)
 DOUBT = 1e30
 """The entropy of a position that comes after all others."""
 RULED_OUT = -1e9
 """What a constraint scores a token with whose logit is −∞."""
 Uniform = Callable[[int, int], torch.Tensor]
-"""Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas position)."""
+"""Uniform numbers in (0, 1), float64 ``[vocabulary]``, for a (forward pass, canvas
+position).
+"""
 
 
-SLOW_FAST = {"span_steps": 6, "span_threshold": 0.3, "span_window": 2, "span_variance": 1}
-SLOW_FAST |= {"slow_threshold": 0.9, "fast_threshold": 0.9, "slow_minimum": 1, "fast_minimum": 1}
-SLOW_FAST_OF_DREAM = SLOW_FAST | {"span_threshold": 0.1, "slow_threshold": 0.8, "slow_minimum": 2, "fast_minimum": 2}
+SLOW_FAST = {
+    "span_steps": 6,
+    "span_threshold": 0.3,
+    "span_window": 2,
+    "span_variance": 1,
+}
+SLOW_FAST |= {
+    "slow_threshold": 0.9,
+    "fast_threshold": 0.9,
+    "slow_minimum": 1,
+    "fast_minimum": 1,
+}
+SLOW_FAST_OF_DREAM = SLOW_FAST | {
+    "span_threshold": 0.1,
+    "slow_threshold": 0.8,
+    "slow_minimum": 2,
+    "fast_minimum": 2,
+}
 
 
 class Scored(NamedTuple):
@@ -51,17 +82,23 @@ class Scored(NamedTuple):
 
 
 def gap(a: float, b: float, floor: float = 1e-2) -> float:
-    """The relative difference of two numbers that are not compared to more digits than float32 has."""
+    """The relative difference of two numbers that are not compared to more digits than
+    float32 has.
+    """
     return abs(a - b) / max(abs(a), abs(b), floor)
 
 
 def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
-    """Every block gets a step; the others are shared by the tokens that a block has beyond one, largest fractions up.
+    """Every block gets a step; the others are shared by the tokens that a block has
+    beyond one, largest fractions up.
 
     Of equal fractions the earlier block's goes up.
     """
     beyond_one = sum(sizes) - len(sizes)
-    exact = [1 + Fraction((steps - len(sizes)) * (size - 1), max(beyond_one, 1)) for size in sizes]
+    exact = [
+        1 + Fraction((steps - len(sizes)) * (size - 1), max(beyond_one, 1))
+        for size in sizes
+    ]
     shared = [math.floor(share) for share in exact]
     while sum(shared) < steps and beyond_one:
         fractions = [share - given for share, given in zip(exact, shared, strict=True)]
@@ -70,7 +107,9 @@ def steps_per_block(steps: int, sizes: list[int]) -> list[int]:
 
 
 def dream_share(steps: int, step: int) -> torch.Tensor:
-    """The share of the masked positions that a step of Dream's schedule fills before its last one."""
+    """The share of the masked positions that a step of Dream's schedule fills before
+    its last one.
+    """
     t = torch.linspace(1, 1e-3, steps + 1)
     return 1 - t[step + 1] / t[step]
 
@@ -105,7 +144,9 @@ class Decoding:
     uniform: Uniform | None = None
     """The random numbers of a temperature above 0."""
     order_noise: Callable[[int, int], float] | None = None
-    """Those of the policies ``random`` and ``origin`` and of ``alg_temp``, for a (forward pass, canvas position)."""
+    """Those of the policies ``random`` and ``origin`` and of ``alg_temp``, for a
+    (forward pass, canvas position).
+    """
     top_p: float = 1.0
     top_k: int = 0
     delay_eos: bool = False
@@ -137,7 +178,9 @@ class Decoding:
     fills_computed: bool = False
     """Whether some masked positions of the window have no row."""
     predicts_window: bool = False
-    """Whether a pass also predicts what it may not fill of the window behind the first position that it may."""
+    """Whether a pass also predicts what it may not fill of the window behind the first
+    position that it may.
+    """
 
     def __post_init__(self) -> None:
         self.by_blocks = self.model.block_length is not None
@@ -146,13 +189,21 @@ class Decoding:
         if self.by_blocks:
             before -= before % self.block_length
             self.early_stop = False
-            behind = -(start + self.gen_length) % self.block_length if self.model.whole_blocks else 0
+            behind = (
+                -(start + self.gen_length) % self.block_length
+                if self.model.whole_blocks
+                else 0
+            )
         template = self.template = self.response_template or [None] * self.gen_length
-        given = [i for i, token in enumerate(template, len(self.prompt)) if token is not None]
+        given = [
+            i for i, token in enumerate(template, len(self.prompt)) if token is not None
+        ]
         self.last_given = max(given, default=0)
         self.first_end = start + self.min_tokens
         self.every_end = [*self.model.end_tokens, *self.model.turn_ends]
-        self.canvas = self.prompt + [self.model.mask if token is None else token for token in template]
+        self.canvas = self.prompt + [
+            self.model.mask if token is None else token for token in template
+        ]
         self.canvas += [self.model.mask] * behind
         self.length = len(self.canvas)
         self.blocks = [
@@ -163,20 +214,30 @@ class Decoding:
             self.threshold = None
         if self.slow_fast is not None:
             self.unmasking = "low_confidence"
-            self.slow_fast = (SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST) | self.slow_fast
-        self.unscheduled = self.block_add_threshold is not None or self.slow_fast is not None
+            self.slow_fast = (
+                SLOW_FAST_OF_DREAM if self.model.is_dream else SLOW_FAST
+            ) | self.slow_fast
+        self.unscheduled = (
+            self.block_add_threshold is not None or self.slow_fast is not None
+        )
         """Whether blocks have no number of steps."""
         self.dream_sampler = self.model.is_dream
-        """Whether a pass fills by Dream's schedule and begins a block with its first position."""
+        """Whether a pass fills by Dream's schedule and begins a block with its first
+        position.
+        """
         self.strict = whole = self.by_blocks and self.model.whole_blocks
         """Whether a confidence of ``threshold`` itself is not enough."""
-        self.plain_constraint = self.constraint and PlainConstraint(self.constraint, self.stop_token_ids)
+        self.plain_constraint = self.constraint and PlainConstraint(
+            self.constraint, self.stop_token_ids
+        )
         self.cut = self.length
         """Where the canvas ends for the running pass."""
         self.may_fill: tuple[int, int] | None = None
         """The part of the window that the running pass may fill; None: all of it."""
         self.passing, self.enough = 0.0, 1
-        """The confidence that lets a position pass, and how many must have it, else it is one."""
+        """The confidence that lets a position pass, and how many must have it, else it
+        is one.
+        """
         self.watches = False
         self.confident: list[int] = []
         """Positions that the last pass which watches found confident."""
@@ -184,7 +245,9 @@ class Decoding:
         self.parallel = any(getattr(self, rule) is not None for rule in RULES)
         sizes = [end - first for first, end in self.blocks]
         self.masks_of = [len(self.masked(*block)) for block in self.blocks]
-        self.steps_of = steps_per_block(sum(sizes) if self.steps is None else self.steps, sizes)
+        self.steps_of = steps_per_block(
+            sum(sizes) if self.steps is None else self.steps, sizes
+        )
         if self.entropy_budget is not None:
             self.steps_per_block = None
         if self.steps_per_block:
@@ -192,7 +255,9 @@ class Decoding:
             self.masks_of = sizes if whole else self.masks_of
             self.steps_of = [min(self.steps_per_block, size) for size in sizes]
         if self.tokens_per_step:
-            self.steps_of = [math.ceil(masks / self.tokens_per_step) for masks in self.masks_of]
+            self.steps_of = [
+                math.ceil(masks / self.tokens_per_step) for masks in self.masks_of
+            ]
 
     @property
     def tokens(self) -> list[int]:
@@ -203,7 +268,9 @@ class Decoding:
 
     @property
     def draws_tempered(self) -> bool:
-        """Whether temperature and filters make a distribution of their own, as in Dream's code."""
+        """Whether temperature and filters make a distribution of their own, as in
+        Dream's code.
+        """
         return self.model.is_dream or self.top_p < 1 or self.top_k > 0
 
     @property
@@ -217,10 +284,16 @@ class Decoding:
         if self.by_blocks:
             return list(range(self.window[1]))
         blocks = len(self.blocks) if self.suffix_blocks is None else self.suffix_blocks
-        return list(range(min(self.window[1] + blocks * self.block_length, self.length, self.cut)))
+        return list(
+            range(
+                min(self.window[1] + blocks * self.block_length, self.length, self.cut)
+            )
+        )
 
     def passes(self) -> Iterator[int]:
-        """The step since a block joined, of each forward pass until the response is done."""
+        """The step since a block joined, of each forward pass until the response is
+        done.
+        """
         last = len(self.blocks) - 1
         while self.model.mask in self.tokens:
             if self.early_stop and self.tokens[-1] in self.stop_token_ids:
@@ -229,8 +302,14 @@ class Decoding:
                 last = self.running[-1]
             while self.running[-1] < last and self.next_joins():
                 if self.step:
-                    self.running_before, self.steps_before, self.step = self.running, self.step, 0
-                self.running = [b for b in self.running if self.masked(*self.blocks[b])] + [self.running[-1] + 1]
+                    self.running_before, self.steps_before, self.step = (
+                        self.running,
+                        self.step,
+                        0,
+                    )
+                self.running = [
+                    b for b in self.running if self.masked(*self.blocks[b])
+                ] + [self.running[-1] + 1]
                 self.spans = self.block_by_spans()
                 if self.masked(*self.window):
                     break
@@ -239,7 +318,9 @@ class Decoding:
             self.step += 1
 
     def block_by_spans(self) -> Iterator[None]:
-        """Sets, before each pass of the running block, what SlowFast sampling lets it fill and see."""
+        """Sets, before each pass of the running block, what SlowFast sampling lets it
+        fill and see.
+        """
         options = self.slow_fast
         if options is None:
             while True:
@@ -251,24 +332,40 @@ class Decoding:
             lengths: list[int] = []
             length = None
             for _ in range(int(options["span_steps"])):
-                self.cut, self.may_fill, self.watches = self.length, (first, block_end), length is None
-                self.passing, self.enough = options["slow_threshold"], int(options["slow_minimum"])
+                self.cut, self.may_fill, self.watches = (
+                    self.length,
+                    (first, block_end),
+                    length is None,
+                )
+                self.passing, self.enough = (
+                    options["slow_threshold"],
+                    int(options["slow_minimum"]),
+                )
                 yield
                 if length is None:
                     lengths.append(1 + max([first, *self.confident]) - start)
-                    length = self.stable_length(lengths, width, options["span_variance"])
+                    length = self.stable_length(
+                        lengths, width, options["span_variance"]
+                    )
             if length is None:
                 mean = statistics.mean(lengths[-width:])
-                length = max(round(mean), 1) if self.model.is_dream else math.floor(mean)
+                length = (
+                    max(round(mean), 1) if self.model.is_dream else math.floor(mean)
+                )
             end = start + length
             self.may_fill, self.watches = (first, end), False
-            self.passing, self.enough = options["fast_threshold"], int(options["fast_minimum"])
+            self.passing, self.enough = (
+                options["fast_threshold"],
+                int(options["fast_minimum"]),
+            )
             while self.masked(first, end):
                 yield
                 self.cut = end
             first = end
 
-    def stable_length(self, lengths: list[int], width: int, variance: float) -> int | None:
+    def stable_length(
+        self, lengths: list[int], width: int, variance: float
+    ) -> int | None:
         """The last of so many, if they vary little."""
         latest = lengths[-width:]
         if len(latest) < width:
@@ -287,22 +384,33 @@ class Decoding:
         first, end = self.blocks[self.running[-1]]
         left = len(self.masked(first, end))
         return not left or (
-            self.block_add_threshold is not None and 1 - left / (end - first) >= self.block_add_threshold
+            self.block_add_threshold is not None
+            and 1 - left / (end - first) >= self.block_add_threshold
         )
 
     def masked(self, first: int, end: int) -> list[int]:
-        return [position for position in range(first, end) if self.canvas[position] == self.model.mask]
+        return [
+            position
+            for position in range(first, end)
+            if self.canvas[position] == self.model.mask
+        ]
 
     @property
     def counts_of_last_pass(self) -> range:
         """Of each token that the last pass unmasked, how many were unmasked with it."""
         known = sum(map(len, self.order))
-        return range(known - len(self.order[-1]) + 1, known + 1) if self.order else range(0)
+        return (
+            range(known - len(self.order[-1]) + 1, known + 1)
+            if self.order
+            else range(0)
+        )
 
     def decided(self, margin: float) -> None:
         self.closest = min(self.closest, margin)
 
-    def largest(self, scores: dict[int, float], count: int, floor: float = 1e-2) -> list[int]:
+    def largest(
+        self, scores: dict[int, float], count: int, floor: float = 1e-2
+    ) -> list[int]:
         """The keys of the ``count`` largest scores, of equal ones the first."""
         ordered = sorted(scores, key=lambda key: -scores[key])
         if 0 < count < len(ordered):
@@ -310,7 +418,9 @@ class Decoding:
         return ordered[:count]
 
     def fill(self, logits: torch.Tensor, fed: Sequence[int]) -> None:
-        """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which was fed some positions."""
+        """Unmask by the raw logits ``[canvas, vocabulary]`` of the running pass, which
+        was fed some positions.
+        """
         self.predict(logits, fed)
         self.choose()
 
@@ -321,12 +431,24 @@ class Decoding:
         self.predicted = self.candidates()
         if self.alone and not self.fills_computed:
             self.predicted = [self.window[0]]
-        of_window = self.masked(self.predicted[0], self.window[1]) if self.predicts_window else self.predicted
-        self.prior = self.density(self.certainty_sigma) if self.certainty_sigma is not None else None
+        of_window = (
+            self.masked(self.predicted[0], self.window[1])
+            if self.predicts_window
+            else self.predicted
+        )
+        self.prior = (
+            self.density(self.certainty_sigma)
+            if self.certainty_sigma is not None
+            else None
+        )
         self.held = self.held_to_constraint(of_window) if self.plain_constraint else {}
-        """The tokens of the pass's predictions that the constraint asks for, by canvas position."""
+        """The tokens of the pass's predictions that the constraint asks for, by canvas
+        position.
+        """
         if self.fills_computed:
-            self.predicted = [p for p in self.predicted if not self.row(p).isnan().any()]
+            self.predicted = [
+                p for p in self.predicted if not self.row(p).isnan().any()
+            ]
 
     def choose(self) -> None:
         """Unmask some of the positions that were predicted."""
@@ -337,12 +459,18 @@ class Decoding:
         scored.sort(key=lambda s: (-s.confidence, s.position))
         num_masked = len(self.candidates())
         if self.unmasking == "origin" and not self.alone:
-            self.commit([entry for entry in scored if entry.confidence < self.ratio(num_masked)])
+            self.commit(
+                [entry for entry in scored if entry.confidence < self.ratio(num_masked)]
+            )
             return
         if self.alone:
             count = 1
         elif self.parallel:
-            least = self.count_by_schedule(num_masked) if self.steps_per_block else self.tokens_per_step or 0
+            least = (
+                self.count_by_schedule(num_masked)
+                if self.steps_per_block
+                else self.tokens_per_step or 0
+            )
             count = max(self.count_by_rule(scored), least)
         else:
             count = self.tokens_per_step or self.count_by_schedule(num_masked)
@@ -357,7 +485,9 @@ class Decoding:
         self.commit(chosen)
 
     def decide_between(self, scored: list[Scored], count: int) -> None:
-        if 0 < count < len(scored) and not all(self.comes_last(entry.token) for entry in scored[count - 1 : count + 1]):
+        if 0 < count < len(scored) and not all(
+            self.comes_last(entry.token) for entry in scored[count - 1 : count + 1]
+        ):
             self.decided(gap(scored[count - 1].confidence, scored[count].confidence))
 
     def commit(self, chosen: list[Scored]) -> None:
@@ -370,13 +500,17 @@ class Decoding:
         """Where a pass with a rule fills one position at least."""
         if self.unscheduled and self.window_alone and self.begins_masked():
             return self.window[0], self.window[0] + 1
-        return next(self.blocks[b] for b in self.running if self.masked(*self.blocks[b]))
+        return next(
+            self.blocks[b] for b in self.running if self.masked(*self.blocks[b])
+        )
 
     def watch(self) -> None:
         """Remember where SlowFast sampling sees how far the model is confident."""
         measured = {p: self.measured(p) for p in self.predicted}
         bound = self.slow_fast["span_threshold"]
-        self.confident = [p for p, confidence in measured.items() if confidence >= bound]
+        self.confident = [
+            p for p, confidence in measured.items() if confidence >= bound
+        ]
         for confidence in measured.values():
             self.decided(gap(confidence, bound))
 
@@ -397,26 +531,53 @@ class Decoding:
         return count + (self.step < rest)
 
     def begins_alone(self) -> bool:
-        """Whether the pass fills the window's first position alone, unless the block has but one pass."""
-        in_blocks = self.window_alone or (len(self.blocks) > 1 and not self.tokens_per_step)
+        """Whether the pass fills the window's first position alone, unless the block
+        has but one pass.
+        """
+        in_blocks = self.window_alone or (
+            len(self.blocks) > 1 and not self.tokens_per_step
+        )
         counted = self.tokens_per_step or self.steps_per_block
-        several_passes = self.steps_of[self.running[0]] > 1 or (self.parallel and not counted)
-        return self.begins_masked() and in_blocks and several_passes and not self.unscheduled
+        several_passes = self.steps_of[self.running[0]] > 1 or (
+            self.parallel and not counted
+        )
+        return (
+            self.begins_masked()
+            and in_blocks
+            and several_passes
+            and not self.unscheduled
+        )
 
     def begins_masked(self) -> bool:
         """Whether Dream begins a window whose first position is masked."""
         first = self.window[0]
-        return self.dream_sampler and self.step == 0 and bool(self.masked(first, first + 1))
+        return (
+            self.dream_sampler
+            and self.step == 0
+            and bool(self.masked(first, first + 1))
+        )
 
     def held_to_constraint(self, predicted: list[int]) -> dict[int, int]:
-        """The tokens at ``predicted`` of the most probable way to complete the response, by canvas position."""
-        constraint, start, stop = self.plain_constraint, len(self.prompt), self.window[1]
+        """The tokens at ``predicted`` of the most probable way to complete the
+        response, by canvas position.
+        """
+        constraint, start, stop = (
+            self.plain_constraint,
+            len(self.prompt),
+            self.window[1],
+        )
         canvas = self.canvas[start : start + self.gen_length][: stop - start]
         ends = constraint.accepted
         for token in reversed(self.template[len(canvas) :]):
             ends = constraint.before(ends, token)
-        rows = torch.zeros(len(canvas), constraint.following.shape[1], dtype=torch.float64)
-        places = [p - start for p in predicted if p < start + len(canvas) and not self.row(p).isnan().any()]
+        rows = torch.zeros(
+            len(canvas), constraint.following.shape[1], dtype=torch.float64
+        )
+        places = [
+            p - start
+            for p in predicted
+            if p < start + len(canvas) and not self.row(p).isnan().any()
+        ]
         for place, token in enumerate(canvas):
             if token != self.model.mask:
                 rows[place] = -math.inf
@@ -424,7 +585,9 @@ class Decoding:
             elif place in places:
                 rows[place] = self.constrained_scores(start + place)
         tokens = {}
-        for place, row in zip(places, constraint.totals(rows, ends)[places], strict=True):
+        for place, row in zip(
+            places, constraint.totals(rows, ends)[places], strict=True
+        ):
             (best, second), (token, _) = row.topk(2)
             self.decided(gap(float(best), float(second)))
             tokens[start + place] = int(token)
@@ -444,35 +607,56 @@ class Decoding:
         return row
 
     def density(self, sigma: float) -> list[float]:
-        """How much of what is near each position of the response is known. All before the response is; what lies behind
-        it counts as its last position does."""
+        """How much of what is near each position of the response is known. All before
+        the response is; what lies behind it counts as its last position does."""
         known = [token != self.model.mask for token in self.canvas[len(self.prompt) :]]
         size = len(known)
         known = [True] * size + known + known[-1:] * size
-        weights = {d: math.exp(-(d**2) / (2 * sigma**2)) for d in range(-3 * size, 3 * size)}
+        weights = {
+            d: math.exp(-(d**2) / (2 * sigma**2)) for d in range(-3 * size, 3 * size)
+        }
         total = sum(weights.values())
-        return [sum(weights[size + p - j] for j in range(3 * size) if known[j]) / total for p in range(size)]
+        return [
+            sum(weights[size + p - j] for j in range(3 * size) if known[j]) / total
+            for p in range(size)
+        ]
 
     def measured(self, position: int) -> float:
-        """The confidence of a position by the running policy, or its token's probability where that is no
-        confidence; as if nothing were held back."""
-        instead = {"entropy": "maskgit_plus", "sequential": "maskgit_plus", "low_entropy": "low_confidence"}
-        return self.measure(position, instead.get(self.unmasking, self.unmasking)).confidence
+        """The confidence of a position by the running policy, or its token's
+        probability where that is no confidence; as if nothing were held back."""
+        instead = {
+            "entropy": "maskgit_plus",
+            "sequential": "maskgit_plus",
+            "low_entropy": "low_confidence",
+        }
+        return self.measure(
+            position, instead.get(self.unmasking, self.unmasking)
+        ).confidence
 
     def score(self, position: int) -> Scored:
-        """What the position would become, and its confidence by prior and policy; −∞ if it is held back."""
+        """What the position would become, and its confidence by prior and policy; −∞ if
+        it is held back.
+        """
         scored = self.measure(position, self.unmasking)
         if self.held_back(position, scored.token):
             return scored._replace(confidence=-math.inf)
         weight = self.prior[position - len(self.prompt)] if self.prior else 1.0
-        noise = -math.log(-math.log(self.order_noise(len(self.order), position))) if self.alg_temp else 0.0
-        return scored._replace(confidence=scored.confidence * weight + self.alg_temp * noise)
+        noise = (
+            -math.log(-math.log(self.order_noise(len(self.order), position)))
+            if self.alg_temp
+            else 0.0
+        )
+        return scored._replace(
+            confidence=scored.confidence * weight + self.alg_temp * noise
+        )
 
     def measure(self, position: int, policy: str) -> Scored:
         row = untempered = self.row(position)
         assert not row.isnan().any(), f"position {position} was not predicted"
         if self.draws_tempered:  # LLaDA's confidence is of the plain softmax
-            row = self._filtered(row / self.temperature if self.temperature > 0 else row)
+            row = self._filtered(
+                row / self.temperature if self.temperature > 0 else row
+            )
         # Gumbel-max: argmax of exp(logits) / (-log u)^T
         (best, second), tokens = self.noisy(row, position).topk(2)
         token, token_gap = int(tokens[0]), gap(float(best), float(second))
@@ -484,11 +668,17 @@ class Decoding:
             row[self.every_end] = untempered[self.every_end] = -math.inf
         plain, p = untempered.softmax(-1), row.softmax(-1)
         top = p.topk(2).values
-        noise = self.order_noise(len(self.order), position) if self.order_noise else math.nan
+        noise = (
+            self.order_noise(len(self.order), position)
+            if self.order_noise
+            else math.nan
+        )
         confidence = {
             "low_confidence": plain[token],
             "maskgit_plus": p[token],
-            "topk_margin": top[0] - top[1] if held is None or p[token] == top[0] else p[token] - top[0],
+            "topk_margin": top[0] - top[1]
+            if held is None or p[token] == top[0]
+            else p[token] - top[0],
             "entropy": (p * (p + 1e-10).log()).sum(),
             "low_entropy": (plain * (plain + 1e-10).log()).sum(),
             "sequential": -position,
@@ -496,7 +686,11 @@ class Decoding:
             "origin": noise,
         }[policy]
         if self.comes_last(token):
-            confidence = {"entropy": -DOUBT, "low_entropy": -DOUBT, "topk_margin": -1.0}.get(policy, confidence)
+            confidence = {
+                "entropy": -DOUBT,
+                "low_entropy": -DOUBT,
+                "topk_margin": -1.0,
+            }.get(policy, confidence)
         return Scored(float(confidence), position, token, token_gap)
 
     def comes_last(self, token: int) -> bool:
@@ -519,8 +713,13 @@ class Decoding:
     def noisy(self, row: torch.Tensor, position: int) -> torch.Tensor:
         score = row.double()
         if self.uniform is not None:
-            temperature = 1.0 if self.draws_tempered else self.temperature  # such rows are tempered already
-            score = score - temperature * (-self.uniform(len(self.order), position).log()).log()
+            temperature = (
+                1.0 if self.draws_tempered else self.temperature
+            )  # such rows are tempered already
+            score = (
+                score
+                - temperature * (-self.uniform(len(self.order), position).log()).log()
+            )
             score[self.model.mask] = -math.inf
         return score
 
@@ -531,13 +730,24 @@ class Decoding:
         return self.canvas[position - 1] == self.model.mask
 
     def count_by_rule(self, scored: list[Scored]) -> int:
-        """How many of the positions, in order of confidence, a rule of parallel unmasking lets through."""
-        doubts = [-entry.confidence for entry in scored]  # of some policies the entropies, ascending
+        """How many of the positions, in order of confidence, a rule of parallel
+        unmasking lets through.
+        """
+        doubts = [
+            -entry.confidence for entry in scored
+        ]  # of some policies the entropies, ascending
         if self.factor is not None:
-            values, bound, strict = [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)], self.factor, True
+            values, bound, strict = (
+                [(n + 1) * (1 + d) for n, d in enumerate(doubts, 1)],
+                self.factor,
+                True,
+            )
         elif self.entropy_bound is not None:  # the last of a set is its largest
             sums = [sum(doubts[:n]) for n in range(len(doubts))]
-            values = [DOUBT if n and doubts[n] == DOUBT else total for n, total in enumerate(sums)]
+            values = [
+                DOUBT if n and doubts[n] == DOUBT else total
+                for n, total in enumerate(sums)
+            ]
             bound, strict = self.entropy_bound, False
         elif self.entropy_budget is not None:
             values, bound, strict = list(accumulate(doubts)), self.entropy_budget, True
@@ -551,22 +761,32 @@ class Decoding:
             values, bound, strict = doubts, -self.margin, False
         for value in values:
             self.decided(gap(value, bound))
-        passing = [n for n, value in enumerate(values, 1) if value < bound or (value == bound and not strict)]
+        passing = [
+            n
+            for n, value in enumerate(values, 1)
+            if value < bound or (value == bound and not strict)
+        ]
         if passing and len(passing) >= self.enough:
             return max(passing)
         none = self.model.is_dream and self.entropy_threshold is not None
         return 0 if none else min(1, len(scored))
 
     def _filtered(self, row: torch.Tensor) -> torch.Tensor:
-        """The fewest likeliest tokens that have more than ``top_p`` together, and of those the ``top_k`` best."""
+        """The fewest likeliest tokens that have more than ``top_p`` together, and of
+        those the ``top_k`` best.
+        """
         ordered, tokens = row.sort(descending=True, stable=True)
         count = len(row)
         if self.top_p < 1:
             totals = ordered.softmax(-1).double().cumsum(0)
             count = min(count, 1 + int((totals <= self.top_p).sum()))
             for total in totals[:count].tolist():
-                self.decided(10 * gap(total, self.top_p))  # sums are exact to more digits
+                self.decided(
+                    10 * gap(total, self.top_p)
+                )  # sums are exact to more digits
         if 0 < self.top_k < count:
             self.decided(10 * gap(*ordered[self.top_k - 1 : self.top_k + 1].tolist()))
             count = self.top_k
-        return torch.full_like(row, torch.finfo(row.dtype).min).index_copy(0, tokens[:count], ordered[:count])
+        return torch.full_like(row, torch.finfo(row.dtype).min).index_copy(
+            0, tokens[:count], ordered[:count]
+        )

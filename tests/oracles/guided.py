@@ -1,20 +1,27 @@
-"""Guided Diffusion as slow, plain PyTorch: every draft by a full forward pass, every check by a fresh causal one.
+"""Guided Diffusion as slow, plain PyTorch: every draft by a full forward pass, every
+check by a fresh causal one.
 
 Readings where the paper leaves room:
 
-* The agreeing prefix is that of the drafted positions in order. A drafted token agrees if fewer than ``guide_top_k``
-  tokens have a higher logit in the guide's row; of tokens with the same logit the lower id ranks first.
-* Correction replaces every selected token by the guide's argmax, which it computed with the uncorrected draft before
-  it. That includes the token of ``guide_fallback="draft"``.
-* The guide never predicts the mask token. Dream's block rule and schedules do not apply; its shift does.
+* The agreeing prefix is that of the drafted positions in order. A drafted token agrees
+  if fewer than ``guide_top_k`` tokens have a higher logit in the guide's row; of tokens
+  with the same logit the lower id ranks first.
+* Correction replaces every selected token by the guide's argmax, which it computed with
+  the uncorrected draft before it. That includes the token of
+  ``guide_fallback="draft"``.
+* The guide never predicts the mask token. Dream's block rule and schedules do not
+  apply; its shift does.
 
 With a guide of another tokenizer (``Texts``), which the paper does not spell out:
 
-* A drafted token is read as all guide tokens that share a character with it. What has no text agrees never.
-* Bytes that are no valid UTF-8 are shown as the replacement character, one per maximal malformed part.
-* The guide's own token in its place: the guide's words from the drafted token's first byte on; of that text the longest
-  token of the diffusion model that begins it. The drafted token itself if the guide agrees with all of it, if no text
-  is left, or if the guide's word differs already before the drafted token's first byte.
+* A drafted token is read as all guide tokens that share a character with it. What has
+  no text agrees never.
+* Bytes that are no valid UTF-8 are shown as the replacement character, one per maximal
+  malformed part.
+* The guide's own token in its place: the guide's words from the drafted token's first
+  byte on; of that text the longest token of the diffusion model that begins it. The
+  drafted token itself if the guide agrees with all of it, if no text is left, or if the
+  guide's word differs already before the drafted token's first byte.
 """
 
 import math
@@ -29,7 +36,9 @@ from tests.oracles.decoding import Decoding, gap
 from tests.oracles.models import PlainModel
 
 Guide = Callable[[list[int]], torch.Tensor]
-"""Logits ``[len(ids), vocabulary]`` of a causal model: row i predicts token i + 1 from tokens 0 to i."""
+"""Logits ``[len(ids), vocabulary]`` of a causal model: row i predicts token i + 1 from
+tokens 0 to i.
+"""
 
 
 def rank(row: torch.Tensor, token: int) -> int:
@@ -51,11 +60,17 @@ class Judged(NamedTuple):
     def rank(self) -> float:
         if not self.read or len(self.rows) < len(self.read):
             return math.inf
-        return max(rank(row, token) for row, token in zip(self.rows, self.read, strict=True))
+        return max(
+            rank(row, token) for row, token in zip(self.rows, self.read, strict=True)
+        )
 
 
-def judge_tokens(guide: Guide, text: list[int], window: list[int], mask: int) -> list[Judged]:
-    """By a guide of the same tokenizer; ``text`` is the canvas up to the window's last position, drafts in place."""
+def judge_tokens(
+    guide: Guide, text: list[int], window: list[int], mask: int
+) -> list[Judged]:
+    """By a guide of the same tokenizer; ``text`` is the canvas up to the window's last
+    position, drafts in place.
+    """
     rows = guide(text).clone()
     if mask < rows.shape[1]:
         rows[:, mask] = -math.inf
@@ -77,10 +92,19 @@ class Texts:
     def judge(self, guide: Guide, text: list[int], window: list[int]) -> list[Judged]:
         """As ``judge_tokens``, for a guide that reads text."""
         shown = b""  # what it reads, where a special token takes a byte
-        read, ends = [], [0]  # its tokens, and where each of them ends, from the second on
-        characters: dict[int, tuple[int, int]] = {}  # those that a canvas position has bytes of: first and last byte
-        places: dict[int, int | None] = {}  # of its first byte; inside a replaced character it is nowhere
-        for special, run in groupby(range(len(text)), key=lambda i: text[i] in self.special):
+        read, ends = (
+            [],
+            [0],
+        )  # its tokens, and where each of them ends, from the second on
+        characters: dict[
+            int, tuple[int, int]
+        ] = {}  # those that a canvas position has bytes of: first and last byte
+        places: dict[
+            int, int | None
+        ] = {}  # of its first byte; inside a replaced character it is nowhere
+        for special, run in groupby(
+            range(len(text)), key=lambda i: text[i] in self.special
+        ):
             if special:
                 for i in run:
                     characters[i], places[i] = (len(shown), len(shown)), len(shown)
@@ -89,7 +113,9 @@ class Texts:
                     ends.append(len(shown))
                 continue
             start = len(shown)
-            data = [(byte, i) for i in run for byte in self.spelled.get(text[i], b"\xff")]
+            data = [
+                (byte, i) for i in run for byte in self.spelled.get(text[i], b"\xff")
+            ]
             while data:
                 character, taken = _first_character(bytes(byte for byte, _ in data[:4]))
                 for offset, (_, i) in enumerate(data[:taken]):
@@ -106,13 +132,30 @@ class Texts:
         rows, judged = guide(read), []
         for i in window:
             first, last = characters[i]
-            indices = [t for t in range(len(read)) if ends[t] <= last and first < ends[t + 1]]
-            tokens, predicting = [read[t] for t in indices], [rows[t - 1] for t in indices if t > 0]
+            indices = [
+                t for t in range(len(read)) if ends[t] <= last and first < ends[t + 1]
+            ]
+            tokens, predicting = (
+                [read[t] for t in indices],
+                [rows[t - 1] for t in indices if t > 0],
+            )
             before = None if places[i] is None else shown[ends[indices[0]] : places[i]]
-            judged.append(Judged(tokens, predicting, self._answer(text[i], tokens, predicting, before)))
+            judged.append(
+                Judged(
+                    tokens,
+                    predicting,
+                    self._answer(text[i], tokens, predicting, before),
+                )
+            )
         return judged
 
-    def _answer(self, draft: int, tokens: list[int], rows: list[torch.Tensor], before: bytes | None) -> int:
+    def _answer(
+        self,
+        draft: int,
+        tokens: list[int],
+        rows: list[torch.Tensor],
+        before: bytes | None,
+    ) -> int:
         """``before``: what of the first of the guide's tokens lies before the draft."""
         if len(rows) < len(tokens):
             return draft
@@ -131,7 +174,11 @@ class Texts:
         if before is None or not said.startswith(before):
             return draft
         rest = said[len(before) :]
-        fitting = [token for token, spelled in self.spelled.items() if spelled and rest.startswith(spelled)]
+        fitting = [
+            token
+            for token, spelled in self.spelled.items()
+            if spelled and rest.startswith(spelled)
+        ]
         return max(fitting, key=lambda token: len(self.spelled[token]), default=draft)
 
 
@@ -139,7 +186,9 @@ REPLACEMENT = "\ufffd".encode()
 
 
 def _first_character(data: bytes) -> tuple[bytes, int]:
-    """The first character of up to four bytes as it is shown, and how many of them it takes."""
+    """The first character of up to four bytes as it is shown, and how many of them it
+    takes.
+    """
     try:
         data.decode()
     except UnicodeDecodeError as error:
@@ -165,7 +214,9 @@ def plain_guided(
     response_template: list[int | None] | None = None,
 ) -> Decoding:
     """Decode with a guide, which reads text if there are ``texts``."""
-    run = Decoding(model, prompt_ids, gen_length, block_length, response_template=response_template)
+    run = Decoding(
+        model, prompt_ids, gen_length, block_length, response_template=response_template
+    )
     for _ in run.passes():
         window = run.masked(*run.window)[:speculation_length]
         predictions = model.predictions(run.canvas)[window]
@@ -173,9 +224,16 @@ def plain_guided(
         text = run.canvas[: window[-1] + 1]
         for position, draft in zip(window, drafts, strict=True):
             text[position] = draft
-        judged = texts.judge(guide, text, window) if texts else judge_tokens(guide, text, window, model.mask)
+        judged = (
+            texts.judge(guide, text, window)
+            if texts
+            else judge_tokens(guide, text, window, model.mask)
+        )
 
-        agreed = next((i for i, of_draft in enumerate(judged) if of_draft.rank >= guide_top_k), len(judged))
+        agreed = next(
+            (i for i, of_draft in enumerate(judged) if of_draft.rank >= guide_top_k),
+            len(judged),
+        )
         chosen = set(range(agreed))
         if guide_threshold is not None:
             for i, p in enumerate(predictions.softmax(-1).amax(-1).tolist()):
@@ -187,14 +245,20 @@ def plain_guided(
         for i in chosen:
             run.canvas[window[i]] = judged[i].answer if guided else drafts[i]
         run.order.append(sorted(window[i] for i in chosen))
-        assert model.mask not in [run.canvas[p] for p in run.order[-1]], "the diffusion model drafts its mask token"
+        assert model.mask not in [run.canvas[p] for p in run.order[-1]], (
+            "the diffusion model drafts its mask token"
+        )
 
         compared = set(range(min(agreed + 1, len(judged))))
         for i in compared:
             for row, token in zip(judged[i].rows, judged[i].read, strict=False):
                 ordered = row.sort(descending=True).values.tolist()
                 # The best one left out, or the last one let in.
-                rival = ordered[guide_top_k] if rank(row, token) < guide_top_k else ordered[guide_top_k - 1]
+                rival = (
+                    ordered[guide_top_k]
+                    if rank(row, token) < guide_top_k
+                    else ordered[guide_top_k - 1]
+                )
                 run.decided(gap(float(row[token]), rival))
         # The guide is causal: a correction depends on all drafts before it.
         before = set(range(max(chosen))) if guide_correction else set()

@@ -1,4 +1,5 @@
-"""All models as slow, plain PyTorch: one sequence at a time, nothing shared with the engine.
+"""All models as slow, plain PyTorch: one sequence at a time, nothing shared with the
+engine.
 
 Written from the papers' description of the models.
 """
@@ -33,39 +34,54 @@ PARTS = {
     "shared.up": ("", "shared_expert.up_proj"),
     "shared.down": ("", "shared_expert.down_proj"),
 }
-"""Parts of a layer: their names in LLaDA's checkpoints, and in those of the other families."""
+"""Parts of a layer: their names in LLaDA's checkpoints, and in those of the other
+families.
+"""
 LLADA2_PARTS = {
     "out": "attention.dense",
     "q_norm": "attention.query_layernorm",
     "k_norm": "attention.key_layernorm",
-    **{f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+    **{
+        f"shared.{part}": f"mlp.shared_experts.{part}_proj"
+        for part in ("gate", "up", "down")
+    },
 }
 """Those that LLaDA2 names otherwise."""
 
 
 @dataclass
 class Layer:
-    """Weights and biases by the names of ``PARTS``, as far as there are any; of expert 3, ``3.gate`` and so on."""
+    """Weights and biases by the names of ``PARTS``, as far as there are any; of expert
+    3, ``3.gate`` and so on.
+    """
 
     weights: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
     expert_bias: torch.Tensor | float
 
 
-def rope_speeds(config: dict[str, Any], width: int, longest: int = 0) -> tuple[torch.Tensor, float]:
-    """Angles per position of ``width`` numbers of a head, ``[width / 2]``, and what cosine and sine are times.
+def rope_speeds(
+    config: dict[str, Any], width: int, longest: int = 0
+) -> tuple[torch.Tensor, float]:
+    """Angles per position of ``width`` numbers of a head, ``[width / 2]``, and what
+    cosine and sine are times.
 
-    Scaled ones are transformers', by the names and in the one place that it has for them. ``dynamic`` is for sequences
-    up to the longest.
+    Scaled ones are transformers', by the names and in the one place that it has for
+    them. ``dynamic`` is for sequences up to the longest.
     """
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = {
+        **(config.get("rope_scaling") or {}),
+        **(config.get("rope_parameters") or {}),
+    }
     kind = rope.get("rope_type", rope.get("type", "default"))
     base = float(rope.get("rope_theta") or config["rope_theta"])
     if kind == "default":
         return base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), 1.0
     trained = config.get("max_sequence_length") or config["max_position_embeddings"]
     rope |= {"rope_type": kind, "rope_theta": base, "partial_rotary_factor": 1.0}
-    own = LlamaConfig(head_dim=width, max_position_embeddings=trained, rope_parameters=rope)
+    own = LlamaConfig(
+        head_dim=width, max_position_embeddings=trained, rope_parameters=rope
+    )
     return ROPE_INIT_FUNCTIONS[kind](own, torch.device("cpu"), seq_len=longest)
 
 
@@ -84,8 +100,13 @@ class PlainModel:
         self.longest = longest
         tensors: dict[str, torch.Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            tensors.update({name: tensor.float() for name, tensor in load_file(file).items()})
-        self.is_dream, is_llada2 = c["architectures"] == ["DreamModel"], c["model_type"] == "llada2_moe"
+            tensors.update(
+                {name: tensor.float() for name, tensor in load_file(file).items()}
+            )
+        self.is_dream, is_llada2 = (
+            c["architectures"] == ["DreamModel"],
+            c["model_type"] == "llada2_moe",
+        )
         self.block_length: int | None = c.get("block_size", 32 if is_llada2 else None)
         """Of the blocks that attention goes by."""
         self.whole_blocks = c["architectures"] != ["StableDiffcoderForCausalLM"]
@@ -94,46 +115,86 @@ class PlainModel:
         transformers_names = "hidden_size" in c
         if transformers_names:
             self.heads, self.kv_heads, num_layers = (
-                c[f"num_{name}"] for name in ("attention_heads", "key_value_heads", "hidden_layers")
+                c[f"num_{name}"]
+                for name in ("attention_heads", "key_value_heads", "hidden_layers")
             )
             embedding = "model.word_embeddings" if is_llada2 else "model.embed_tokens"
             norm, head, layer = "model.norm", "lm_head", "model.layers.{}."
         else:
-            self.heads, self.kv_heads, num_layers = (c[f"n_{name}"] for name in ("heads", "kv_heads", "layers"))
+            self.heads, self.kv_heads, num_layers = (
+                c[f"n_{name}"] for name in ("heads", "kv_heads", "layers")
+            )
             root = "model.transformer."
-            embedding, norm, head, layer = root + "wte", root + "ln_f", root + "ff_out", root + "blocks.{}."
-        self.embedding, self.norm = tensors[f"{embedding}.weight"], tensors[f"{norm}.weight"]
+            embedding, norm, head, layer = (
+                root + "wte",
+                root + "ln_f",
+                root + "ff_out",
+                root + "blocks.{}.",
+            )
+        self.embedding, self.norm = (
+            tensors[f"{embedding}.weight"],
+            tensors[f"{norm}.weight"],
+        )
         tied = c["tie_word_embeddings" if transformers_names else "weight_tying"]
         self.head = self.embedding if tied else tensors[f"{head}.weight"]
         self.layers = []
         for i in range(num_layers):
             prefix = layer.format(i)
-            names = {part: prefix + both[transformers_names] for part, both in PARTS.items()}
-            names |= {part: prefix + name for part, name in LLADA2_PARTS.items() if is_llada2}
+            names = {
+                part: prefix + both[transformers_names] for part, both in PARTS.items()
+            }
+            names |= {
+                part: prefix + name for part, name in LLADA2_PARTS.items() if is_llada2
+            }
             for n in range(c.get("num_experts", 0)):
-                names |= {f"{n}.{part}": f"{prefix}mlp.experts.{n}.{part}_proj" for part in ("gate", "up", "down")}
+                names |= {
+                    f"{n}.{part}": f"{prefix}mlp.experts.{n}.{part}_proj"
+                    for part in ("gate", "up", "down")
+                }
             weights, biases = (
-                {part: tensors[f"{name}.{kind}"] for part, name in names.items() if f"{name}.{kind}" in tensors}
+                {
+                    part: tensors[f"{name}.{kind}"]
+                    for part, name in names.items()
+                    if f"{name}.{kind}" in tensors
+                }
                 for kind in ("weight", "bias")
             )
             if "qkv" in weights:
-                fused = weights.pop("qkv").split([n * c["head_dim"] for n in (self.heads, *[self.kv_heads] * 2)])
+                fused = weights.pop("qkv").split(
+                    [n * c["head_dim"] for n in (self.heads, *[self.kv_heads] * 2)]
+                )
                 weights |= dict(zip("qkv", fused, strict=True))
-            bias = tensors.get(f"{prefix}mlp.expert_bias", tensors.get(f"{prefix}mlp.gate.expert_bias", 0.0))
+            bias = tensors.get(
+                f"{prefix}mlp.expert_bias",
+                tensors.get(f"{prefix}mlp.gate.expert_bias", 0.0),
+            )
             self.layers.append(Layer(weights, biases, bias))
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         return self.embedding[torch.tensor(ids)]
 
-    def qkv(self, layer: Layer, x: torch.Tensor, positions: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """Queries and keys (both rotated) and values ``[row, head, element]`` of hidden states ``[row, width]``."""
+    def qkv(
+        self, layer: Layer, x: torch.Tensor, positions: Sequence[int]
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries and keys (both rotated) and values ``[row, head, element]`` of hidden
+        states ``[row, width]``.
+        """
         y = self._rms_norm(x, layer.weights["attn_norm"])
         q, k, v = (
-            (y @ layer.weights[part].T + layer.biases.get(part, 0)).unflatten(-1, (heads, -1))
-            for part, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+            (y @ layer.weights[part].T + layer.biases.get(part, 0)).unflatten(
+                -1, (heads, -1)
+            )
+            for part, heads in (
+                ("q", self.heads),
+                ("k", self.kv_heads),
+                ("v", self.kv_heads),
+            )
         )
         if "q_norm" in layer.weights:
-            q, k = self._rms_norm(q, layer.weights["q_norm"]), self._rms_norm(k, layer.weights["k_norm"])
+            q, k = (
+                self._rms_norm(q, layer.weights["q_norm"]),
+                self._rms_norm(k, layer.weights["k_norm"]),
+            )
         return self._rotate(q, positions), self._rotate(k, positions), v
 
     def attention(
@@ -144,11 +205,17 @@ class PlainModel:
         values: torch.Tensor,
         visible: Sequence[Sequence[int]] | None = None,
     ) -> torch.Tensor:
-        """What the attention adds to the rows of ``q``; ``visible`` are the keys that each KV head sees (None: all)."""
+        """What the attention adds to the rows of ``q``; ``visible`` are the keys that
+        each KV head sees (None: all).
+        """
         outs = []
         for h in range(self.heads):
             g = h * self.kv_heads // self.heads
-            k, v = (keys, values) if visible is None else (t[list(visible[g])] for t in (keys, values))
+            k, v = (
+                (keys, values)
+                if visible is None
+                else (t[list(visible[g])] for t in (keys, values))
+            )
             outs.append(attention_weights(q, k, h) @ v[:, g])
         return torch.cat(outs, dim=-1) @ layer.weights["out"].T
 
@@ -158,7 +225,9 @@ class PlainModel:
 
         def gated(y: torch.Tensor, prefix: str) -> torch.Tensor:
             gate = y @ w[f"{prefix}gate"].T
-            return (gate * torch.sigmoid(gate) * (y @ w[f"{prefix}up"].T)) @ w[f"{prefix}down"].T
+            return (gate * torch.sigmoid(gate) * (y @ w[f"{prefix}up"].T)) @ w[
+                f"{prefix}down"
+            ].T
 
         if "router" not in w:
             return gated(y, "")
@@ -167,7 +236,9 @@ class PlainModel:
             shares, chosen = self._shares_by_group(y @ w["router"].T, layer.expert_bias)
         else:
             shares = (y @ w["router"].T).softmax(-1) + layer.expert_bias
-            chosen = shares.argsort(descending=True)[:, : self.config["num_experts_per_tok"]]
+            chosen = shares.argsort(descending=True)[
+                :, : self.config["num_experts_per_tok"]
+            ]
             if self.config.get("norm_topk_prob"):
                 shares = shares / shares.gather(1, chosen).sum(-1, keepdim=True)
         for n in chosen.unique().tolist():
@@ -175,15 +246,20 @@ class PlainModel:
             added[rows] += shares[rows, n, None] * gated(y[rows], f"{n}.")
         return added
 
-    def _shares_by_group(self, logits: torch.Tensor, bias: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
-        """LLaDA2: weights of all experts for each row, and those that it goes through; a row at a time. LLaDA2.2: the
-        rows of a block go through the experts that are the best for any of them."""
+    def _shares_by_group(
+        self, logits: torch.Tensor, bias: torch.Tensor | float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """LLaDA2: weights of all experts for each row, and those that it goes through;
+        a row at a time. LLaDA2.2: the rows of a block go through the experts that are
+        the best for any of them."""
         c, all_shares, chosen = self.config, [], []
         capacity, length = c.get("expert_capacity"), self.block_length
         for i, scores in enumerate(logits.sigmoid()):
             biased = (scores + bias).tolist()
             size = len(biased) // c["n_group"]
-            groups = [range(start, start + size) for start in range(0, len(biased), size)]
+            groups = [
+                range(start, start + size) for start in range(0, len(biased), size)
+            ]
             groups.sort(key=lambda group: -sum(sorted(biased[n] for n in group)[-2:]))
             allowed = [n for group in groups[: c["topk_group"]] for n in group]
             if capacity:
@@ -200,32 +276,50 @@ class PlainModel:
         return self._rms_norm(x, self.norm) @ self.head.T
 
     def logits(self, ids: list[int], block_length: int | None = None) -> torch.Tensor:
-        """Raw logits ``[len(ids), vocabulary]``, not shifted. ``block_length``: another one than the config's."""
+        """Raw logits ``[len(ids), vocabulary]``, not shifted. ``block_length``: another
+        one than the config's.
+        """
         x = self.embed(ids)
         length = block_length or self.block_length or len(ids)
         for layer in self.layers:
             q, k, v = self.qkv(layer, x, range(len(ids)))
             # A block sees itself and those before it.
-            blocks = [slice(start, min(start + length, len(ids))) for start in range(0, len(ids), length)]
-            x = x + torch.cat([self.attention(layer, q[b], k[: b.stop], v[: b.stop]) for b in blocks])
+            blocks = [
+                slice(start, min(start + length, len(ids)))
+                for start in range(0, len(ids), length)
+            ]
+            x = x + torch.cat(
+                [self.attention(layer, q[b], k[: b.stop], v[: b.stop]) for b in blocks]
+            )
             x = x + self.mlp(layer, x)
         return self.predict(x)
 
     def predictions(self, ids: list[int]) -> torch.Tensor:
-        """Logits that predict each position: Dream's come from the position before (its first from itself)."""
+        """Logits that predict each position: Dream's come from the position before (its
+        first from itself).
+        """
         raw = self.logits(ids)
         return torch.cat([raw[:1], raw[:-1]]) if self.is_dream else raw
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * weight
+        return (
+            x
+            / (x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+            * weight
+        )
 
     def _rotate(self, x: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
-        """RoPE in the half-split layout: element i turns together with element i + d/2. LLaDA2 turns a part alone."""
+        """RoPE in the half-split layout: element i turns together with element i + d/2.
+        LLaDA2 turns a part alone.
+        """
         turned = int(x.shape[-1] * (self.config.get("partial_rotary_factor") or 1))
         x, rest = x[..., :turned], x[..., turned:]
         half = turned // 2
         speed, scale = rope_speeds(self.config, turned, self.longest)
         angle = torch.tensor(list(positions), dtype=torch.float64)[:, None] * speed
-        cos, sin = (angle.cos() * scale).float()[:, None], (angle.sin() * scale).float()[:, None]
+        cos, sin = (
+            (angle.cos() * scale).float()[:, None],
+            (angle.sin() * scale).float()[:, None],
+        )
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)

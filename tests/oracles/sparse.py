@@ -1,8 +1,9 @@
 """Sparse-dLLM as slow, plain PyTorch.
 
-Where a refresh computes less than the canvas (``Refreshes``), what only whole refreshes compute and the rest are two
-sets of candidates. The first gives its share of them, rounded down, when the whole canvas is computed; the second what
-is missing to the share of both.
+Where a refresh computes less than the canvas (``Refreshes``), what only whole refreshes
+compute and the rest are two sets of candidates. The first gives its share of them,
+rounded down, when the whole canvas is computed; the second what is missing to the share
+of both.
 """
 
 from typing import Any
@@ -27,7 +28,11 @@ def plain_sparse(
     **options: Any,
 ) -> None:
     run.window_alone = True
-    buffer, refreshes, num_layers = Buffer(run), Refreshes(run, **options), len(run.model.layers)
+    buffer, refreshes, num_layers = (
+        Buffer(run),
+        Refreshes(run, **options),
+        len(run.model.layers),
+    )
     retained_by_block = run.traces["retained_positions"] = []
     kept: list[list[int]] = [[]] * num_layers
     due = True
@@ -35,7 +40,12 @@ def plain_sparse(
         block = list(range(*run.window))
         if step > update_delay:
             block = [p for p in block if p < run.cut]
-            run.fill(buffer.forward(block, *(sorted(k + block) for k in retained_by_block[-1])), block)
+            run.fill(
+                buffer.forward(
+                    block, *(sorted(k + block) for k in retained_by_block[-1])
+                ),
+                block,
+            )
             continue
         if step == update_delay:
             run.cut = run.length
@@ -47,21 +57,42 @@ def plain_sparse(
             rows = refreshes.renewed()
         logits = buffer.forward(rows, *(sorted({*k, *rows}) for k in kept))
         if step == update_delay:
-            old, new = refreshes.never_renewed(), [p for p in refreshes.renewed() if p not in block]
+            old, new = (
+                refreshes.never_renewed(),
+                [p for p in refreshes.renewed() if p not in block],
+            )
             behind = block[-1] if scope == "prefix" else run.length
             candidates = [[p for p in part if p < behind] for part in (old, new)]
             always = [p for p in (old if due else []) + new if p > behind]
             of_old = int(len(candidates[0]) * retention_ratio)
             of_new = int(len(candidates[0] + candidates[1]) * retention_ratio) - of_old
             retained = []
-            for number, (keys, q) in enumerate(zip(buffer.k, buffer.queries, strict=True)):
+            for number, (keys, q) in enumerate(
+                zip(buffer.k, buffer.queries, strict=True)
+            ):
                 of_block, votes = q[[list(rows).index(p) for p in block]], None
                 if scorer != "mean_query":  # such methods compute the whole canvas
-                    votes = votes_of(q[voters_of(scorer, run, observation_window)], keys[rows], len(rows)).mean(0)
+                    votes = votes_of(
+                        q[voters_of(scorer, run, observation_window)],
+                        keys[rows],
+                        len(rows),
+                    ).mean(0)
                 if due:
-                    chosen = select(run, of_block, keys, candidates[0], of_old, pool_kernel_size, votes)
-                    kept[number : number + 1] = [sorted(chosen + [p for p in old if p > behind])]
-                chosen = select(run, of_block, keys, candidates[1], of_new, pool_kernel_size, votes)
+                    chosen = select(
+                        run,
+                        of_block,
+                        keys,
+                        candidates[0],
+                        of_old,
+                        pool_kernel_size,
+                        votes,
+                    )
+                    kept[number : number + 1] = [
+                        sorted(chosen + [p for p in old if p > behind])
+                    ]
+                chosen = select(
+                    run, of_block, keys, candidates[1], of_new, pool_kernel_size, votes
+                )
                 retained.append(sorted({*kept[number], *chosen, *always}))
             retained_by_block.append(retained)
         run.fill(logits, rows)
@@ -76,11 +107,13 @@ def select(
     kernel_size: int,
     votes: torch.Tensor | None = None,
 ) -> list[int]:
-    """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row, head, element]`` or by
-    ``votes``, ascending."""
+    """The ``count`` candidates that a layer retains, by the mean of ``queries`` ``[row,
+    head, element]`` or by ``votes``, ascending."""
     floor = 1.0 if votes is None else 1e-2
     if votes is None:
         by_head = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
         votes = (by_head * queries.mean(0)).sum(-1).mean(-1)
-    scores = dict(zip(candidates, pooled(votes[candidates].tolist(), kernel_size), strict=True))
+    scores = dict(
+        zip(candidates, pooled(votes[candidates].tolist(), kernel_size), strict=True)
+    )
     return sorted(run.largest(scores, count, floor))

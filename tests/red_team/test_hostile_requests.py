@@ -1,5 +1,5 @@
-"""Requests that no client should send, to a real server: each gets an answer, none an internal error, and the server
-goes on as before."""
+"""Requests that no client should send, to a real server: each gets an answer, none an
+internal error, and the server goes on as before."""
 
 import http.client
 import json
@@ -21,8 +21,16 @@ SECONDS = 30
 """Far above what any of these answers takes."""
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD = {
-    CHAT: {"model": "demo", "messages": [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}], "max_tokens": 8},
-    COMPLETIONS: {"model": "demo", "prompt": "Tom=48. Ida=07. Give: Ida", "max_tokens": 8},
+    CHAT: {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "Tom=48. Ida=07. Give: Ida"}],
+        "max_tokens": 8,
+    },
+    COMPLETIONS: {
+        "model": "demo",
+        "prompt": "Tom=48. Ida=07. Give: Ida",
+        "max_tokens": 8,
+    },
 }
 
 
@@ -61,12 +69,16 @@ def unharmed(server):
     yield
     assert texts(server) == before
     values = scrape(server.url)
-    assert values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    assert (
+        values["vllm:num_requests_running"] == values["vllm:num_requests_waiting"] == 0
+    )
     assert values["vllm:dllm_pages_reserved"] == 0
 
 
 def check(answer: tuple[int, bytes], sent: object) -> None:
-    """An answer, or a refusal that says what is wrong; 501 is that of a route of vLLM which the model does not have."""
+    """An answer, or a refusal that says what is wrong; 501 is that of a route of vLLM
+    which the model does not have.
+    """
     status, body = answer
     shown = f"{json.dumps(sent)[:500]} was answered with {status}: {body[:500]!r}"
     assert status in (200, 501) or 400 <= status < 500, shown
@@ -77,35 +89,89 @@ def check(answer: tuple[int, bytes], sent: object) -> None:
         assert b'"code":500' not in body.replace(b" ", b""), shown
 
 
-ODD_NUMBERS = [0, -1, 1, 2, 17, 2**31, 10**12, 2**63, -(2**63), 10**30, 10**400, 0.0, -0.5, 0.5, 1.5, 1e308, 5e-324]
+ODD_NUMBERS = [
+    0,
+    -1,
+    1,
+    2,
+    17,
+    2**31,
+    10**12,
+    2**63,
+    -(2**63),
+    10**30,
+    10**400,
+    0.0,
+    -0.5,
+    0.5,
+    1.5,
+    1e308,
+    5e-324,
+]
 ODD_NUMBERS += [math.nan, math.inf, -math.inf]
-ODD_TEXTS = ["", " ", "step", "best", "0", "1", "nan", "../../etc/passwd", "file:///etc/passwd", "\0", "\ud800"]
+ODD_TEXTS = [
+    "",
+    " ",
+    "step",
+    "best",
+    "0",
+    "1",
+    "nan",
+    "../../etc/passwd",
+    "file:///etc/passwd",
+    "\0",
+    "\ud800",
+]
 ODD_TEXTS += ["é漢😀", "x" * 5000]
 SCALARS = st.one_of(
-    st.none(), st.booleans(), st.sampled_from(ODD_NUMBERS), st.integers(-40, 40), st.floats(),
-    st.sampled_from(ODD_TEXTS), st.text(max_size=8),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.sampled_from(ODD_NUMBERS),
+    st.integers(-40, 40),
+    st.floats(),
+    st.sampled_from(ODD_TEXTS),
+    st.text(max_size=8),
+)
 VALUES = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 OPTIONS = st.sampled_from(
-    [*RequestOptions.model_fields, "cfg_scale", "kv_transfer_params", "kv_cache_report_mode", "", "x"]
+    [
+        *RequestOptions.model_fields,
+        "cfg_scale",
+        "kv_transfer_params",
+        "kv_cache_report_mode",
+        "",
+        "x",
+    ]
 )
 
 
 @pytest.fixture
 def bounded(request):
-    """``bounded(count)``: so many examples, the same in each run; ``--red-team N`` draws N times as many."""
+    """``bounded(count)``: so many examples, the same in each run; ``--red-team N``
+    draws N times as many.
+    """
     times = request.config.getoption("red_team")
-    same = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+    same = {
+        "derandomize": True,
+        "deadline": None,
+        "database": None,
+        "suppress_health_check": list(HealthCheck),
+    }
     return lambda count: settings(max_examples=times * count, **same)
 
 
 @pytest.fixture
 def ask_with_odd_values(server, bounded):
-    def ask_all(path: str, plausible: dict, odd: st.SearchStrategy, count: int = 40) -> None:
+    def ask_all(
+        path: str, plausible: dict, odd: st.SearchStrategy, count: int = 40
+    ) -> None:
         @bounded(count)
         @given(odd, st.booleans())
         def fuzz(fields, stream):
@@ -119,8 +185,14 @@ def ask_with_odd_values(server, bounded):
 
 KEYWORDS = "type properties items enum const anyOf $ref required minLength pattern minimum".split()
 SCHEMAS = st.recursive(
-    SCALARS | st.sampled_from(["object", "array", "string", "integer", "#/$defs/a", "(a", "[a-z]{1,999}"]),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+    SCALARS
+    | st.sampled_from(
+        ["object", "array", "string", "integer", "#/$defs/a", "(a", "[a-z]{1,999}"]
+    ),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 STRUCTURES = "regex choice json json_object grammar structural_tag whitespace".split()
@@ -138,13 +210,28 @@ def structured(name: str, value: object, kind: str) -> dict[str, object]:
 
 
 STRUCTURED = st.builds(
-    structured, st.sampled_from([*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]), SCHEMAS, FORMATS
+    structured,
+    st.sampled_from(
+        [*STRUCTURES, *["tools"] * 8, "json_schema", "format", "structures"]
+    ),
+    SCHEMAS,
+    FORMATS,
 )
-STANDARD = {CHAT: [*ChatCompletionRequest.model_fields], COMPLETIONS: [*CompletionRequest.model_fields]}
-OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(lambda odd: {"vllm_xargs": odd})
+STANDARD = {
+    CHAT: [*ChatCompletionRequest.model_fields],
+    COMPLETIONS: [*CompletionRequest.model_fields],
+}
+OURS = st.dictionaries(OPTIONS, VALUES, min_size=1, max_size=2).map(
+    lambda odd: {"vllm_xargs": odd}
+)
 ODD = {
     "our options": (150, lambda path: OURS),
-    "standard": (300, lambda path: st.dictionaries(st.sampled_from(STANDARD[path]), VALUES, min_size=1, max_size=2)),
+    "standard": (
+        300,
+        lambda path: st.dictionaries(
+            st.sampled_from(STANDARD[path]), VALUES, min_size=1, max_size=2
+        ),
+    ),
     "structured output": (200, lambda path: STRUCTURED),
 }
 """How many examples to draw, and the fields of a body for a path."""
@@ -158,12 +245,20 @@ def test_odd_values(ask_with_odd_values, path, odd):
 
 
 MALFORMED = [
-    b"", b"{", b"null", b"[]", b'"x"', b'{"model":', b"\xff\xfe", b"[" * 100_000, b'{"a":' * 50_000,
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b'{"model":',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a":' * 50_000,
     b'{"model":"demo","prompt":' + b"[" * 5000 + b"]" * 5000 + b"}",
     b'{"model":"demo","messages":' + b"[" * 5000 + b"]" * 5000 + b"}",
     b'{"model":"demo","prompt":"x","messages":[],"max_tokens":' + b"9" * 5000 + b"}",
     b'{"model":"demo","prompt":"x","messages":[],"temperature":1e999}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -173,16 +268,25 @@ def test_a_body_that_is_damaged_is_refused(server, bounded, path):
     @bounded(60)
     @given(st.integers(0, len(good) - 1), st.binary(max_size=3))
     def fuzz(position, piece):
-        check(post(server, path, good[:position] + piece + good[position + 1 :]), "a body with other bytes in it")
+        check(
+            post(server, path, good[:position] + piece + good[position + 1 :]),
+            "a body with other bytes in it",
+        )
         assert post(server, path, good[:position] + piece)[0] == 400
 
     fuzz()
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("text", ["Tom=48. " * 125_000, "x" * 1_000_000, "é漢😀" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["Tom=48. " * 125_000, "x" * 1_000_000, "é漢😀" * 100_000]
+)
 def test_a_prompt_of_a_megabyte_is_refused(server, path, text):
-    prompt = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    prompt = (
+        {"messages": [{"role": "user", "content": text}]}
+        if path == CHAT
+        else {"prompt": text}
+    )
     for stream in (False, True):
         status, answer = ask(server, path, GOOD[path] | prompt | {"stream": stream})
         assert status == 400
@@ -192,20 +296,31 @@ def test_a_prompt_of_a_megabyte_is_refused(server, path, text):
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_half_a_body_holds_nobody_up(server, path):
     body = json.dumps(GOOD[path]).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    )
     waiting = []
     for number in range(20):
-        connection = socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS)
-        connection.sendall(f"{head}Content-Length: {len(body) + 100}\r\n\r\n".encode() + body[: number * 5])
+        connection = socket.create_connection(
+            ("127.0.0.1", server.port), timeout=SECONDS
+        )
+        connection.sendall(
+            f"{head}Content-Length: {len(body) + 100}\r\n\r\n".encode()
+            + body[: number * 5]
+        )
         waiting.append(connection)
     for connection in waiting[:10]:
         connection.close()
-    assert ask(server, path, GOOD[path])[0] == 200, "while ten clients still owe the rest"
+    assert ask(server, path, GOOD[path])[0] == 200, (
+        "while ten clients still owe the rest"
+    )
     for connection in waiting[10:]:
         connection.close()
 
 
-def test_no_route_answers_an_odd_body_with_an_internal_error(server, ask_with_odd_values):
+def test_no_route_answers_an_odd_body_with_an_internal_error(
+    server, ask_with_odd_values
+):
     """Every route of the server, with what its schema asks for and odd values in it."""
     api = json.loads(post(server, "/openapi.json", b"", "GET")[1])
     schemas = api["components"]["schemas"]
@@ -217,13 +332,35 @@ def test_no_route_answers_an_odd_body_with_an_internal_error(server, ask_with_od
             answer = post(server, path, body)
             check(answer, f"{path}: {body[:80]!r}")
             assert path not in GOOD or answer[0] == 400, body[:80]
-        content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
+        content = (
+            operation.get("requestBody", {})
+            .get("content", {})
+            .get("application/json", {})
+        )
         reference = content.get("schema", {}).get("$ref", "").rsplit("/", 1)[-1]
-        fields = sorted(schemas.get(reference, {}).get("properties", ())) or ["new_data_parallel_size", "drain_timeout"]
-        plausible = {"model": "demo", "max_tokens": 4, "prompt": "x", "input": "x", "query": "x", "items": ["x"]}
-        plausible |= {"messages": [{"role": "user", "content": "x"}], "tokens": [5, 6], "label_token_ids": [5, 6]}
+        fields = sorted(schemas.get(reference, {}).get("properties", ())) or [
+            "new_data_parallel_size",
+            "drain_timeout",
+        ]
+        plausible = {
+            "model": "demo",
+            "max_tokens": 4,
+            "prompt": "x",
+            "input": "x",
+            "query": "x",
+            "items": ["x"],
+        }
+        plausible |= {
+            "messages": [{"role": "user", "content": "x"}],
+            "tokens": [5, 6],
+            "label_token_ids": [5, 6],
+        }
 
-        ask_with_odd_values(path, plausible, st.dictionaries(st.sampled_from(fields), VALUES, max_size=2))
+        ask_with_odd_values(
+            path,
+            plausible,
+            st.dictionaries(st.sampled_from(fields), VALUES, max_size=2),
+        )
 
 
 def test_files_named_in_requests_are_not_opened(server, tmp_path):
@@ -241,5 +378,9 @@ def test_files_named_in_requests_are_not_opened(server, tmp_path):
         status, answer = ask(server, path, GOOD[path] | odd)
         assert status == 400, answer
         assert b"swordfish" not in answer
-    for path in (f"/playground/..{secret}", f"/playground/{secret}", "/playground/%2e%2e/page.html"):
+    for path in (
+        f"/playground/..{secret}",
+        f"/playground/{secret}",
+        "/playground/%2e%2e/page.html",
+    ):
         assert post(server, path, b"", "GET")[0] == 404

@@ -1,7 +1,9 @@
-"""Random engines, random requests that come and are aborted at random: each answer is the one given alone.
+"""Random engines, random requests that come and are aborted at random: each answer is
+the one given alone.
 
-``--red-team N`` draws N times as many. The number in a test's name draws the same engine again. Two decisions closer
-than 1e-4 may go the other way in a batch: a rare failure in a long run may be such a tie, which the trace shows.
+``--red-team N`` draws N times as many. The number in a test's name draws the same
+engine again. Two decisions closer than 1e-4 may go the other way in a batch: a rare
+failure in a long run may be such a tie, which the trace shows.
 """
 
 import random
@@ -16,7 +18,13 @@ from dllm_engine.scheduler.options.request_fields import END_OPTIONS, PARALLEL_O
 from tests.support.engines import assert_nothing_left, generate, scheduler_of
 from tests.support.plans import draw_cache_options
 from tests.support.random_decisions import decision_params, random_decision
-from tests.support.random_requests import between_blocks, by_blocks, in_certain_order, in_spans, random_requests
+from tests.support.random_requests import (
+    between_blocks,
+    by_blocks,
+    in_certain_order,
+    in_spans,
+    random_requests,
+)
 from tests.support.sharded import assert_alike, run_and_abort, two_ranks
 from tests.support.tiny_checkpoints import VOCAB_SIZE, write_guide
 
@@ -28,8 +36,23 @@ pytestmark = pytest.mark.slow
 NUM_ENGINES, NUM_REQUESTS = 24, 14
 """Two engines of each cache method."""
 GUIDE_DECIDES = (
-    *("steps", "steps_per_block", "tokens_per_step", "unmasking", "certainty_sigma", *PARALLEL_OPTIONS),
-    *("block_add_threshold", "delay_eos", "logprobs", "alg_temp", "min_tokens", "logit_bias", *END_OPTIONS),
+    *(
+        "steps",
+        "steps_per_block",
+        "tokens_per_step",
+        "unmasking",
+        "certainty_sigma",
+        *PARALLEL_OPTIONS,
+    ),
+    *(
+        "block_add_threshold",
+        "delay_eos",
+        "logprobs",
+        "alg_temp",
+        "min_tokens",
+        "logit_bias",
+        *END_OPTIONS,
+    ),
 )
 """Options that a guided request cannot have."""
 MODELS: dict[Attention, list[str]] = {
@@ -50,9 +73,17 @@ def draw_model(draw: random.Random, method: str) -> str:
     return draw.choice(MODELS[draw.choice(CACHE_METHODS[method].attention)])
 
 
-def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> dict[str, Any]:
-    """Settings of an engine with scarce pages, rows or sequences, or plenty of them; with a ``guide`` or without."""
-    guided = guide is not None and method not in ("es_dllm", "d2_cache") and draw.random() < 0.4
+def draw_engine(
+    draw: random.Random, method: str, guide: str | None = None
+) -> dict[str, Any]:
+    """Settings of an engine with scarce pages, rows or sequences, or plenty of them;
+    with a ``guide`` or without.
+    """
+    guided = (
+        guide is not None
+        and method not in ("es_dllm", "d2_cache")
+        and draw.random() < 0.4
+    )
     keeps_for_good = CACHE_METHODS[method].keeps_for_good
     options = draw_cache_options(draw, method)
     if options.get("cache_block_length"):
@@ -67,25 +98,39 @@ def draw_engine(draw: random.Random, method: str, guide: str | None = None) -> d
         "steps_per_dispatch": draw.choice([1, 1, 4]),
         "trace": draw.random() < 0.5,  # without it, more steps run ahead
         "max_num_seqs": draw.choice([1, 3, 8, 64]),
-        "max_num_batched_tokens": draw.choice([64 if keeps_for_good else 256, 400, 2048]),
+        "max_num_batched_tokens": draw.choice(
+            [64 if keeps_for_good else 256, 400, 2048]
+        ),
         "kv_cache_memory_bytes": draw.choice([1 if keeps_for_good else 3, 4, 8]) << 20,
     }
 
 
 def draw_requests(
-    draw: random.Random, model: str, *, has_guide: bool = False, trims_suffix: bool = False
+    draw: random.Random,
+    model: str,
+    *,
+    has_guide: bool = False,
+    trims_suffix: bool = False,
 ) -> list[tuple[list[int], dict[str, Any]]]:
-    """Prompts and fields of ``DiffusionParams``; some requests sample, report log-probabilities or hold end tokens
-    back, or begin alike."""
+    """Prompts and fields of ``DiffusionParams``; some requests sample, report
+    log-probabilities or hold end tokens back, or begin alike."""
     requests, number = [], draw.randrange(1 << 30)
     drawn = random_requests(number, NUM_REQUESTS, model == "tiny_dream")
     if model in MODELS["block_causal"]:
-        drawn = between_blocks([([*range(draw.choice([0, 20, 70])), *prompt], asked) for prompt, asked in drawn])
+        drawn = between_blocks(
+            [
+                ([*range(draw.choice([0, 20, 70])), *prompt], asked)
+                for prompt, asked in drawn
+            ]
+        )
     else:
         drawn = in_spans(drawn, number)
     for prompt, asked in by_blocks(in_certain_order(drawn, number), number):
         # The scorer `random` draws too, so greedy requests need a seed as well.
-        asked = asked | {"ignore_eos": draw.random() < 0.7, "seed": draw.randrange(1 << 40)}
+        asked = asked | {
+            "ignore_eos": draw.random() < 0.7,
+            "seed": draw.randrange(1 << 40),
+        }
         if draw.random() < 0.3:
             asked["temperature"] = draw.choice([0.2, 1.0])
         if draw.random() < 0.2:
@@ -93,7 +138,10 @@ def draw_requests(
         if draw.random() < 0.2:
             asked["delay_eos"] = True
         if draw.random() < 0.2:
-            asked["logit_bias"] = {draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9) for _ in range(draw.choice([1, 40]))}
+            asked["logit_bias"] = {
+                draw.randrange(VOCAB_SIZE): draw.uniform(-9, 9)
+                for _ in range(draw.choice([1, 40]))
+            }
         if draw.random() < 0.2:
             asked["min_tokens"] = draw.randrange(asked["gen_length"] + 1)
         measures = asked["unmasking"] != "sequential"
@@ -106,9 +154,19 @@ def draw_requests(
         if has_guide and draw.random() < 0.3:
             asked["guided"] = False
         elif has_guide:
-            asked = {name: value for name, value in asked.items() if name not in GUIDE_DECIDES}
-            asked |= {"speculation_length": draw.choice([1, 3, 32]), "guide_top_k": draw.choice([1, 40])}
-            asked |= {"guide_fallback": draw.choice(["guide", "draft"]), "guide_correction": draw.random() < 0.3}
+            asked = {
+                name: value
+                for name, value in asked.items()
+                if name not in GUIDE_DECIDES
+            }
+            asked |= {
+                "speculation_length": draw.choice([1, 3, 32]),
+                "guide_top_k": draw.choice([1, 40]),
+            }
+            asked |= {
+                "guide_fallback": draw.choice(["guide", "draft"]),
+                "guide_correction": draw.random() < 0.3,
+            }
         if draw.random() < 0.15:
             decision, _, _ = random_decision(draw)
             asked = decision_params(decision, passes=draw.randint(1, 3))
@@ -116,8 +174,12 @@ def draw_requests(
     return requests
 
 
-def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[int, Any]:
-    """What the requests got that were not aborted; they join a few at a time, and one in five is aborted."""
+def answer_with_aborts(
+    llm: "LLM", requests: list, draw: random.Random
+) -> dict[int, Any]:
+    """What the requests got that were not aborted; they join a few at a time, and one
+    in five is aborted.
+    """
     waiting = list(enumerate(requests))
     alive: set[int] = set()
     answers: dict[int, Any] = {}
@@ -126,7 +188,9 @@ def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[
         for _ in range(draw.randrange(4)):
             if waiting:
                 number, (prompt, asked) = waiting.pop()
-                llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, DiffusionParams(**asked))
+                llm.llm_engine.add_request(
+                    str(number), {"prompt_token_ids": prompt}, DiffusionParams(**asked)
+                )
                 alive.add(number)
         if alive and draw.random() < 0.06:
             victim = draw.choice(sorted(alive))
@@ -136,7 +200,11 @@ def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[
             if output.finished and int(output.request_id) in alive:
                 alive.remove(int(output.request_id))
                 answers[int(output.request_id)] = output.outputs[0]
-        assert scheduler.pages.num_allocated <= scheduler.pages.num_reserved <= scheduler.pages.num_pages
+        assert (
+            scheduler.pages.num_allocated
+            <= scheduler.pages.num_reserved
+            <= scheduler.pages.num_pages
+        )
     assert_nothing_left(llm)
     return answers
 
@@ -144,17 +212,26 @@ def answer_with_aborts(llm: "LLM", requests: list, draw: random.Random) -> dict[
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, count in (("number", NUM_ENGINES), ("sharded_number", 1)):
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, range(count * metafunc.config.getoption("red_team")))
+            metafunc.parametrize(
+                name, range(count * metafunc.config.getoption("red_team"))
+            )
 
 
-def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guide, number):
+def test_answers_beside_others_are_those_given_alone(
+    engines, request, tiny_guide, number
+):
     draw = random.Random(number)
     method = list(CACHE_METHODS)[number % len(CACHE_METHODS)]
     model = draw_model(draw, method)
     sees_all = model in MODELS["full"]
     settings = draw_engine(draw, method, tiny_guide if sees_all else None)
     trims_suffix = CACHE_METHODS[method].trims_suffix and sees_all
-    requests = draw_requests(draw, model, has_guide=settings["guide_model"] is not None, trims_suffix=trims_suffix)
+    requests = draw_requests(
+        draw,
+        model,
+        has_guide=settings["guide_model"] is not None,
+        trims_suffix=trims_suffix,
+    )
     llm = engines(request.getfixturevalue(model), **settings)
 
     answers = answer_with_aborts(llm, requests, draw)
@@ -163,22 +240,37 @@ def test_answers_beside_others_are_those_given_alone(engines, request, tiny_guid
     for index, answer in answers.items():
         prompt, asked = requests[index]
         (alone,) = generate(llm, [prompt], DiffusionParams(**asked))
-        assert list(answer.token_ids) == list(alone.outputs[0].token_ids), (settings, prompt, asked)
+        assert list(answer.token_ids) == list(alone.outputs[0].token_ids), (
+            settings,
+            prompt,
+            asked,
+        )
         assert answer.finish_reason == alone.outputs[0].finish_reason
-        assert answer.diffusion.denoising_steps == alone.outputs[0].diffusion.denoising_steps
+        assert (
+            answer.diffusion.denoising_steps
+            == alone.outputs[0].diffusion.denoising_steps
+        )
     assert_nothing_left(llm)
 
 
-def test_two_ranks_answer_as_one_beside_aborted_requests(engines, request, sharded_number):
+def test_two_ranks_answer_as_one_beside_aborted_requests(
+    engines, request, sharded_number
+):
     draw = random.Random(1000 + sharded_number)
     method = draw.choice(["sparse", "es_dllm", "maskkv", "block"])
     fixture = draw_model(draw, method)
     model, settings = request.getfixturevalue(fixture), draw_engine(draw, method)
     requests = draw_requests(draw, fixture)
-    prompts, params = [prompt for prompt, _ in requests], [DiffusionParams(**asked) for _, asked in requests]
+    prompts, params = (
+        [prompt for prompt, _ in requests],
+        [DiffusionParams(**asked) for _, asked in requests],
+    )
     with two_ranks(model, max_model_len=256, **settings) as sharded:
         run_and_abort(sharded, prompts[::3], params[::3])
         answers = generate(sharded, prompts, params)
 
     alone = engines(model, **settings)
-    assert_alike(answers, [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))])
+    assert_alike(
+        answers,
+        [generate(alone, [prompts[i]], params[i])[0] for i in range(len(prompts))],
+    )

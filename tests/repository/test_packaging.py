@@ -22,7 +22,9 @@ CODE = {
 
 
 def test_top_level_folders_are_not_packages_of_their_own():
-    """A `kernels/__init__.py` would shadow the package `kernels` that transformers uses."""
+    """A `kernels/__init__.py` would shadow the package `kernels` that transformers
+    uses.
+    """
     for name in ROOMS:
         assert (CHECKOUT / "dllm_engine" / name).readlink() == Path("..", name)
         assert not (CHECKOUT / name / "__init__.py").exists()
@@ -38,17 +40,42 @@ def test_lm_evals_entry_point_is_the_model_that_it_registers():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel of the source distribution, built from a copy so that the checkout stays clean."""
+    """The wheel of the source distribution, built from a copy so that the checkout
+    stays clean.
+    """
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(CHECKOUT / name, source)
     for name in ("dllm_engine", *ROOMS):
-        shutil.copytree(CHECKOUT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, folder], cwd=source, check=True, capture_output=True)
+        shutil.copytree(
+            CHECKOUT / name,
+            source / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    build = (
+        "import sys; from setuptools.build_meta import build_sdist; "
+        "build_sdist(sys.argv[1])"
+    )
+    subprocess.run(
+        [sys.executable, "-c", build, folder],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
     (sdist,) = folder.iterdir()
-    options = ["--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", folder]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, sdist], check=True, capture_output=True)
+    options = [
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--wheel-dir",
+        folder,
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, sdist],
+        check=True,
+        capture_output=True,
+    )
     (path,) = folder.glob("*.whl")
     return path
 
@@ -59,10 +86,23 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
     names = set(archive.namelist())
     assert {name.split("/")[0].split("-")[0] for name in names} == {"dllm_engine"}
     assert names >= CODE
-    data = "py.typed playground/page.html evaluation/paper_tasks.toml check/*.json demo/*/*"
-    files = [file for pattern in data.split() for file in (CHECKOUT / "dllm_engine").glob(pattern)]
-    assert {file.relative_to(CHECKOUT).as_posix() for file in files if "__pycache__" not in file.parts} <= names
-    (written,) = (name for name in names if name.endswith(".dist-info/entry_points.txt"))
+    data = (
+        "py.typed playground/page.html evaluation/paper_tasks.toml check/*.json "
+        "demo/*/*"
+    )
+    files = [
+        file
+        for pattern in data.split()
+        for file in (CHECKOUT / "dllm_engine").glob(pattern)
+    ]
+    assert {
+        file.relative_to(CHECKOUT).as_posix()
+        for file in files
+        if "__pycache__" not in file.parts
+    } <= names
+    (written,) = (
+        name for name in names if name.endswith(".dist-info/entry_points.txt")
+    )
     groups = configparser.ConfigParser(delimiters="=")
     groups.read_string(archive.read(written).decode())
     stated = PROJECT["entry-points"] | {"console_scripts": PROJECT["scripts"]}
@@ -71,16 +111,40 @@ def test_wheel_holds_all_code_and_data_under_one_name(wheel):
 
 @pytest.mark.slow
 def test_installed_wheel_works_without_the_checkout(wheel, tmp_path):
-    """The wheel goes into an environment of its own; what it needs comes from the one that runs this test."""
+    """The wheel goes into an environment of its own; what it needs comes from the one
+    that runs this test.
+    """
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", environment], check=True
+    )
     python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
-    subprocess.run([*pip, "--disable-pip-version-check", wheel], check=True, capture_output=True)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        python,
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run(
+        [*pip, "--disable-pip-version-check", wheel], check=True, capture_output=True
+    )
     (site_packages,) = environment.glob("lib/python3*/site-packages")
-    # After the wheel's own folder, so that the wheel comes first; .pth files (an editable install) are not read.
-    (site_packages / "needs.pth").write_text(distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8")
-    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH" and not key.startswith("VLLM_")}
+    # After the wheel's own folder, so that the wheel comes first; .pth files (an
+    # editable install) are not read.
+    (site_packages / "needs.pth").write_text(
+        distribution("numpy").locate_file("").as_posix() + "\n", encoding="utf-8"
+    )
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "PYTHONPATH" and not key.startswith("VLLM_")
+    }
     command = [environment / "bin" / "dllm", "generate", "Reverse: Rome Tom Oslo"]
-    ran = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True
+    )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "Oslo Tom Rome\n", "")

@@ -1,4 +1,6 @@
-"""Requests to models whose attention goes by blocks: where blocks lie, and what is refused."""
+"""Requests to models whose attention goes by blocks: where blocks lie, and what is
+refused.
+"""
 
 import re
 
@@ -13,7 +15,9 @@ from tests.support.plans import resolved
 
 
 @pytest.mark.parametrize(("family", "expected"), [(SDAR, 4), (LLADA2, 32), (DREAM, 3)])
-def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(family, expected):
+def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(
+    family, expected
+):
     assert resolved(family, gen_length=3).block_length == expected
     assert resolved(SDAR, gen_length=3, block_length=16).canvas_length == 16, (
         "where a request names another length, too"
@@ -24,7 +28,10 @@ def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(fam
     ("option", "value"),
     [
         ("suffix_blocks", 1),
-        ("response_template", [None, 7, None]),  # before given text, in the block and over blocks
+        (
+            "response_template",
+            [None, 7, None],
+        ),  # before given text, in the block and over blocks
         ("response_template", [None] * 9 + [7]),
         ("block_add_threshold", 0.5),
         ("slow_fast", {}),
@@ -34,7 +41,9 @@ def test_what_needs_attention_to_later_blocks_is_refused_by_name(option, value):
     rule = {} if option == "slow_fast" else {"threshold": 0.9}
     length = len(value) if isinstance(value, list) else 3
     said = re.escape(f"{option}={value}: attention of SDAR goes by blocks: ")
-    with pytest.raises(InvalidRequestError, match=f"^{said}.*; leave it unset, or use a model that"):
+    with pytest.raises(
+        InvalidRequestError, match=f"^{said}.*; leave it unset, or use a model that"
+    ):
         resolved(SDAR, gen_length=length, **rule, **{option: value})
 
 
@@ -45,7 +54,10 @@ def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar):
 
 def test_steps_are_counted_with_what_the_last_block_adds():
     assert resolved(SDAR, gen_length=8, steps=10).steps == 10
-    with pytest.raises(InvalidRequestError, match=r"steps=11 .* here 8 and 2 behind it in its last block"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"steps=11 .* here 8 and 2 behind it in its last block",
+    ):
         resolved(SDAR, gen_length=8, steps=11)
 
 
@@ -56,5 +68,10 @@ def test_a_method_that_does_not_suit_the_attention_is_refused_by_name(method, fa
     if family.attention in CACHE_METHODS[method].attention:
         assert options.with_paper_settings("model", family).cache_method == method
     else:
-        with pytest.raises(ValueError, match=f"^cache_method='{method}' does not suit {family.name}: .* choose none"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                f"^cache_method='{method}' does not suit {family.name}: .* choose none"
+            ),
+        ):
             options.with_paper_settings("model", family)

@@ -1,4 +1,6 @@
-"""Constraints: which states can be completed, and the most probable way to do it, against every sequence of tokens."""
+"""Constraints: which states can be completed, and the most probable way to do it,
+against every sequence of tokens.
+"""
 
 import itertools
 import random
@@ -23,12 +25,19 @@ VOCAB = 7
 NEVER = 6
 
 
-def random_case(seed: int, length: int) -> tuple[Constraint, PlainConstraint, random.Random, list[int | None]]:
+def random_case(
+    seed: int, length: int
+) -> tuple[Constraint, PlainConstraint, random.Random, list[int | None]]:
     draw = random.Random(seed)
     automaton = random_automaton(draw, VOCAB, {NEVER})
     ends = draw.choice([(), (5,), (4, 5)])
     template = [draw.choice([None, None, draw.randrange(VOCAB)]) for _ in range(length)]
-    return Constraint(automaton, frozenset(ends)), PlainConstraint(automaton.packed, ends), draw, template
+    return (
+        Constraint(automaton, frozenset(ends)),
+        PlainConstraint(automaton.packed, ends),
+        draw,
+        template,
+    )
 
 
 def texts(plain: PlainConstraint, template: list[int | None]) -> list[tuple[int, ...]]:
@@ -48,7 +57,9 @@ def test_the_most_probable_text_is_that_of_all_texts(seed, length):
     scores = np.array([[draw.gauss(0, 3) for _ in range(VOCAB)] for _ in range(length)])
     prompt = [0, 1]
     known = np.array([*prompt, *(-1 if token is None else token for token in template)])
-    predicted = [i for i, token in enumerate(template) if token is None and draw.random() < 0.8]
+    predicted = [
+        i for i, token in enumerate(template) if token is None and draw.random() < 0.8
+    ]
 
     def total(tokens):
         return sum(scores[i, tokens[i]] for i in predicted)
@@ -65,12 +76,24 @@ def test_the_most_probable_text_is_that_of_all_texts(seed, length):
 
 @given(st.integers(0, 1 << 30), st.integers(1, 5), st.integers(0, 4), st.booleans())
 @settings(max_examples=300, deadline=None)
-def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(seed, length, budget, is_free):
-    """Against every sequence of tokens. 0 and 1 together end reasoning, or also 3; other tokens from 3 are in none."""
+def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(
+    seed, length, budget, is_free
+):
+    """Against every sequence of tokens. 0 and 1 together end reasoning, or also 3;
+    other tokens from 3 are in none.
+    """
     draw = random.Random(seed)
     long_marker = draw.random() < 0.5
-    table = [[1, 0, 0, -1 if long_marker else 2], [1, 2, 0, -1 if long_marker else 2], [-1] * 4]
-    reasoning = Automaton(np.array([0, 1, 2, 3, -1, -1, -1]), np.array(table), np.array([False, False, True]))
+    table = [
+        [1, 0, 0, -1 if long_marker else 2],
+        [1, 2, 0, -1 if long_marker else 2],
+        [-1] * 4,
+    ]
+    reasoning = Automaton(
+        np.array([0, 1, 2, 3, -1, -1, -1]),
+        np.array(table),
+        np.array([False, False, True]),
+    )
     answer = None if is_free else random_automaton(draw, VOCAB, {NEVER})
     ends = frozenset(draw.choice([(), (5,)]))
     constraint = constraint_of(answer and answer.packed, ends, reasoning.packed)
@@ -79,7 +102,9 @@ def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(seed, length,
     may_reason = {0, 1, 2} if long_marker else {0, 1, 2, 3}
 
     def ended_reasoning(tokens):
-        """The number of tokens up to the end of the reasoning, and the tokens behind it; None if it does not end."""
+        """The number of tokens up to the end of the reasoning, and the tokens behind
+        it; None if it does not end.
+        """
         state = 0
         for place, token in enumerate(tokens):
             state = reasoning.next_state[state, token] if token <= 3 else -1
@@ -91,14 +116,21 @@ def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(seed, length,
 
     def is_right(tokens):
         if is_free:
-            count = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            count = next(
+                (place for place, token in enumerate(tokens) if token in ends),
+                len(tokens),
+            )
             spoken, behind = tokens[:count], tokens[count:]
             is_closed = all(token in ends for token in behind)
             is_reasoning = {*spoken} <= may_reason and ended_reasoning(spoken) is None
             if is_closed and is_reasoning and count <= budget:
                 return True
         split = ended_reasoning(tokens)
-        return split is not None and split[0] <= budget + 1 + long_marker and plain.accepts(split[1])
+        return (
+            split is not None
+            and split[0] <= budget + 1 + long_marker
+            and plain.accepts(split[1])
+        )
 
     template = [draw.choice([None, None, draw.randrange(VOCAB)]) for _ in range(length)]
     choices = [range(VOCAB) if token is None else [token] for token in template]
@@ -114,8 +146,12 @@ def test_reasoning_keeps_its_budget_and_is_bounded_by_nothing_else(seed, length,
             by_class[:, number] = np.maximum(by_class[:, number], scores[:, token])
     known = np.array([-1 if token is None else token for token in template])
     response = ConstrainedResponse(constraint, 0, template, thinking_budget=budget)
-    classes = response.classes(known, length, np.array(masks, dtype=np.int64), by_class[masks])
-    best = max(sum(scores[place, tokens[place]] for place in masks) for tokens in accepted)
+    classes = response.classes(
+        known, length, np.array(masks, dtype=np.int64), by_class[masks]
+    )
+    best = max(
+        sum(scores[place, tokens[place]] for place in masks) for tokens in accepted
+    )
     assert sum(by_class[masks, classes]) == pytest.approx(best)
 
 
@@ -139,7 +175,9 @@ def test_fewest_tokens():
 def test_a_text_is_found_where_the_model_rules_out_every_token():
     response = ConstrainedResponse(Constraint(word(3, 1), frozenset()), 0, [None, None])
     for nothing in (-np.inf, np.nan):
-        classes = response.classes(np.array([-1, -1]), 2, np.array([0, 1]), np.full((2, 3), nothing))
+        classes = response.classes(
+            np.array([-1, -1]), 2, np.array([0, 1]), np.full((2, 3), nothing)
+        )
         assert classes.tolist() == [0, 1]
 
 
@@ -149,4 +187,6 @@ def test_packed_automata_are_the_same_and_shared():
     for name in ("class_of", "next_state", "accepting"):
         np.testing.assert_array_equal(getattr(copy, name), getattr(automaton, name))
     assert copy is unpacked(word(3, 1).packed)
-    assert constraint_of(automaton.packed, frozenset({5})) is constraint_of(word(3, 1).packed, frozenset({5}))
+    assert constraint_of(automaton.packed, frozenset({5})) is constraint_of(
+        word(3, 1).packed, frozenset({5})
+    )

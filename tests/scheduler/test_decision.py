@@ -1,4 +1,6 @@
-"""Probabilities of a decision's fields, against the enumeration of all accepted texts."""
+"""Probabilities of a decision's fields, against the enumeration of
+all accepted texts.
+"""
 
 import math
 import random
@@ -26,13 +28,19 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
         logits = rng.normal(0, 3, (len(canvas), STOP_TOKEN))
         plain = decide(fields, literals, given_masked(canvas, logits), ENDS, committed)
         positions = [i for i, token in enumerate(canvas) if token is None]
-        written, options = running.commit(positions, logits[positions][:, running.columns], with_logprobs=True)
+        written, options = running.commit(
+            positions, logits[positions][:, running.columns], with_logprobs=True
+        )
         assert written.keys() <= {*positions}
-        assert all(np.exp(values).sum() == pytest.approx(1) for _, values in options.values())
+        assert all(
+            np.exp(values).sum() == pytest.approx(1) for _, values in options.values()
+        )
         assert options.keys() == written.keys()
         if running.is_complete and not before:
             # Each token's log-probability is that after the tokens before it.
-            terms = [values[ids == written[p]].max() for p, (ids, values) in options.items()]
+            terms = [
+                values[ids == written[p]].max() for p, (ids, values) in options.items()
+            ]
             assert math.exp(sum(terms)) == pytest.approx(plain.probability)
         for position, token in written.items():
             canvas[position] = token
@@ -46,7 +54,10 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
             assert canvas[start : start + len(tokens)] == [*tokens]
         now, later = running.answers.keys() - before, fields.keys() - running.answers
         assert written
-        assert min(plain.sureness[n] for n in now) >= max((plain.sureness[n] for n in later), default=0) - 1e-9
+        assert (
+            min(plain.sureness[n] for n in now)
+            >= max((plain.sureness[n] for n in later), default=0) - 1e-9
+        )
         num_passes += 1
     assert num_passes <= min(passes, len(fields))
     assert None not in canvas
@@ -54,6 +65,10 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
 
 def test_tokens_of_one_text_count_together():
     graph = Graph(np.array([1]), edges_between([0, 0, 0], [10, 11, 12], 1, field=0))
-    running = RunningDecision(Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False], 10), ENDS, passes=1)
+    running = RunningDecision(
+        Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False], 10),
+        ENDS,
+        passes=1,
+    )
     running.commit([0], np.zeros((1, len(running.columns))))
     assert listed(running.answers["f"]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

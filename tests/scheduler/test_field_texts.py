@@ -1,4 +1,6 @@
-"""The search for the most probable texts of fields with a pattern: its answers, and how much of it there is."""
+"""The search for the most probable texts of fields with a pattern: its answers, and how
+much of it there is.
+"""
 
 import random
 from collections import Counter
@@ -16,17 +18,24 @@ ENDS = frozenset({3, 7})
 
 
 def patterns(seed, **settings):
-    """A decision with a field of several texts, and what the plain version needs to know of it."""
+    """A decision with a field of several texts, and what the plain version needs to
+    know of it.
+    """
     rng = random.Random(seed)
     while True:
         decision, fields, literals = random_decision(rng, most_fields=4)
-        if any(values is None for values in decision.values) and None in decision.template:
+        if (
+            any(values is None for values in decision.values)
+            and None in decision.template
+        ):
             return replace(decision, **settings), fields, literals
 
 
 def decided(decision, seed, scale=3.0):
     running = RunningDecision(decision, ENDS, passes=1)
-    logits = np.random.default_rng(seed).normal(0, scale, (len(decision.template), STOP_TOKEN))
+    logits = np.random.default_rng(seed).normal(
+        0, scale, (len(decision.template), STOP_TOKEN)
+    )
     positions = [i for i, token in enumerate(decision.template) if token is None]
     running.commit(positions, logits[positions][:, running.columns])
     return running.answers, logits
@@ -41,15 +50,22 @@ def test_the_first_values_are_the_most_probable_ones(seed, scale):
     for name, values in zip(fields, decision.values, strict=True):
         if values is None:
             shares = [each["probability"] for each in answers[name]["distribution"]]
-            expected = sorted(plain.probabilities[name].values(), reverse=True)[: len(shares)]
+            expected = sorted(plain.probabilities[name].values(), reverse=True)[
+                : len(shares)
+            ]
             assert len(shares) == min(4, len(plain.probabilities[name]))
             assert shares[:-1] == pytest.approx(expected[:-1])
             last = answers[name]["distribution"][-1]
-            assert last["probability"] == pytest.approx(expected[-1]) or last["value"] == answers[name]["value"]
+            assert (
+                last["probability"] == pytest.approx(expected[-1])
+                or last["value"] == answers[name]["value"]
+            )
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_search_with_few_beginnings_still_gives_exact_probabilities(seed, monkeypatch):
+def test_a_search_with_few_beginnings_still_gives_exact_probabilities(
+    seed, monkeypatch
+):
     decision, fields, literals = patterns(seed, top_k=2, beginnings=2)
     gone_on, choose = [], FieldChances.choose
 
@@ -64,7 +80,9 @@ def test_a_search_with_few_beginnings_still_gives_exact_probabilities(seed, monk
     assert gone_on
     assert max(gone_on) <= 2
     for name, answer in answers.items():
-        assert listed(answer) == pytest.approx({value: plain.probabilities[name][value] for value in listed(answer)})
+        assert listed(answer) == pytest.approx(
+            {value: plain.probabilities[name][value] for value in listed(answer)}
+        )
 
 
 @pytest.mark.parametrize("passes", [1, 2, 4])
@@ -81,7 +99,11 @@ def test_each_field_is_answered_once(passes, monkeypatch):
     rng = np.random.default_rng(passes)
     while not running.is_complete:
         positions = [i for i, token in enumerate(canvas) if token is None]
-        written, _ = running.commit(positions, rng.normal(0, 3, (len(positions), len(running.columns))))
+        written, _ = running.commit(
+            positions, rng.normal(0, 3, (len(positions), len(running.columns)))
+        )
         for position, token in written.items():
             canvas[position] = token
-    assert [*answered.values()] == [1] * sum(values is None for values in decision.values)
+    assert [*answered.values()] == [1] * sum(
+        values is None for values in decision.values
+    )

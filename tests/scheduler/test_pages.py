@@ -1,4 +1,6 @@
-"""Reservation and allocation of pages over vLLM's own block pool, and how many requests reserve."""
+"""Reservation and allocation of pages over vLLM's own block pool, and how many requests
+reserve.
+"""
 
 import random
 
@@ -38,12 +40,20 @@ def sharing() -> PagePool:
         (96, 32, [96] * 2),
     ],
 )
-def test_a_key_is_of_all_tokens_up_to_the_end_of_the_last_block_in_the_page(block_length, num_tokens, covered):
+def test_a_key_is_of_all_tokens_up_to_the_end_of_the_last_block_in_the_page(
+    block_length, num_tokens, covered
+):
     keys = keys_of(num_tokens, block_length)
-    assert [key[:32] for key in keys] == [HASHES[tokens // 16 - 1] for tokens in covered]
+    assert [key[:32] for key in keys] == [
+        HASHES[tokens // 16 - 1] for tokens in covered
+    ]
     assert len(set(keys)) == len(keys)
-    assert not set(keys) & set(keys_of(96, block_length + 1)), "another block length is another function"
-    assert len(keys_of(96, 32, HASHES[:3])) == 2, "a page whose last block is not known yet has none"
+    assert not set(keys) & set(keys_of(96, block_length + 1)), (
+        "another block length is another function"
+    )
+    assert len(keys_of(96, 32, HASHES[:3])) == 2, (
+        "a page whose last block is not known yet has none"
+    )
 
 
 def test_shared_pages_count_once_and_outlive_their_first_request(sharing):
@@ -57,7 +67,9 @@ def test_shared_pages_count_once_and_outlive_their_first_request(sharing):
     assert (sharing.num_allocated, sharing.num_reserved) == (8, 8)
     sharing.free("b")
     assert (sharing.num_allocated, sharing.num_reserved) == (0, 0)
-    assert len(sharing.find(keys_of(96), 2)[0]) == 2, "they stay until the pool needs them"
+    assert len(sharing.find(keys_of(96), 2)[0]) == 2, (
+        "they stay until the pool needs them"
+    )
     sharing.reserve("c", 10, sharing.find(keys_of(96), 2))
     assert (sharing.num_allocated, sharing.num_reserved) == (4, 10)
 
@@ -70,21 +82,48 @@ def test_the_end_of_a_prefix_is_used_again_first(sharing):
 
 
 def test_a_page_that_holds_no_row_of_features_is_refused_with_the_smallest_that_does():
-    small = PoolGeometry(page_size=1, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=40, total_kv_heads=1)
+    small = PoolGeometry(
+        page_size=1,
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=8,
+        hidden_size=40,
+        total_kv_heads=1,
+    )
     for method in ("dllm_cache", "maskkv"):
         engine = EngineOptions(cache_method=method, page_size=1)
-        with pytest.raises(ValueError, match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3"):
+        with pytest.raises(
+            ValueError,
+            match=r"page_size=1 is too small.*16 numbers.*row of 40.* works is 3",
+        ):
             engine.method.longest_demand(engine.cache, small, 64)
 
 
 @pytest.mark.parametrize("method", FULL_METHODS)
-def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_needs(method):
+def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_needs(
+    method,
+):
     for seed in range(100):
         draw = random.Random(seed)
-        page_size, heads, ranks = draw.randint(1, 9), draw.choice([1, 2, 4]), draw.randint(1, 2)
-        engine = EngineOptions(cache_method=method, cache_options=draw_cache_options(draw, method), page_size=page_size)
-        sizes = {"page_size": page_size, "hidden_size": draw.choice([8, 16]), "num_layers": 4, "head_dim": 8}
-        geometry = PoolGeometry(**sizes, num_kv_heads=max(1, heads // ranks), total_kv_heads=heads)
+        page_size, heads, ranks = (
+            draw.randint(1, 9),
+            draw.choice([1, 2, 4]),
+            draw.randint(1, 2),
+        )
+        engine = EngineOptions(
+            cache_method=method,
+            cache_options=draw_cache_options(draw, method),
+            page_size=page_size,
+        )
+        sizes = {
+            "page_size": page_size,
+            "hidden_size": draw.choice([8, 16]),
+            "num_layers": 4,
+            "head_dim": 8,
+        }
+        geometry = PoolGeometry(
+            **sizes, num_kv_heads=max(1, heads // ranks), total_kv_heads=heads
+        )
         max_model_len = draw.randint(2, 60)
         canvas = draw.choice([max_model_len, draw.randint(2, max_model_len)])
         # Where little is left of a short prompt, rounding matters most.
@@ -100,8 +139,12 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
             suffix_blocks=draw.choice([None, draw.randint(0, 5)]),
         )
         demand = engine.method.page_demand(request, geometry)
-        assert demand <= engine.method.longest_demand(engine.cache, geometry, max_model_len), seed
+        assert demand <= engine.method.longest_demand(
+            engine.cache, geometry, max_model_len
+        ), seed
         first = draw.randrange(request.num_blocks)
         most = first + 1 if request.block_add_threshold is None else request.num_blocks
-        held = engine.method.held(request, Blocks(first, draw.randint(first + 1, most)), geometry)
+        held = engine.method.held(
+            request, Blocks(first, draw.randint(first + 1, most)), geometry
+        )
         assert sum(map(sum, held.values())) <= demand, seed

@@ -1,8 +1,16 @@
-"""Turns between the sequences of one HTTP request, which is their source, and the requests of others."""
+"""Turns between the sequences of one HTTP request, which is their source, and the
+requests of others.
+"""
 
 from dllm_engine.scheduler.options.request_options import SOURCE
 from dllm_engine.scheduler.step_shares import StepShares
-from tests.scheduler.test_diffusion_scheduler import assert_empty, request, run, scheduler_with, step
+from tests.scheduler.test_diffusion_scheduler import (
+    assert_empty,
+    request,
+    run,
+    scheduler_with,
+    step,
+)
 
 
 def sequence(name, source, **settings):
@@ -14,7 +22,9 @@ def first_runs(ran):
 
 
 def test_a_request_waits_for_one_sequence_of_each_other_source():
-    many = [sequence(f"a{number}", "a") for number in range(5)] + [sequence(f"b{number}", "b") for number in range(3)]
+    many = [sequence(f"a{number}", "a") for number in range(5)] + [
+        sequence(f"b{number}", "b") for number in range(3)
+    ]
     scheduler, runner = scheduler_with(*many, "plain", max_num_seqs=1)
     ran, _ = run(scheduler, runner)
     assert first_runs(ran) == ["a0", "b0", "plain", "a1", "b1", "a2", "b2", "a3", "a4"]
@@ -22,7 +32,9 @@ def test_a_request_waits_for_one_sequence_of_each_other_source():
 
 
 def test_a_request_that_comes_later_stands_before_what_is_left_of_a_source():
-    scheduler, runner = scheduler_with(*(sequence(f"a{number}", "a") for number in range(6)), max_num_seqs=1)
+    scheduler, runner = scheduler_with(
+        *(sequence(f"a{number}", "a") for number in range(6)), max_num_seqs=1
+    )
     ran = []
     while "a3" not in first_runs(ran):
         ran.append([*step(scheduler, runner)[0].plans])
@@ -34,30 +46,53 @@ def test_a_request_that_comes_later_stands_before_what_is_left_of_a_source():
 
 def test_turns_are_those_of_a_priority():
     many = [sequence(f"a{number}", "a", arrival=1.0) for number in range(3)]
-    others = [request("urgent", priority=-1, arrival=3.0), request("plain", arrival=2.0)]
-    scheduler, runner = scheduler_with(*many, *others, max_num_seqs=1, policy="priority")
-    assert first_runs(run(scheduler, runner)[0]) == ["urgent", "a0", "plain", "a1", "a2"]
+    others = [
+        request("urgent", priority=-1, arrival=3.0),
+        request("plain", arrival=2.0),
+    ]
+    scheduler, runner = scheduler_with(
+        *many, *others, max_num_seqs=1, policy="priority"
+    )
+    assert first_runs(run(scheduler, runner)[0]) == [
+        "urgent",
+        "a0",
+        "plain",
+        "a1",
+        "a2",
+    ]
 
 
 def test_a_source_leaves_room_for_others():
-    """Sequences, rows (a canvas has 18) and pages. Its first sequence begins in any case."""
+    """Sequences, rows (a canvas has 18) and pages. Its first sequence begins in any
+    case.
+    """
     for limit in ({"max_num_seqs": 8}, {"max_num_batched_tokens": 8 * 18}):
         settings = {"max_num_seqs": 100} | limit
-        scheduler, runner = scheduler_with(*(sequence(f"a{number}", "a") for number in range(20)), **settings)
+        scheduler, runner = scheduler_with(
+            *(sequence(f"a{number}", "a") for number in range(20)), **settings
+        )
         assert len(step(scheduler, runner)[0].plans) == 6
         scheduler.add_request(request("plain"))
         assert "plain" in step(scheduler, runner)[0].plans
         run(scheduler, runner)
         assert_empty(scheduler)
     scheduler, runner = scheduler_with(
-        *(sequence(f"a{number}", "a") for number in range(20)), max_num_batched_tokens=18
+        *(sequence(f"a{number}", "a") for number in range(20)),
+        max_num_batched_tokens=18,
     )
-    assert first_runs(run(scheduler, runner)[0]) == [f"a{number}" for number in range(20)]
+    assert first_runs(run(scheduler, runner)[0]) == [
+        f"a{number}" for number in range(20)
+    ]
 
 
 def test_a_request_runs_in_every_step_beside_a_source_that_fills_them():
-    many = [sequence(f"a{number}", "a", gen_length=80, steps=80, block_length=80) for number in range(40)]
-    scheduler, runner = scheduler_with(*many, max_num_seqs=40, max_num_batched_tokens=2000)
+    many = [
+        sequence(f"a{number}", "a", gen_length=80, steps=80, block_length=80)
+        for number in range(40)
+    ]
+    scheduler, runner = scheduler_with(
+        *many, max_num_seqs=40, max_num_batched_tokens=2000
+    )
     assert len(step(scheduler, runner)[0].plans) == 16
     scheduler.add_request(request("plain"))
     assert "plain" in step(scheduler, runner)[0].plans

@@ -1,4 +1,6 @@
-"""``vllm serve`` and ``dllm serve`` of the demo model, asked by the real OpenAI client."""
+"""``vllm serve`` and ``dllm serve`` of the demo model, asked by the
+real OpenAI client.
+"""
 
 import json
 import subprocess
@@ -34,15 +36,31 @@ def test_chat_gives_the_text_and_figures_of_offline_generation(server, engines):
         options = {"stream": True, "stream_options": {"include_usage": True}}
         *_, last = server.chat(example.prompt, model_path("demo"), **options)
         for usage in (answer.usage, last.usage):
-            assert usage.completion_tokens == len(expected.token_ids) <= expected.diffusion.tokens_unmasked
+            assert (
+                usage.completion_tokens
+                == len(expected.token_ids)
+                <= expected.diffusion.tokens_unmasked
+            )
             assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert offline[0].diffusion.tokens_unmasked > len(offline[0].token_ids)
 
 
 def test_two_data_parallel_engines_answer_as_one_process(engines, servers):
     examples = make_examples("names", 6, seed=31) + make_examples("reverse", 4, seed=31)
-    expected = [answer.text for answer in demo_answers(engines, examples, cache_method="sparse", page_size=32)]
-    options = ["--data-parallel-size", "2", "--max-model-len", "512", "--cache-method", "sparse"]
+    expected = [
+        answer.text
+        for answer in demo_answers(
+            engines, examples, cache_method="sparse", page_size=32
+        )
+    ]
+    options = [
+        "--data-parallel-size",
+        "2",
+        "--max-model-len",
+        "512",
+        "--cache-method",
+        "sparse",
+    ]
     server = servers("dllm", "serve", "demo", *options)
     with ThreadPoolExecutor(len(examples)) as clients:
         answers = clients.map(lambda example: server.chat(example.prompt), examples)
@@ -51,7 +69,15 @@ def test_two_data_parallel_engines_answer_as_one_process(engines, servers):
 
 
 def test_vllms_benchmark_runs_against_the_server(server, tmp_path):
-    command = [preloaded_programs() / "vllm", "bench", "serve", "--base-url", server.url, "--model", model_path("demo")]
+    command = [
+        preloaded_programs() / "vllm",
+        "bench",
+        "serve",
+        "--base-url",
+        server.url,
+        "--model",
+        model_path("demo"),
+    ]
     command += "--dataset-name random --random-input-len 20 --random-output-len 24 --ignore-eos".split()
     command += "--num-prompts 8 --max-concurrency 4 --disable-tqdm --save-result --result-filename result.json".split()
     command += ["--result-dir", str(tmp_path)]
@@ -60,4 +86,7 @@ def test_vllms_benchmark_runs_against_the_server(server, tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (8, 0)
     assert result["total_output_tokens"] == 8 * 24
-    assert (result["diffusion_steps_per_canvas"], result["diffusion_committed_per_step"]) == (8, 1)
+    assert (
+        result["diffusion_steps_per_canvas"],
+        result["diffusion_committed_per_step"],
+    ) == (8, 1)

@@ -1,7 +1,9 @@
-"""A server under load: clients that ask all kinds of things at once, of which a fifth hangs up midway.
+"""A server under load: clients that ask all kinds of things at once, of which a fifth
+hangs up midway.
 
-First every request is asked alone. Then all are asked at once, in random order, with the real OpenAI client. Each gets
-the answer that it got alone (so no token of one request is in another), and nothing is left running or in pages.
+First every request is asked alone. Then all are asked at once, in random order, with
+the real OpenAI client. Each gets the answer that it got alone (so no token of one
+request is in another), and nothing is left running or in pages.
 """
 
 import asyncio
@@ -22,7 +24,12 @@ pytestmark = pytest.mark.slow
 NUM_ROUNDS = 3
 HANG_UPS = 0.2
 TIMEOUT_S = 60.0
-LEFT = ("dllm_pages_reserved", "dllm_pages_allocated", "num_requests_running", "num_requests_waiting")
+LEFT = (
+    "dllm_pages_reserved",
+    "dllm_pages_allocated",
+    "num_requests_running",
+    "num_requests_waiting",
+)
 """What is 0 on ``/metrics`` where nothing is left."""
 Answer = dict[int, tuple[str, str | None]]
 """Text and reason of the end, by the number of the choice."""
@@ -38,17 +45,32 @@ class Ask:
 
 
 def draw_ask(rng: random.Random) -> Ask:
-    prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[0].prompt
+    prompt = make_examples(rng.choice(TASKS), 1, seed=rng.randrange(1_000_000))[
+        0
+    ].prompt
     chat, refused = rng.random() < 0.5, rng.random() < 0.1
     length = rng.choice([8, 16, 24, 32, 48, 64])
     decodings: list[dict[str, Any]] = [
-        {}, {"block_length": 8}, {"block_length": 8, "steps": length // 2}, {"threshold": 0.9, "block_length": 8},
-        {"factor": 0.5}, {"retention_ratio": 0.25, "block_length": 8}, {"unmasking": "random", "block_length": 4},
-    ]  # fmt: skip
+        {},
+        {"block_length": 8},
+        {"block_length": 8, "steps": length // 2},
+        {"threshold": 0.9, "block_length": 8},
+        {"factor": 0.5},
+        {"retention_ratio": 0.25, "block_length": 8},
+        {"unmasking": "random", "block_length": 4},
+    ]
     extra: dict[str, Any] = rng.choice(decodings)
-    arguments: dict[str, Any] = {"model": "demo", "max_tokens": length, "stream": rng.random() < 0.5}
+    arguments: dict[str, Any] = {
+        "model": "demo",
+        "max_tokens": length,
+        "stream": rng.random() < 0.5,
+    }
     arguments["seed"] = rng.randrange(1000)
-    arguments |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    arguments |= (
+        {"messages": [{"role": "user", "content": prompt}]}
+        if chat
+        else {"prompt": prompt}
+    )
     if rng.random() < 0.4:
         arguments |= {"temperature": 1.0, "n": rng.choice([1, 2, 3])}
     if rng.random() < 0.2:
@@ -58,21 +80,37 @@ def draw_ask(rng: random.Random) -> Ask:
     if arguments["stream"] and rng.random() < 0.3:
         extra = extra | {"stream_granularity": "step"}
     if refused:
-        extra = extra | rng.choice([{"steps": 0}, {"stepz": 1}, {"block_length": length + 1}, {"retention_ratio": 0.9}])
+        extra = extra | rng.choice(
+            [
+                {"steps": 0},
+                {"stepz": 1},
+                {"block_length": length + 1},
+                {"retention_ratio": 0.9},
+            ]
+        )
     arguments["extra_body"] = {"vllm_xargs": extra, "ignore_eos": rng.random() < 0.5}
     return Ask(chat, arguments, refused)
 
 
-async def answer(client: openai.AsyncOpenAI, ask: Ask, chunks: float = float("inf")) -> Answer | None:
-    """The answer of the server, None if it refuses; of a stream at most ``chunks``, then the client hangs up."""
-    create: Any = client.chat.completions.create if ask.chat else client.completions.create
+async def answer(
+    client: openai.AsyncOpenAI, ask: Ask, chunks: float = float("inf")
+) -> Answer | None:
+    """The answer of the server, None if it refuses; of a stream at most ``chunks``,
+    then the client hangs up.
+    """
+    create: Any = (
+        client.chat.completions.create if ask.chat else client.completions.create
+    )
     if ask.refused:
         with pytest.raises(openai.BadRequestError):
             await create(**ask.arguments)
         return None
     response = await create(**ask.arguments)
     if not ask.arguments["stream"]:
-        return {c.index: (c.message.content if ask.chat else c.text, c.finish_reason) for c in response.choices}
+        return {
+            c.index: (c.message.content if ask.chat else c.text, c.finish_reason)
+            for c in response.choices
+        }
     texts: dict[int, str] = {}
     reasons: dict[int, str | None] = {}
     received = 0
@@ -101,13 +139,20 @@ def test_answers_under_load_are_those_given_alone(servers):
     asks = [draw_ask(rng) for _ in range(40)]
 
     async def run():
-        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+        async with openai.AsyncOpenAI(
+            base_url=url + "/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+        ) as client:
             alone = [await answer(client, ask) for ask in asks]
             for _ in range(NUM_ROUNDS):
                 shuffled = rng.sample(range(len(asks)), len(asks))
                 leaving = {number for number in shuffled if rng.random() < HANG_UPS}
                 answers = await asyncio.gather(
-                    *(hang_up(client, asks[n], rng) if n in leaving else answer(client, asks[n]) for n in shuffled)
+                    *(
+                        hang_up(client, asks[n], rng)
+                        if n in leaving
+                        else answer(client, asks[n])
+                        for n in shuffled
+                    )
                 )
                 for number, got in zip(shuffled, answers, strict=True):
                     assert number in leaving or got == alone[number], asks[number]

@@ -1,7 +1,8 @@
 """The playground in a real browser, against a real server with the demo model.
 
-Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driver``). Set ``DLLM_SCREENSHOTS`` to a
-folder to keep the screenshots, for example to renew those in ``docs/``.
+Needs Chromium with its driver (Debian: ``apt-get install chromium chromium-driver``).
+Set ``DLLM_SCREENSHOTS`` to a folder to keep the screenshots, for example to renew those
+in ``docs/``.
 """
 
 import os
@@ -23,15 +24,21 @@ from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs the programs chromium and chromedriver"),
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="needs the programs chromium and chromedriver"
+    ),
 ]
 
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --disable-dev-shm-usage"
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+    "--disable-background-networking --disable-component-update --disable-sync "
+    "--disable-dev-shm-usage"
 ).split()
 PROMPT = "Tom=48. Ida=07. Max=31. Zoe=55. Ben=12. Eva=90. Give: Ida, Tom, Zoe, Eva"
-SCHEMA = '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}'
+SCHEMA = (
+    '{"type": "object", "properties": {"age": {"type": "integer"}}, "required": '
+    '["age"]}'
+)
 ANSWER = "Ida=07, Tom=48, Zoe=55, Eva=90"
 
 
@@ -44,10 +51,18 @@ class Page:
     def __init__(self, driver, server) -> None:
         self.driver, self.server = driver, server
 
-    def open(self, width: int = 1240, height: int = 900, scheme: str = "light", key: str | None = KEY) -> "Page":
+    def open(
+        self,
+        width: int = 1240,
+        height: int = 900,
+        scheme: str = "light",
+        key: str | None = KEY,
+    ) -> "Page":
         self.resize(width, height)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+        self.driver.execute_cdp_cmd(
+            "Emulation.setEmulatedMedia", {"features": features}
+        )
         self.driver.get(self.server.url + "/playground")
         if key is not None:
             self.element("key").send_keys(key, Keys.ENTER)
@@ -55,7 +70,12 @@ class Page:
         return self
 
     def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def element(self, name: str):
@@ -71,7 +91,9 @@ class Page:
         return self.driver.execute_script(script, *arguments)
 
     def wait(self, condition, seconds: float = 30) -> None:
-        WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(lambda _: condition())
+        WebDriverWait(self.driver, seconds, poll_frequency=0.05).until(
+            lambda _: condition()
+        )
 
     def move(self, name: str, value: float) -> None:
         """Set a slider, as dragging it does."""
@@ -93,10 +115,14 @@ class Page:
         self.wait(lambda: not self.element("stop").is_enabled())
 
     def ask_for_all_steps(self, prompt: str) -> None:
-        """Ask until no step is left out: a busy server does not send those that were overtaken."""
+        """Ask until no step is left out: a busy server does not send those that were
+        overtaken.
+        """
         for _ in range(20):
             self.ask(prompt)
-            if float(self.element("step").get_attribute("max")) == self.figure("forward_passes"):
+            if float(self.element("step").get_attribute("max")) == self.figure(
+                "forward_passes"
+            ):
                 return
             self.element("clear").click()
         raise AssertionError("the server always left out steps")
@@ -108,7 +134,9 @@ class Page:
 
     @property
     def answer(self) -> str:
-        return self.all(".turn.model span")[-2 if self.all(".turn.model .running") else -1].text
+        return self.all(".turn.model span")[
+            -2 if self.all(".turn.model .running") else -1
+        ].text
 
     @property
     def cells(self) -> str:
@@ -124,9 +152,21 @@ class Page:
         return float(self.all(f"[data-figure={name}]")[0].text.replace(",", ""))
 
     def errors(self) -> list[str]:
-        """Complaints of the console, but for answers that are meant to be errors, and the absent icon."""
-        entries = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
-        return [e for e in entries if "status of 400" not in e and "status of 401" not in e and "favicon" not in e]
+        """Complaints of the console, but for answers that are meant to be errors, and
+        the absent icon.
+        """
+        entries = [
+            entry["message"]
+            for entry in self.driver.get_log("browser")
+            if entry["level"] == "SEVERE"
+        ]
+        return [
+            e
+            for e in entries
+            if "status of 400" not in e
+            and "status of 401" not in e
+            and "favicon" not in e
+        ]
 
     def keep(self, name: str, folder: Path) -> Path:
         height = self.js("return document.documentElement.scrollHeight")
@@ -171,20 +211,29 @@ def test_a_prompt_is_answered_and_its_steps_can_be_replayed(page):
     assert "20 tokens" in page.all(".turn.model small")[0].text
     assert len(page.all(".block")) == 4
     assert len(page.all(".cell")) == 32
-    assert page.figure("forward_passes") == 24, "the end token leaves the last block out"
+    assert page.figure("forward_passes") == 24, (
+        "the end token leaves the last block out"
+    )
     assert page.figure("tokens_unmasked") == 24
     assert page.figure("tokens_per_forward") == 1.0
-    assert all(page.figure(name) > 0 for name in ("rate", "pages_held", "tokens_retained"))
+    assert all(
+        page.figure(name) > 0 for name in ("rate", "pages_held", "tokens_retained")
+    )
     slider = page.element("step")
     assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("24", "24")
     for step in (1, 5, 12, 23, 24):
         page.move("step", step)
         page.wait(lambda step=step: page.masked == (32 - step if step < 24 else 0))
-        assert len(page.all(".cell.unused")) == (0 if step < 24 else 8), "behind the end of the answer"
+        assert len(page.all(".cell.unused")) == (0 if step < 24 else 8), (
+            "behind the end of the answer"
+        )
         assert ("not used" in page.all(".block")[3].text) == (step == 24)
         assert page.figure("forward_passes") == step
         assert len(page.all(".cell.new")) == 1
-        assert slider.get_attribute("aria-valuetext") == f"step {step} of 24, block {(step - 1) // 8 + 1}"
+        assert (
+            slider.get_attribute("aria-valuetext")
+            == f"step {step} of 24, block {(step - 1) // 8 + 1}"
+        )
     assert page.cells == ANSWER
     # By keyboard.
     slider.send_keys(Keys.ARROW_LEFT)
@@ -203,11 +252,14 @@ def test_the_cache_is_drawn_where_the_engine_traces(page):
     assert "34 of 68 positions outside the block, in 4 layers" in page.text("maps")
     assert not page.element("cache-note").is_displayed()
     used = page.js(
-        "const c = document.querySelector('#maps canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height)"
-        ".data, seen = new Set(); for (let i = 0; i < d.length; i += 4) seen.add(d.slice(i, i + 3).join());"
-        "return [...seen];"
+        "const c = document.querySelector('#maps canvas'), d = "
+        "c.getContext('2d').getImageData(0, 0, c.width, c.height).data, seen = new "
+        "Set(); for (let i = 0; i < d.length; i += 4) seen.add(d.slice(i, i + "
+        "3).join());return [...seen];"
     )
-    assert {"15,124,140", "238,155,31", "230,233,236"} <= set(used), "retained, the block, the rest"
+    assert {"15,124,140", "238,155,31", "230,233,236"} <= set(used), (
+        "retained, the block, the rest"
+    )
 
 
 @pytest.fixture
@@ -223,7 +275,10 @@ def test_a_block_that_begins_in_the_prompt_is_shown_from_the_response_on(blocks_
     page = blocks_page
     page.move("max_tokens", 16)
     page.ask_for_all_steps("Tom lives in Oslo.")  # 10 tokens with the template
-    sizes = page.js("return [...document.querySelectorAll('.block')].map(box => box.querySelectorAll('.cell').length)")
+    sizes = page.js(
+        "return [...document.querySelectorAll('.block')].map(box => "
+        "box.querySelectorAll('.cell').length)"
+    )
     assert sizes == [2, 4, 4, 4, 2]
     assert page.masked == 0
     page.move("step", 3)
@@ -236,9 +291,13 @@ def test_a_decision_shows_the_probability_of_each_choice(blocks_page):
     page.element("decide").send_keys(" Ida={Ida:07|48}, Tom={Tom:07|48}")
     page.send("Tom=48. Ida=07. Give: Ida, Tom")
     page.wait(lambda: len(page.all(".turn.model small")) == 2)
-    assert re.fullmatch(r"Ida=(07|48), Tom=(07|48)", page.all(".turn.model span")[0].text)
+    assert re.fullmatch(
+        r"Ida=(07|48), Tom=(07|48)", page.all(".turn.model span")[0].text
+    )
     for shown, name in zip(page.all(".turn.model small"), ("Ida", "Tom"), strict=True):
-        first, second = re.fullmatch(rf"{name}: \d\d ([\d.]+) %, \d\d ([\d.]+) %", shown.text).groups()
+        first, second = re.fullmatch(
+            rf"{name}: \d\d ([\d.]+) %, \d\d ([\d.]+) %", shown.text
+        ).groups()
         assert float(first) >= float(second)
         assert float(first) + float(second) == pytest.approx(100, abs=0.2)
     page.element("decide").clear()
@@ -251,11 +310,14 @@ def test_a_decision_shows_the_probability_of_each_choice(blocks_page):
 def test_only_what_was_moved_is_sent(page):
     page.js(
         "const real = window.fetch; window.asked = [];"
-        "window.fetch = (to, options) => { if (options.body) window.asked.push(JSON.parse(options.body));"
-        " return real(to, options); };"
+        "window.fetch = (to, options) => { if (options.body) "
+        "window.asked.push(JSON.parse(options.body)); return real(to, options); };"
     )
     slider = page.element("retention_ratio")
-    assert (slider.get_attribute("max"), slider.get_attribute("value")) == ("0.5", "0.5"), "the engine's own"
+    assert (slider.get_attribute("max"), slider.get_attribute("value")) == (
+        "0.5",
+        "0.5",
+    ), "the engine's own"
     page.ask("Hello!")
     page.short()
     page.move("retention_ratio", 0.25)
@@ -270,7 +332,9 @@ def test_only_what_was_moved_is_sent(page):
     page.ask("Hello!")
     page.element("reset").click()
     page.element("match").send_keys(SCHEMA)
-    page.ask("Hello!")  # refused: this model's tokenizer writes other text than its tokens
+    page.ask(
+        "Hello!"
+    )  # refused: this model's tokenizer writes other text than its tokens
     assert "structured_outputs" in page.all(".turn.error")[-1].text
     first, second, third, matching = page.js("return window.asked")
     assert first["vllm_xargs"] == {"stream_granularity": "step", "trace": True}
@@ -303,8 +367,12 @@ def test_a_refusal_is_shown_in_words_and_the_next_request_works(page):
 def test_markup_in_prompts_and_in_what_the_server_sends_is_text(page):
     page.short().ask(f"Copy: {WORD} Rome")
     assert page.answer == f"{MARKUP} Rome"
-    assert MARKUP.replace(" ", "␣") in "".join(cell.get_attribute("textContent") for cell in page.all(".cell span"))
-    hostile = "<img src=x onerror='window.ran=1'><script>window.ran=1</script><b>bold</b>"
+    assert MARKUP.replace(" ", "␣") in "".join(
+        cell.get_attribute("textContent") for cell in page.all(".cell span")
+    )
+    hostile = (
+        "<img src=x onerror='window.ran=1'><script>window.ran=1</script><b>bold</b>"
+    )
     page.ask(hostile)
     assert page.all(".turn.user span")[-1].text == hostile
     assert page.all("main img, main script, .turn b b") == []
@@ -314,12 +382,13 @@ def test_markup_in_prompts_and_in_what_the_server_sends_is_text(page):
 def test_stop_ends_the_request_and_keeps_its_steps(page):
     page.move("max_tokens", 256)
     page.move("block_length", 128)  # no end before 128 steps
-    # In the page itself: all steps take less than a second, and so may a click from here.
+    # In the page itself: all steps take less than a second, and so may a click from
+    # here.
     page.js(
         "new MutationObserver((_, observer) => {"
-        "  if (document.querySelector('.cell.masked') && document.querySelector('[data-figure=forward_passes]')) {"
-        "    observer.disconnect(); document.getElementById('stop').click();"
-        "  }"
+        "  if (document.querySelector('.cell.masked') && "
+        "document.querySelector('[data-figure=forward_passes]')) {    "
+        "observer.disconnect(); document.getElementById('stop').click();  }"
         "}).observe(document.body, {childList: true, subtree: true})"
     )
     page.send(PROMPT)
@@ -341,12 +410,18 @@ def test_without_the_key_the_page_says_what_is_missing(browser):
     page.element("key").send_keys(KEY, Keys.ENTER)
     page.wait(lambda: page.text("model").startswith("demo"))
     assert KEY not in page.js("return document.documentElement.outerHTML")
-    assert page.js("return [localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+    assert page.js(
+        "return [localStorage.length, sessionStorage.length, document.cookie]"
+    ) == [0, 0, ""]
 
 
 @pytest.mark.parametrize(
     ("name", "width", "scheme", "step"),
-    [("wide", 1240, "light", 12), ("narrow", 390, "light", 5), ("dark", 1240, "dark", 12)],
+    [
+        ("wide", 1240, "light", 12),
+        ("narrow", 390, "light", 5),
+        ("dark", 1240, "dark", 12),
+    ],
 )
 def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
     page = browser.open(width=width, scheme=scheme)
@@ -357,8 +432,9 @@ def test_it_fits_its_screen(browser, tmp_path, name, width, scheme, step):
     page.wait(lambda: page.masked == 32 - step)
     assert page.js("return document.documentElement.scrollWidth") <= width
     wider = page.js(
-        "return [...document.querySelectorAll('main *')].filter((e) => !e.closest('.unseen, .skip, .cell') && "
-        "e.getBoundingClientRect().right > arguments[0] + 1).map((e) => e.tagName + '.' + e.className)",
+        "return [...document.querySelectorAll('main *')].filter((e) => "
+        "!e.closest('.unseen, .skip, .cell') && e.getBoundingClientRect().right > "
+        "arguments[0] + 1).map((e) => e.tagName + '.' + e.className)",
         width,
     )
     assert wider == []

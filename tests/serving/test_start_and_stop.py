@@ -1,4 +1,6 @@
-"""A server whose processes are killed, or that is asked to stop, while it loads or answers."""
+"""A server whose processes are killed, or that is asked to stop, while it loads or
+answers.
+"""
 
 import json
 import os
@@ -16,10 +18,17 @@ pytestmark = pytest.mark.slow
 
 NUM_CLIENTS = 3
 LONG = {"prompt": "Reverse: Rome Tom Oslo", "max_tokens": 1900, "ignore_eos": True}
-STRUCTURED = {"prompt": "Reverse: Rome", "max_tokens": 8, "structured_outputs": {"regex": "[a-z]{4}"}}
+STRUCTURED = {
+    "prompt": "Reverse: Rome",
+    "max_tokens": 8,
+    "structured_outputs": {"regex": "[a-z]{4}"},
+}
 DECISION = {
     "prompt": "Reverse: Rome",
-    "fields": {"type": "object", "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2}$"}}},
+    "fields": {
+        "type": "object",
+        "properties": {"name": {"type": "string", "pattern": "^[A-Z][a-z]{2}$"}},
+    },
 }
 SECONDS = 60
 """Far above what it takes, far below a timeout of any client."""
@@ -29,16 +38,29 @@ class Watched(Server):
     def __init__(self, *arguments, **options):
         # The cache makes for short steps, so that what is asked here takes effect soon.
         cache = ("--additional-config", '{"dllm": {"cache_method": "dual"}}')
-        super().__init__("dllm", "serve", "demo", *arguments, *cache, "--max-model-len", "2048", **options)
+        super().__init__(
+            "dllm",
+            "serve",
+            "demo",
+            *arguments,
+            *cache,
+            "--max-model-len",
+            "2048",
+            **options,
+        )
         self.processes, self.clients = set(), ThreadPoolExecutor(16)
 
     def process_called(self, name):
         """A process below the server; what is there now is to be gone at the end."""
         self.processes |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return next((p for p in self.processes if p.is_running() and name in p.name()), None)
+        return next(
+            (p for p in self.processes if p.is_running() and name in p.name()), None
+        )
 
     def ask(self, route="/v1/completions", **asked) -> "Future[httpx.Response]":
-        """An answer to come, to a request that outlasts its test; with a status of 0 where the connection breaks."""
+        """An answer to come, to a request that outlasts its test; with a status of 0
+        where the connection breaks.
+        """
         body = {"model": "demo"} | (asked or LONG)
 
         def answer():
@@ -51,14 +73,22 @@ class Watched(Server):
 
     def wait_until_open(self, number):
         """Requests, of those routes that vLLM counts."""
-        wait_until(lambda: httpx.get(self.url + "/load").json()["server_load"] >= number, 60)
+        wait_until(
+            lambda: httpx.get(self.url + "/load").json()["server_load"] >= number, 60
+        )
 
     def suspended_build(self):
-        """The process that builds an automaton, which makes no progress until it is resumed."""
+        """The process that builds an automaton, which makes no progress until it is
+        resumed.
+        """
 
         def builders():
             children = psutil.Process(self.process.pid).children(recursive=True)
-            return [child for child in children if "dllm_engine.structured_output.build" in child.cmdline()]
+            return [
+                child
+                for child in children
+                if "dllm_engine.structured_output.build" in child.cmdline()
+            ]
 
         wait_until(builders, 60)
         (builder,) = builders()
@@ -93,7 +123,9 @@ def start(tmp_path):
 
 # Two ranks: what is left waits in the middle of a step for the one that is gone.
 @pytest.mark.parametrize(("name", "ranks"), [("EngineCore", "1"), ("Worker", "2")])
-def test_clients_of_a_killed_process_get_errors_and_the_server_fails(start, name, ranks):
+def test_clients_of_a_killed_process_get_errors_and_the_server_fails(
+    start, name, ranks
+):
     watched = start("--tensor-parallel-size", ranks)
     watched.wait_until_ready()
     answers = [watched.ask() for _ in range(NUM_CLIENTS)]
@@ -114,7 +146,12 @@ def test_engines_and_workers_end_with_a_server_that_is_killed(start):
 
 def test_ctrl_c_ends_a_server_that_loads(start):
     watched = start()
-    wait_until(lambda: watched.process_called("Worker"), START_TIMEOUT_S, watched.process, watched.log)
+    wait_until(
+        lambda: watched.process_called("Worker"),
+        START_TIMEOUT_S,
+        watched.process,
+        watched.log,
+    )
     os.killpg(watched.process.pid, signal.SIGINT)  # a terminal sends it to all
     watched.check_the_end(130)
     assert "dllm: interrupted" in watched.tail()
@@ -140,7 +177,9 @@ def test_sigterm_ends_a_server_at_any_moment_of_its_start(start, moment, servers
     watched = start("--api-server-count", str(servers), logging_level="INFO")
 
     def has_come():
-        return watched.process_called(moment) or moment in watched.log.read_text(errors="replace")
+        return watched.process_called(moment) or moment in watched.log.read_text(
+            errors="replace"
+        )
 
     wait_until(has_come, START_TIMEOUT_S, watched.process, watched.log)
     if moment == "EngineCore":
@@ -161,13 +200,20 @@ def test_all_who_wait_are_told_that_the_engine_has_died(start):
         watched.ask("/v1/decisions", **DECISION),
     ]
     build = watched.suspended_build()
-    answers += [watched.ask("/sleep?level=0"), watched.ask("/v1/completions", **STRUCTURED)]
+    answers += [
+        watched.ask("/sleep?level=0"),
+        watched.ask("/v1/completions", **STRUCTURED),
+    ]
     watched.wait_until_open(5)
     watched.process_called("")
     engine.kill()
-    likelihood, completion, stream, decision, _, structured = [answer.result(SECONDS) for answer in answers]
+    likelihood, completion, stream, decision, _, structured = [
+        answer.result(SECONDS) for answer in answers
+    ]
     assert watched.process.poll() is None, "clients are told before the server ends"
-    assert [answer.status_code for answer in (likelihood, completion, decision, structured)] == [500] * 4
+    assert [
+        answer.status_code for answer in (likelihood, completion, decision, structured)
+    ] == [500] * 4
     assert likelihood.json()["error"]["message"].startswith("the engine has died")
     assert '"error"' in stream.text
     build.resume()
@@ -179,7 +225,10 @@ def test_a_server_drains_what_it_has_taken_and_is_not_ready_meanwhile(start):
     watched.wait_until_ready()
     answers = [watched.ask("/v1/completions", **STRUCTURED)]
     build = watched.suspended_build()
-    answers += [watched.ask("/v1/decisions", **DECISION), watched.ask(**LONG | {"max_tokens": 64}, stream=True)]
+    answers += [
+        watched.ask("/v1/decisions", **DECISION),
+        watched.ask(**LONG | {"max_tokens": 64}, stream=True),
+    ]
     watched.wait_until_open(3)
     watched.process.terminate()
     wait_until(lambda: httpx.get(watched.url + "/health").status_code == 503, SECONDS)

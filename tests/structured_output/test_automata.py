@@ -15,10 +15,19 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output import automata
-from dllm_engine.structured_output.automata import MOST_WAITING, built, take_counts, when_built
+from dllm_engine.structured_output.automata import (
+    MOST_WAITING,
+    built,
+    take_counts,
+    when_built,
+)
 from dllm_engine.structured_output.build import REFUSED, BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
-from dllm_engine.structured_output.requests import LONGEST_GRAMMAR, grammar_of, vocabulary_of
+from dllm_engine.structured_output.requests import (
+    LONGEST_GRAMMAR,
+    grammar_of,
+    vocabulary_of,
+)
 from tests.support.automaton_walks import accepts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 from tests.support.preloaded import Program, wait_until
@@ -42,7 +51,9 @@ def automaton_of(*args, **limits):
 
 @pytest.fixture
 def asked():
-    """``asked(grammar, tokenizer)``: the future of its automaton, for which a thread waits."""
+    """``asked(grammar, tokenizer)``: the future of its automaton, for which a thread
+    waits.
+    """
     with ThreadPoolExecutor(64) as executor:
         yield lambda *args, **limits: executor.submit(automaton_of, *args, **limits)
 
@@ -76,7 +87,10 @@ def in_process(monkeypatch):
         ({"choice": ["b", "a", "b"]}, Grammar("choice", '["b", "a"]')),
         ({"json": {"type": "null"}}, Grammar("json", '{"type": "null"}')),
         ({"json": ' {"type":"null"}'}, Grammar("json", '{"type": "null"}')),
-        ({"json": {}, "disable_any_whitespace": True}, Grammar("json", "{}", spaces=False)),
+        (
+            {"json": {}, "disable_any_whitespace": True},
+            Grammar("json", "{}", spaces=False),
+        ),
         ({"json_object": True}, Grammar("json_object", "")),
     ],
 )
@@ -88,9 +102,18 @@ def test_grammars(told, grammar):
     ("told", "named"),
     [
         ({"grammar": "root ::= 'a'"}, "structured_outputs.grammar: context-free"),
-        ({"structural_tag": "{}"}, "structured_outputs.structural_tag: structural tags"),
-        ({"regex": "a", "whitespace_pattern": " *"}, "structured_outputs.whitespace_pattern: not"),
-        ({"json": {}, "disable_additional_properties": True}, "set additionalProperties to false"),
+        (
+            {"structural_tag": "{}"},
+            "structured_outputs.structural_tag: structural tags",
+        ),
+        (
+            {"regex": "a", "whitespace_pattern": " *"},
+            "structured_outputs.whitespace_pattern: not",
+        ),
+        (
+            {"json": {}, "disable_additional_properties": True},
+            "set additionalProperties to false",
+        ),
         ({"choice": []}, "structured_outputs.choice: the list is empty"),
         ({"json": "{"}, "structured_outputs.json: the schema is no JSON"),
         ({"json": {"a": {1}}}, "structured_outputs.json: the schema is no JSON"),
@@ -113,46 +136,83 @@ def test_refused(told, named):
         ("json", lambda length: '{"enum": ["' + "c" * (length - 14) + '"]}'),
     ],
 )
-def test_grammars_are_limited_by_their_length_and_not_read(kind, of_length, monkeypatch):
-    monkeypatch.setattr(Grammar, "expression", property(lambda grammar: pytest.fail("it was read")))
-    assert grammar_of(StructuredOutputsParams(**{kind: of_length(LONGEST_GRAMMAR)})).kind == kind
-    with pytest.raises(InvalidRequestError, match=f"structured_outputs.{kind}: .* more than the {LONGEST_GRAMMAR} "):
+def test_grammars_are_limited_by_their_length_and_not_read(
+    kind, of_length, monkeypatch
+):
+    monkeypatch.setattr(
+        Grammar, "expression", property(lambda grammar: pytest.fail("it was read"))
+    )
+    assert (
+        grammar_of(StructuredOutputsParams(**{kind: of_length(LONGEST_GRAMMAR)})).kind
+        == kind
+    )
+    with pytest.raises(
+        InvalidRequestError,
+        match=f"structured_outputs.{kind}: .* more than the {LONGEST_GRAMMAR} ",
+    ):
         grammar_of(StructuredOutputsParams(**{kind: of_length(LONGEST_GRAMMAR + 16)}))
 
 
 @pytest.mark.parametrize(
     ("told", "named"),
     [
-        ({"regex": "(a"}, "structured_outputs.regex: '(a' is not a regex that Python can read: missing )"),
-        ({"regex": "(?=a)" + "b" * 9000}, "structured_outputs.regex: look-around in the regex '(?=a)bbb"),
-        ({"regex": "c" * 9000 + "(a"}, "is not a regex that Python can read: missing )"),
+        (
+            {"regex": "(a"},
+            "structured_outputs.regex: '(a' is not a regex that Python can read: "
+            "missing )",
+        ),
+        (
+            {"regex": "(?=a)" + "b" * 9000},
+            "structured_outputs.regex: look-around in the regex '(?=a)bbb",
+        ),
+        (
+            {"regex": "c" * 9000 + "(a"},
+            "is not a regex that Python can read: missing )",
+        ),
         ({"json": {"not": {}}}, "structured_outputs.json: #: the keyword 'not'"),
         (
             {"json": {"type": "integer", "maximum": 10**3000}},
             "structured_outputs.json: the schema is nested too deeply",
         ),
-        ({"json": {"enum": []}}, "structured_outputs.json: the tokens of this model spell no text that matches"),
+        (
+            {"json": {"enum": []}},
+            "structured_outputs.json: the tokens of this model spell no text that "
+            "matches",
+        ),
     ],
 )
-def test_constructs_that_are_not_supported_are_named_where_the_automaton_is_built(tokenizer, in_process, told, named):
+def test_constructs_that_are_not_supported_are_named_where_the_automaton_is_built(
+    tokenizer, in_process, told, named
+):
     with pytest.raises(InvalidRequestError, match=re.escape(named)) as refused:
         automaton_of(grammar_of(StructuredOutputsParams(**told)), tokenizer)
     assert len(str(refused.value)) < 700
 
 
 def test_bytes_of_a_byte_level_tokenizer(tokenizer):
-    vocabulary = vocabulary_of(tokenizer, 410)  # a model may predict more than its tokenizer has
+    vocabulary = vocabulary_of(
+        tokenizer, 410
+    )  # a model may predict more than its tokenizer has
     expected = spelled(tokenizer)
-    assert [*map(vocabulary.spelling, range(410))] == [expected.get(number, b"") for number in range(410)]
+    assert [*map(vocabulary.spelling, range(410))] == [
+        expected.get(number, b"") for number in range(410)
+    ]
     assert tokenizer.eos_token_id not in expected
 
 
 def metaspace(strip: bool) -> PreTrainedTokenizerFast:
     tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁a", "b", "é"]
-    model = models.BPE({token: i for i, token in enumerate(tokens)}, [], unk_token="<unk>", byte_fallback=True)
+    model = models.BPE(
+        {token: i for i, token in enumerate(tokens)},
+        [],
+        unk_token="<unk>",
+        byte_fallback=True,
+    )
     tokenizer = Tokenizer(model)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*parts, *([decoders.Strip(" ", 1, 0)] if strip else [])])
+    tokenizer.decoder = decoders.Sequence(
+        [*parts, *([decoders.Strip(" ", 1, 0)] if strip else [])]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
@@ -218,12 +278,18 @@ def held(monkeypatch):
     return go_on, begun
 
 
-def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(tokenizer, held, asked):
+def test_requests_at_the_same_time_build_once_and_two_are_built_at_once(
+    tokenizer, held, asked
+):
     go_on, begun = held
     futures = [asked(Grammar("regex", text), tokenizer) for text in "aaabbc"]
-    wait_until(lambda: len(begun) == automata._AT_ONCE and len(automata._cache.builds) == 3, 60)
+    wait_until(
+        lambda: len(begun) == automata._AT_ONCE and len(automata._cache.builds) == 3, 60
+    )
     go_on.set()
-    assert [accepts(future.result(60), tokenizer.encode("a")) for future in futures] == [True] * 3 + [False] * 3
+    assert [
+        accepts(future.result(60), tokenizer.encode("a")) for future in futures
+    ] == [True] * 3 + [False] * 3
     assert sorted(begun) == ["a", "b", "c"]
 
 
@@ -241,13 +307,20 @@ def test_the_queue_of_builds_is_bounded(tokenizer, held, asked):
 
 
 def test_a_build_that_nobody_waits_for_any_more_does_not_begin(tokenizer, held):
-    """Of three that wait for their turn, one is left by its only client, another by one of two."""
+    """Of three that wait for their turn, one is left by its only client, another by one
+    of two.
+    """
     go_on, begun = held
     wanted = {text: wanted_of(Grammar("regex", text), tokenizer) for text in "abcde"}
 
     async def ask():
-        clients = {name: asyncio.create_task(when_built(wanted[name[0]])) for name in ("a", "b", "c", "d", "e", "e2")}
-        while len(begun) < automata._AT_ONCE or clients["e2"] not in asyncio.all_tasks():
+        clients = {
+            name: asyncio.create_task(when_built(wanted[name[0]]))
+            for name in ("a", "b", "c", "d", "e", "e2")
+        }
+        while (
+            len(begun) < automata._AT_ONCE or clients["e2"] not in asyncio.all_tasks()
+        ):
             await asyncio.sleep(0.01)
         clients["c"].cancel()
         clients["e"].cancel()
@@ -263,12 +336,19 @@ def test_a_build_that_nobody_waits_for_any_more_does_not_begin(tokenizer, held):
 
 
 @pytest.mark.slow
-def test_a_build_that_nobody_waits_for_any_more_ends_and_others_have_its_turn(tokenizer):
-    endless = [Grammar("regex", f"(a|b)*a(a|b){{{number}}}") for number in range(25, 29)]
+def test_a_build_that_nobody_waits_for_any_more_ends_and_others_have_its_turn(
+    tokenizer,
+):
+    endless = [
+        Grammar("regex", f"(a|b)*a(a|b){{{number}}}") for number in range(25, 29)
+    ]
     limits = {"max_states": 1 << 24, "build_seconds": 600}
 
     async def ask():
-        clients = [asyncio.create_task(when_built(wanted_of(each, tokenizer, **limits))) for each in endless]
+        clients = [
+            asyncio.create_task(when_built(wanted_of(each, tokenizer, **limits)))
+            for each in endless
+        ]
         while len(builders()) < automata._AT_ONCE:
             await asyncio.sleep(0.01)
         for client in clients:
@@ -281,19 +361,37 @@ def test_a_build_that_nobody_waits_for_any_more_ends_and_others_have_its_turn(to
 
 
 def builders():
-    return [child for child in psutil.Process().children() if any("output.build" in a for a in child.cmdline())]
+    return [
+        child
+        for child in psutil.Process().children()
+        if any("output.build" in a for a in child.cmdline())
+    ]
 
 
 @pytest.mark.slow
 def test_built_in_a_process_of_its_own(tokenizer):
-    grammar = Grammar("json", '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}', spaces=False)
+    grammar = Grammar(
+        "json",
+        '{"properties": {"é": {"type": "integer"}}, "required": ["é"]}',
+        spaces=False,
+    )
     expected = build(BuildInput(grammar, vocabulary_of(tokenizer, 410), **LIMITS))
     assert automaton_of(grammar, tokenizer).packed == expected.packed
-    with pytest.raises(InvalidRequestError, match=re.escape("structured_outputs.regex: its automaton has more states")):
+    with pytest.raises(
+        InvalidRequestError,
+        match=re.escape("structured_outputs.regex: its automaton has more states"),
+    ):
         automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=64)
     with pytest.raises(InvalidRequestError, match="max_automaton_seconds=1 "):
-        automaton_of(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=1 << 24, build_seconds=1)
-    with pytest.raises(InvalidRequestError, match="the tokens of this model spell no text"):
+        automaton_of(
+            Grammar("regex", "(a|b)*a(a|b){25}"),
+            tokenizer,
+            max_states=1 << 24,
+            build_seconds=1,
+        )
+    with pytest.raises(
+        InvalidRequestError, match="the tokens of this model spell no text"
+    ):
         automaton_of(Grammar("regex", "a"), metaspace(strip=False), 3)
 
 
@@ -301,14 +399,21 @@ def test_built_in_a_process_of_its_own(tokenizer):
 def test_a_build_that_fails_by_our_fault_is_no_bad_request():
     broken = Vocabulary([b"a"])
     broken.starts = np.array([0, 5])
-    with pytest.raises(GenerationError, match="its automaton: building it failed") as error:
+    with pytest.raises(
+        GenerationError, match="its automaton: building it failed"
+    ) as error:
         built(BuildInput(Grammar("regex", "a"), broken, **LIMITS))
     assert error.type is GenerationError
 
 
 @pytest.mark.slow
 def test_a_building_process_that_is_killed_from_outside(tokenizer, asked):
-    future = asked(Grammar("regex", "(a|b)*a(a|b){25}"), tokenizer, max_states=1 << 24, build_seconds=600)
+    future = asked(
+        Grammar("regex", "(a|b)*a(a|b){25}"),
+        tokenizer,
+        max_states=1 << 24,
+        build_seconds=600,
+    )
     wait_until(builders, 60)
     builders()[0].kill()
     assert type(future.exception(60)) is RetryableRequestError

@@ -1,4 +1,6 @@
-"""A text matches and is never reported as cut off: by every way in, where it fills the response exactly too."""
+"""A text matches and is never reported as cut off: by every way in, where it fills the
+response exactly too.
+"""
 
 import json
 import re
@@ -10,16 +12,33 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from tests.structured_output.test_answers import ASKED, CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
+from tests.structured_output.test_answers import (
+    ASKED,
+    CHAT,
+    FORMAT,
+    PROMPT,
+    SCHEMA,
+    TOOLS,
+    chunks_of,
+    is_person,
+)
 
-FORMS = {name: ({"structured_outputs": fields}, matches) for name, (fields, matches) in ASKED.items()}
+FORMS = {
+    name: ({"structured_outputs": fields}, matches)
+    for name, (fields, matches) in ASKED.items()
+}
 FORMS["format: schema"] = {"response_format": FORMAT}, is_person
-FORMS["format: object"] = {"response_format": {"type": "json_object"}}, ASKED["json_object"][1]
+FORMS["format: object"] = (
+    {"response_format": {"type": "json_object"}},
+    ASKED["json_object"][1],
+)
 UNBOUNDED = ["[a-z]+", r"[0-9]{3}.*", "(ab|c)*"]
 
 
 def fewest_tokens(ask) -> int:
-    """The length of the shortest text that matches, which a shorter response is refused with."""
+    """The length of the shortest text that matches, which a shorter response is refused
+    with.
+    """
     with pytest.raises((BadRequestError, ValueError)) as refused:
         ask(1)
     return int(re.search(r"accepts has (\d+) tokens", str(refused.value))[1])
@@ -33,18 +52,26 @@ def posted(client, path, **body):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(("form", "path"), list(zip(FORMS, cycle(["completions", "chat/completions"]))))
+@pytest.mark.parametrize(
+    ("form", "path"), list(zip(FORMS, cycle(["completions", "chat/completions"])))
+)
 def test_completions_and_chats(client, form, path, stream):
     fields, matches = FORMS[form]
-    body = fields | ({"prompt": PROMPT} if path == "completions" else {"messages": CHAT})
-    fewest = fewest_tokens(lambda length: posted(client, path, max_tokens=length, **body))
+    body = fields | (
+        {"prompt": PROMPT} if path == "completions" else {"messages": CHAT}
+    )
+    fewest = fewest_tokens(
+        lambda length: posted(client, path, max_tokens=length, **body)
+    )
     sampled = {"n": 2, "temperature": 1.0, "seed": 1, "stream": stream}
     for length in (fewest, 48):
         answer = posted(client, path, max_tokens=length, **body, **sampled)
         texts, reasons = ["", ""], []
         for chunk in chunks_of(answer.text) if stream else [answer.json()]:
             for choice in chunk["choices"]:
-                part = choice.get("message", choice.get("delta", {"content": choice.get("text")}))
+                part = choice.get(
+                    "message", choice.get("delta", {"content": choice.get("text")})
+                )
                 texts[choice["index"]] += part.get("content") or ""
                 reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
         assert all(map(matches, texts)), texts
@@ -52,12 +79,24 @@ def test_completions_and_chats(client, form, path, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize(("named", "reason"), [(False, "tool_calls"), (True, "stop")], ids=["required", "named"])
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [(False, "tool_calls"), (True, "stop")],
+    ids=["required", "named"],
+)
 def test_calls(openai, named, reason, stream):
-    choice = {"type": "function", "function": {"name": "look_up"}} if named else "required"
+    choice = (
+        {"type": "function", "function": {"name": "look_up"}} if named else "required"
+    )
 
     def ask(length, **asked):
-        asked |= {"model": "demo", "messages": CHAT, "tools": TOOLS, "tool_choice": choice, "max_tokens": length}
+        asked |= {
+            "model": "demo",
+            "messages": CHAT,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "max_tokens": length,
+        }
         return openai.chat.completions.create(**asked)
 
     for length in (fewest_tokens(ask), 64):
@@ -65,7 +104,9 @@ def test_calls(openai, named, reason, stream):
         choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
         assert choices[-1].finish_reason == reason
         calls: dict[int, list[str]] = {}
-        for message in (choice.delta if stream else choice.message for choice in choices):
+        for message in (
+            choice.delta if stream else choice.message for choice in choices
+        ):
             assert not message.content
             for index, part in enumerate(message.tool_calls or ()):
                 call = calls.setdefault(part.index if stream else index, ["", ""])
@@ -73,7 +114,11 @@ def test_calls(openai, named, reason, stream):
                 call[1] += part.function.arguments or ""
         assert calls
         for name, arguments in calls.values():
-            assert is_person(arguments) if name == "look_up" else name == "wait" and type(json.loads(arguments)) is dict
+            assert (
+                is_person(arguments)
+                if name == "look_up"
+                else name == "wait" and type(json.loads(arguments)) is dict
+            )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -81,7 +126,9 @@ def test_responses(openai, stream):
     schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
 
     def ask(length, **asked):
-        return openai.responses.create(model="demo", input="Ida?", text=schema, max_output_tokens=length, **asked)
+        return openai.responses.create(
+            model="demo", input="Ida?", text=schema, max_output_tokens=length, **asked
+        )
 
     answer = ask(fewest_tokens(ask), stream=stream)
     answer = [*answer][-1].response if stream else answer
@@ -93,7 +140,10 @@ def test_responses(openai, stream):
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "end_turn"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            "end_turn",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_use"),
         ({"tool_choice": {"type": "tool", "name": "look_up"}}, "tool_use"),
     ],
@@ -104,10 +154,16 @@ def test_messages(client, body, reason, stream):
         body = body | {"tools": [{"name": "look_up", "input_schema": SCHEMA}]}
 
     def ask(length, **asked):
-        return posted(client, "messages", messages=CHAT, max_tokens=length, **body, **asked)
+        return posted(
+            client, "messages", messages=CHAT, max_tokens=length, **body, **asked
+        )
 
     answer = ask(fewest_tokens(ask), stream=stream)
-    messages = [chunk.get("delta", {}) for chunk in chunks_of(answer.text)] if stream else [answer.json()]
+    messages = (
+        [chunk.get("delta", {}) for chunk in chunks_of(answer.text)]
+        if stream
+        else [answer.json()]
+    )
     assert [m["stop_reason"] for m in messages if m.get("stop_reason")] == [reason]
 
 
@@ -117,8 +173,12 @@ def test_texts_that_could_go_on(demo, params, ignore_eos):
     for regex in UNBOUNDED:
         asked = params(
             structured_outputs=StructuredOutputsParams(regex=regex),
-            max_tokens=9, ignore_eos=ignore_eos, temperature=1.0, n=3, seed=2,
-        )  # fmt: skip
+            max_tokens=9,
+            ignore_eos=ignore_eos,
+            temperature=1.0,
+            n=3,
+            seed=2,
+        )
         (output,) = demo.generate([PROMPT], asked, use_tqdm=False)
         for completion in output.outputs:
             assert re.fullmatch(regex, completion.text, re.DOTALL), completion
@@ -132,7 +192,9 @@ def test_templates(demo):
     tokens = demo.get_tokenizer().encode(" Ida=07", add_special_tokens=False)
     for given in (True, False):
         template = [*tokens[:-2], None, None]
-        params = DiffusionParams(structured_outputs=asked, response_template=template, return_given=given)
+        params = DiffusionParams(
+            structured_outputs=asked, response_template=template, return_given=given
+        )
         (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
         assert completion.finish_reason == "stop"
         assert re.fullmatch(r" Ida=[0-9]{2}" if given else "[0-9]{2}", completion.text)
@@ -142,4 +204,8 @@ def test_a_stop_string_still_ends_a_text_before_it(demo):
     asked = StructuredOutputsParams(regex="[0-9]{6};")
     params = DiffusionParams(structured_outputs=asked, gen_length=7, stop=[";"])
     (completion,) = demo.generate([PROMPT], params, use_tqdm=False)[0].outputs
-    assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (6, "stop", ";")
+    assert (len(completion.text), completion.finish_reason, completion.stop_reason) == (
+        6,
+        "stop",
+        ";",
+    )

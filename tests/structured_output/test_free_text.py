@@ -12,20 +12,40 @@ from dllm_engine.structured_output.compiler import Vocabulary, reasoning_automat
 from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton
 
-PIECES = [b"a", b"b", b"ab", b"ba", b"aab", b"bb", b"c", b"abca", "é".encode(), b"", b"", b"", b""]
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"ba",
+    b"aab",
+    b"bb",
+    b"c",
+    b"abca",
+    "é".encode(),
+    b"",
+    b"",
+    b"",
+    b"",
+]
 END, START, SPECIAL, MASK = range(9, 13)
 """Tokens that spell no text."""
 TOKENS = st.sampled_from([token for token in range(len(PIECES)) if token != START])
 MARKERS = ["ab", "aab", "abab", "bab", "a", "abcab", "é"]
 
 
-def automaton_of(marker: str, end_token: int | None, start_token: int | None) -> Automaton:
+def automaton_of(
+    marker: str, end_token: int | None, start_token: int | None
+) -> Automaton:
     return reasoning_automaton(Vocabulary(PIECES), 100, marker, end_token, start_token)
 
 
-@given(st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans())
+@given(
+    st.sampled_from(MARKERS), st.lists(TOKENS, max_size=7), st.booleans(), st.booleans()
+)
 @settings(max_examples=600)
-def test_a_spelled_marker_ends_reasoning_where_it_first_appears(marker, tokens, has_start, begins_with_it):
+def test_a_spelled_marker_ends_reasoning_where_it_first_appears(
+    marker, tokens, has_start, begins_with_it
+):
     automaton = automaton_of(marker, None, START if has_start else None)
     text = b"".join(PIECES[token] for token in tokens)
     ends = text.find(marker.encode()) == len(text) - len(marker.encode()) >= 0
@@ -53,7 +73,9 @@ def test_joined_automata_accept_one_text_behind_the_other(seed, tokens):
     assert len(splits) <= 1
     assert accepts(together, tokens) == any(accepts(second, tokens[i:]) for i in splits)
     assert together.class_of.dtype == together.next_state.dtype == np.int32
-    assert ((together.class_of < 0) == ((first.class_of < 0) & (second.class_of < 0))).all()
+    assert (
+        (together.class_of < 0) == ((first.class_of < 0) & (second.class_of < 0))
+    ).all()
 
 
 def test_tokens_that_cannot_spell_the_marker_are_an_error():

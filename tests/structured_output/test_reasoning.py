@@ -21,9 +21,21 @@ from dllm_engine import DiffusionParams
 from dllm_engine.scheduler.constraints.constraint import joined
 from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
-from dllm_engine.structured_output.requests import ReasoningArguments, reasoning_before, vocabulary_of
+from dllm_engine.structured_output.requests import (
+    ReasoningArguments,
+    reasoning_before,
+    vocabulary_of,
+)
 from dllm_engine.vllm_hooks import patch, table
-from tests.structured_output.test_answers import CHAT, FORMAT, PROMPT, SCHEMA, TOOLS, chunks_of, is_person
+from tests.structured_output.test_answers import (
+    CHAT,
+    FORMAT,
+    PROMPT,
+    SCHEMA,
+    TOOLS,
+    chunks_of,
+    is_person,
+)
 from tests.support.automaton_walks import walk
 from tests.support.byte_level_tokenizers import TALE, train_tokenizer
 from tests.support.engines import assert_nothing_left
@@ -50,11 +62,17 @@ def tokenizer_of(has_markers: bool):
 
 @cache
 def automaton_of(grammar: Grammar, has_markers: bool):
-    return build(BuildInput(grammar, vocabulary_of(tokenizer_of(has_markers), 512), 4096, 60))
+    return build(
+        BuildInput(grammar, vocabulary_of(tokenizer_of(has_markers), 512), 4096, 60)
+    )
 
 
 def engine_config(parser: str, *, enable_in_reasoning: bool = False):
-    settings = {"reasoning_parser": parser, "reasoning_parser_plugin": "", "enable_in_reasoning": enable_in_reasoning}
+    settings = {
+        "reasoning_parser": parser,
+        "reasoning_parser_plugin": "",
+        "enable_in_reasoning": enable_in_reasoning,
+    }
     return SimpleNamespace(structured_outputs_config=SimpleNamespace(**settings))
 
 
@@ -73,22 +91,36 @@ def test_every_parser_reads_what_is_written(parser, has_markers):
     if refusal:
         assert f"reasoning_parser='{parser}'" in refusal
         return
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], model="m")
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "?"}], model="m"
+    )
 
     def content(text: str) -> str | None:
-        found = ReasoningParserManager.get_reasoning_parser(parser)(tokenizer).extract_reasoning(text, request)
+        found = ReasoningParserManager.get_reasoning_parser(parser)(
+            tokenizer
+        ).extract_reasoning(text, request)
         return found and found[1]  # Cohere's read nothing by themselves
 
     assert reasoning_before(ReasoningArguments(True), prompt, **arguments) is None
-    if grammar is None:  # as vLLM, for parsers that reason only behind a marker in the prompt
+    if (
+        grammar is None
+    ):  # as vLLM, for parsers that reason only behind a marker in the prompt
         return
     end = json.loads(grammar.text)[0]
     assert reasoning_before(ReasoningArguments(False), prompt, **arguments) == grammar
     if has_markers and end in MARKERS:
-        assert reasoning_before(ReasoningArguments(), [*prompt, *tokenizer.encode(end)], **arguments) is None
+        assert (
+            reasoning_before(
+                ReasoningArguments(), [*prompt, *tokenizer.encode(end)], **arguments
+            )
+            is None
+        )
     if content(f'Hm{end}{{"a": 1}}') != '{"a": 1}':
         return  # it wants more markers than these
-    automata = (automaton_of(each, has_markers) for each in (grammar, Grammar("regex", r'\{"a": [0-9]+\}')))
+    automata = (
+        automaton_of(each, has_markers)
+        for each in (grammar, Grammar("regex", r'\{"a": [0-9]+\}'))
+    )
     spelled = [tokenizer.decode([token]).encode() for token in range(len(tokenizer))]
     behind_reasoning = joined(*automata)
     for seed in range(20):
@@ -102,7 +134,9 @@ def test_every_parser_sees_that_the_prompt_has_ended_reasoning(name, has_markers
     """Whole answers and streams are content alone."""
     patch.apply(table.SERVING)
     tokenizer = tokenizer_of(has_markers)
-    request = ChatCompletionRequest(messages=[{"role": "user", "content": "?"}], model="m")
+    request = ChatCompletionRequest(
+        messages=[{"role": "user", "content": "?"}], model="m"
+    )
     try:
         parser_class = ParserManager.get_parser(reasoning_parser_name=name)
         parser = parser_class(tokenizer).reasoning_parser
@@ -136,20 +170,35 @@ def test_structured_output_in_reasoning_begins_at_once():
 
 # Engines: one whose tokenizer spells the marker, one for which it is a token
 
-FLAGS = ("--structured-outputs-config", '{"reasoning_parser": "qwen3"}', "--chat-template", TEMPLATE)
+FLAGS = (
+    "--structured-outputs-config",
+    '{"reasoning_parser": "qwen3"}',
+    "--chat-template",
+    TEMPLATE,
+)
 
 
 @pytest.fixture(scope="module")
 def spelling(engines):
-    return engines("demo", skip_tokenizer_init=False, structured_outputs_config={"reasoning_parser": "qwen3"})
+    return engines(
+        "demo",
+        skip_tokenizer_init=False,
+        structured_outputs_config={"reasoning_parser": "qwen3"},
+    )
 
 
 @pytest.fixture(scope="module")
 def marking(engines, reference_checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("marking") / "llada"
-    shutil.copytree(reference_checkpoints / "llada-tiny-a", folder, copy_function=shutil.copyfile)
+    shutil.copytree(
+        reference_checkpoints / "llada-tiny-a", folder, copy_function=shutil.copyfile
+    )
     tokenizer_of(True).save_pretrained(folder)
-    return engines(folder, skip_tokenizer_init=False, structured_outputs_config={"reasoning_parser": "qwen3"})
+    return engines(
+        folder,
+        skip_tokenizer_init=False,
+        structured_outputs_config={"reasoning_parser": "qwen3"},
+    )
 
 
 @pytest.fixture(params=["spelling", "marking"], scope="module")
@@ -172,13 +221,23 @@ class Person(BaseModel):
     is_old: bool
 
 
-SHOWN = {"thinking": ({}, True), "left out": ({"include_reasoning": False}, False), "off": (NO_THINKING, False)}
+SHOWN = {
+    "thinking": ({}, True),
+    "left out": ({"include_reasoning": False}, False),
+    "off": (NO_THINKING, False),
+}
 
 
 @pytest.mark.parametrize("way", SHOWN)
 def test_openais_client_parses_the_answer(openai, way):
     fields, reasons = SHOWN[way]
-    asked = {"model": "m", "messages": CHAT, "max_tokens": 64, "response_format": Person, "extra_body": fields}
+    asked = {
+        "model": "m",
+        "messages": CHAT,
+        "max_tokens": 64,
+        "response_format": Person,
+        "extra_body": fields,
+    }
     (choice,) = openai.chat.completions.parse(**asked).choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, Person)
@@ -189,9 +248,15 @@ def test_openais_client_parses_the_answer(openai, way):
 def test_streams_have_reasoning_and_answer_apart(reasoning_client, way):
     fields, reasons = SHOWN[way]
     sampled = {"temperature": 1.0, "n": 2, "seed": 4, "stream": True}
-    body = {"model": "m", "messages": CHAT, "max_tokens": 64, "response_format": FORMAT} | fields | sampled
+    body = (
+        {"model": "m", "messages": CHAT, "max_tokens": 64, "response_format": FORMAT}
+        | fields
+        | sampled
+    )
     parts = {0: {"content": "", "reasoning": ""}, 1: {"content": "", "reasoning": ""}}
-    for chunk in chunks_of(reasoning_client.post("/v1/chat/completions", json=body).text):
+    for chunk in chunks_of(
+        reasoning_client.post("/v1/chat/completions", json=body).text
+    ):
         for choice in chunk["choices"]:
             for name, text in parts[choice["index"]].items():
                 parts[choice["index"]][name] = text + (choice["delta"].get(name) or "")
@@ -202,13 +267,32 @@ def test_streams_have_reasoning_and_answer_apart(reasoning_client, way):
 
 @pytest.mark.parametrize(
     ("way", "named", "stream"),
-    [("thinking", False, False), ("left out", True, False), ("off", False, True), ("thinking", True, True)],
+    [
+        ("thinking", False, False),
+        ("left out", True, False),
+        ("off", False, True),
+        ("thinking", True, True),
+    ],
 )
 def test_calls_that_must_be_made_are_made(openai, way, named, stream):
-    choice = {"type": "function", "function": {"name": "look_up"}} if named else "required"
-    asked = {"model": "m", "messages": CHAT, "tools": TOOLS[:1], "tool_choice": choice, "max_tokens": 80}
-    answer = openai.chat.completions.create(**asked, stream=stream, extra_body=SHOWN[way][0])
-    messages = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    choice = (
+        {"type": "function", "function": {"name": "look_up"}} if named else "required"
+    )
+    asked = {
+        "model": "m",
+        "messages": CHAT,
+        "tools": TOOLS[:1],
+        "tool_choice": choice,
+        "max_tokens": 80,
+    }
+    answer = openai.chat.completions.create(
+        **asked, stream=stream, extra_body=SHOWN[way][0]
+    )
+    messages = (
+        [chunk.choices[0].delta for chunk in answer]
+        if stream
+        else [answer.choices[0].message]
+    )
     calls = [call.function for message in messages for call in message.tool_calls or ()]
     assert calls[0].name == "look_up"
     assert is_person("".join(call.arguments or "" for call in calls))
@@ -216,11 +300,16 @@ def test_calls_that_must_be_made_are_made(openai, way, named, stream):
 
 def test_responses_and_messages(openai, reasoning_client):
     schema = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
-    answer = openai.responses.create(model="m", input="Ida?", text=schema, max_output_tokens=64)
+    answer = openai.responses.create(
+        model="m", input="Ida?", text=schema, max_output_tokens=64
+    )
     assert answer.status == "completed"
     assert [item.type for item in answer.output] == ["reasoning", "message"]
     assert is_person(answer.output_text)
-    tools = {"tools": [{"name": "look_up", "input_schema": SCHEMA}], "tool_choice": {"type": "any"}}
+    tools = {
+        "tools": [{"name": "look_up", "input_schema": SCHEMA}],
+        "tool_choice": {"type": "any"},
+    }
     body = {"model": "m", "messages": CHAT, "max_tokens": 80} | tools
     answer = reasoning_client.post("/v1/messages", json=body).json()
     assert answer["stop_reason"] == "tool_use"
@@ -229,7 +318,9 @@ def test_responses_and_messages(openai, reasoning_client):
 
 def test_texts_in_python_are_reasoning_marker_and_answer(llm):
     asked = StructuredOutputsParams(json=SCHEMA)
-    params = DiffusionParams(structured_outputs=asked, gen_length=48, temperature=1.0, n=3, seed=1)
+    params = DiffusionParams(
+        structured_outputs=asked, gen_length=48, temperature=1.0, n=3, seed=1
+    )
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     for completion in output.outputs:
         reasoning, marker, answer = completion.text.partition("</think>")
@@ -244,7 +335,10 @@ def test_a_template_may_give_the_marker(llm):
     tokenizer = llm.get_tokenizer()
     end = tokenizer.encode("</think>", add_special_tokens=False)
     template = [None] * 6 + end + [None] * 4
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), response_template=template)
+    params = DiffusionParams(
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"),
+        response_template=template,
+    )
     (completion,) = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs
     assert re.fullmatch("[0-9]{4}", completion.text.partition("</think>")[2])
 
@@ -255,7 +349,9 @@ def test_there_is_room_for_the_marker_or_a_refusal(llm):
         params = DiffusionParams(structured_outputs=asked, gen_length=gen_length)
         return llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0]
 
-    with pytest.raises(ValueError, match="with the marker that ends reasoning before it") as refused:
+    with pytest.raises(
+        ValueError, match="with the marker that ends reasoning before it"
+    ) as refused:
         ask(1)
     fewest = int(re.search(r"has (\d+) tokens", str(refused.value))[1])
     assert fewest > 1
@@ -273,16 +369,26 @@ ENDED = {
 @pytest.mark.parametrize("budget", [None, 0])
 def test_reasoning_that_the_prompt_ends_is_not_begun_again(llm, turn, budget):
     structured = StructuredOutputsParams(regex="[0-9]{2}")
-    params = DiffusionParams(structured_outputs=structured, gen_length=24, thinking_token_budget=budget)
+    params = DiffusionParams(
+        structured_outputs=structured, gen_length=24, thinking_token_budget=budget
+    )
     (output,) = llm.generate([f"Tom is 48.{ENDED[turn]}"], params, use_tqdm=False)
     assert re.fullmatch("[0-9]{2}", output.outputs[0].text)
 
 
 @pytest.mark.parametrize(
-    "prompt", ["Tom is 48.", "</think>Tom is 48.<think>", "<think></think>48<|endoftext|>Tom", "</thin"]
+    "prompt",
+    [
+        "Tom is 48.",
+        "</think>Tom is 48.<think>",
+        "<think></think>48<|endoftext|>Tom",
+        "</thin",
+    ],
 )
 def test_reasoning_that_the_prompt_leaves_open_comes_first(spelling, prompt):
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24)
+    params = DiffusionParams(
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{2}"), gen_length=24
+    )
     (output,) = spelling.generate([prompt], params, use_tqdm=False)
     assert re.fullmatch("(.|\n)*</think>[0-9]{2}", output.outputs[0].text)
 
@@ -290,9 +396,16 @@ def test_reasoning_that_the_prompt_leaves_open_comes_first(spelling, prompt):
 @pytest.mark.parametrize("turn", ENDED)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("regex", ["[0-9]{2}", None])
-def test_a_continued_turn_that_has_ended_its_reasoning_has_none(reasoning_client, turn, stream, regex):
+def test_a_continued_turn_that_has_ended_its_reasoning_has_none(
+    reasoning_client, turn, stream, regex
+):
     messages = [*CHAT, {"role": "assistant", "content": ENDED[turn]}]
-    body = {"model": "m", "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    body = {
+        "model": "m",
+        "messages": messages,
+        "continue_final_message": True,
+        "add_generation_prompt": False,
+    }
     body |= {"max_tokens": 24, "stream": stream} | (
         {"structured_outputs": {"regex": regex}} if regex else {"min_tokens": 4}
     )
@@ -311,11 +424,17 @@ def test_a_continued_turn_that_has_ended_its_reasoning_has_none(reasoning_client
 @pytest.mark.parametrize("ended", [None, False, True])
 @pytest.mark.parametrize("rendered", [False, True], ids=["raw", "rendered"])
 def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
-    prompt = {"prompt_token_ids": spelling.get_tokenizer().encode(PROMPT)} | ({"type": "token"} if rendered else {})
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), gen_length=24)
+    prompt = {"prompt_token_ids": spelling.get_tokenizer().encode(PROMPT)} | (
+        {"type": "token"} if rendered else {}
+    )
+    params = DiffusionParams(
+        structured_outputs=StructuredOutputsParams(regex="[0-9]{4}"), gen_length=24
+    )
 
     async def answer():
-        outputs = EngineInProcess(spelling).generate(prompt, params, "asked", reasoning_ended=ended)
+        outputs = EngineInProcess(spelling).generate(
+            prompt, params, "asked", reasoning_ended=ended
+        )
         return [output async for output in outputs][-1].outputs[0]
 
     text = asyncio.run(answer()).text
@@ -329,7 +448,9 @@ def test_arguments_of_asynchronous_engines(spelling, ended, rendered):
 def reasoning_tokens(llm, token_ids) -> int:
     """How many tokens have text before the marker, or in all if there is none."""
     tokenizer = llm.get_tokenizer()
-    lengths = [len(tokenizer.decode(token_ids[:count])) for count in range(len(token_ids) + 1)]
+    lengths = [
+        len(tokenizer.decode(token_ids[:count])) for count in range(len(token_ids) + 1)
+    ]
     before = len(tokenizer.decode(token_ids).partition("</think>")[0])
     return sum(length < before for length in lengths)
 
@@ -339,8 +460,16 @@ def reasoning_tokens(llm, token_ids) -> int:
 @pytest.mark.parametrize("regex", ["[0-9]{2}", None])
 def test_reasoning_keeps_its_budget(llm, budget, settings, regex):
     structured = regex and StructuredOutputsParams(regex=regex)
-    asked = {"gen_length": 48, "temperature": 1.0, "seed": 5, "n": 3, "ignore_eos": not regex} | settings
-    params = DiffusionParams(structured_outputs=structured, thinking_token_budget=budget, **asked)
+    asked = {
+        "gen_length": 48,
+        "temperature": 1.0,
+        "seed": 5,
+        "n": 3,
+        "ignore_eos": not regex,
+    } | settings
+    params = DiffusionParams(
+        structured_outputs=structured, thinking_token_budget=budget, **asked
+    )
     (output,) = llm.generate([PROMPT], params, use_tqdm=False)
     for completion in output.outputs:
         assert reasoning_tokens(llm, completion.token_ids) <= budget
@@ -355,7 +484,9 @@ def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
     structured = regex and StructuredOutputsParams(regex=regex)
     texts = set()
     for budget in (None, 24, 31, 32, 9999):
-        params = DiffusionParams(gen_length=32, structured_outputs=structured, thinking_token_budget=budget)
+        params = DiffusionParams(
+            gen_length=32, structured_outputs=structured, thinking_token_budget=budget
+        )
         (output,) = spelling.generate([PROMPT], params, use_tqdm=False)
         texts.add(output.outputs[0].text)
     assert len(texts) == 1
@@ -363,12 +494,27 @@ def test_a_budget_that_is_not_used_up_changes_nothing(spelling, regex):
 
 @pytest.mark.parametrize("field", ["max_tokens", "stream"])
 def test_budgets_of_chats(reasoning_client, llm, field):
-    body = {"model": "m", "messages": CHAT, "max_tokens": 48, "min_tokens": 40, "thinking_token_budget": 5}
-    response = reasoning_client.post("/v1/chat/completions", json=body | {"stream": field == "stream"})
+    body = {
+        "model": "m",
+        "messages": CHAT,
+        "max_tokens": 48,
+        "min_tokens": 40,
+        "thinking_token_budget": 5,
+    }
+    response = reasoning_client.post(
+        "/v1/chat/completions", json=body | {"stream": field == "stream"}
+    )
     assert response.status_code == 200
     chunks = chunks_of(response.text) if field == "stream" else [response.json()]
-    parts = [choice.get("delta") or choice["message"] for chunk in chunks for choice in chunk["choices"]]
-    reasoning, content = ("".join(part.get(name) or "" for part in parts) for name in ("reasoning", "content"))
+    parts = [
+        choice.get("delta") or choice["message"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+    ]
+    reasoning, content = (
+        "".join(part.get(name) or "" for part in parts)
+        for name in ("reasoning", "content")
+    )
     assert len(llm.get_tokenizer().encode(reasoning, add_special_tokens=False)) <= 5
     assert content
     assert "</think>" not in content
@@ -376,11 +522,17 @@ def test_budgets_of_chats(reasoning_client, llm, field):
 
 @pytest.fixture(scope="module")
 def wide_clients(engines):
-    """Contexts with room for the least budget of ``/v1/messages``; with a reasoning parser, and without."""
+    """Contexts with room for the least budget of ``/v1/messages``; with a reasoning
+    parser, and without.
+    """
     settings = {"max_model_len": 1200, "skip_tokenizer_init": False}
-    with_parser = engines("demo", structured_outputs_config={"reasoning_parser": "qwen3"}, **settings)
+    with_parser = engines(
+        "demo", structured_outputs_config={"reasoning_parser": "qwen3"}, **settings
+    )
     name = ("--served-model-name", "m")
-    return served(with_parser, *name, *FLAGS), served(engines("demo", **settings), *name)
+    return served(with_parser, *name, *FLAGS), served(
+        engines("demo", **settings), *name
+    )
 
 
 def test_budgets_of_messages(wide_clients):
@@ -390,7 +542,10 @@ def test_budgets_of_messages(wide_clients):
     body["vllm_xargs"] = {"block_length": 1100, "threshold": 0.01}
     answer = wide_client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    for change in ({"max_tokens": 1024}, {"thinking": thinking | {"budget_tokens": 1023}}):
+    for change in (
+        {"max_tokens": 1024},
+        {"thinking": thinking | {"budget_tokens": 1023}},
+    ):
         refused = wide_client.post("/v1/messages", json=body | change)
         assert refused.status_code == 400
         assert refused.json()["type"] == "error"
@@ -400,16 +555,32 @@ def test_budgets_of_messages(wide_clients):
     assert refused.status_code == 400
     assert refused.json()["error"]["type"] == "invalid_request_error"
     assert "thinking.budget_tokens" in refused.json()["error"]["message"]
-    assert without_parser.post("/v1/messages", json=body | {"thinking": {"type": "disabled"}}).status_code == 200
+    assert (
+        without_parser.post(
+            "/v1/messages", json=body | {"thinking": {"type": "disabled"}}
+        ).status_code
+        == 200
+    )
 
 
 def test_budgets_that_nothing_can_keep_are_refused(demo):
-    """Without a reasoning parser: unless the response is no longer, or has a text of its own."""
-    for budget, structured, is_kept in ((31, None, False), (32, None, True), (0, "[0-9]{2}", True)):
+    """Without a reasoning parser: unless the response is no longer, or has a text of
+    its own.
+    """
+    for budget, structured, is_kept in (
+        (31, None, False),
+        (32, None, True),
+        (0, "[0-9]{2}", True),
+    ):
         wanted = structured and StructuredOutputsParams(regex=structured)
-        params = DiffusionParams(gen_length=32, thinking_token_budget=budget, structured_outputs=wanted)
+        params = DiffusionParams(
+            gen_length=32, thinking_token_budget=budget, structured_outputs=wanted
+        )
         if is_kept:
             assert demo.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].text
             continue
-        with pytest.raises(ValueError, match=r"thinking_token_budget=31 \(thinking.budget_tokens.*--reasoning-parser"):
+        with pytest.raises(
+            ValueError,
+            match=r"thinking_token_budget=31 \(thinking.budget_tokens.*--reasoning-parser",
+        ):
             demo.generate([PROMPT], params, use_tqdm=False)

@@ -6,9 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_engine.structured_output.python_regex import regex_expression
-from tests.support.automaton_walks import LETTERS, TOKENS, accepts, built, segmented, state_behind, walk
+from tests.support.automaton_walks import (
+    LETTERS,
+    TOKENS,
+    accepts,
+    built,
+    segmented,
+    state_behind,
+    walk,
+)
 
-ATOMS = "a b ab . \\d \\W \\s [abc] [^a] [a-c0-2] [\\w-] é (?i:k) (?s:.) [^\\x00-é]".split()
+ATOMS = (
+    "a b ab . \\d \\W \\s [abc] [^a] [a-c0-2] [\\w-] é (?i:k) (?s:.) [^\\x00-é]".split()
+)
 ATOMS += "你 \\n \\. (?a:\\w) [\\]^] (?i:[^S])".split()
 
 
@@ -16,10 +26,13 @@ def patterns() -> st.SearchStrategy[str]:
     def grown(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
         return st.one_of(
             st.lists(inner, max_size=3).map("".join),
-            st.lists(inner, min_size=2, max_size=3).map(lambda parts: f"({'|'.join(parts)})"),
-            st.tuples(inner, st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{,2}"])).map(
-                lambda parts: f"(?:{parts[0]}){parts[1]}"
+            st.lists(inner, min_size=2, max_size=3).map(
+                lambda parts: f"({'|'.join(parts)})"
             ),
+            st.tuples(
+                inner,
+                st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{,2}"]),
+            ).map(lambda parts: f"(?:{parts[0]}){parts[1]}"),
             inner.map(lambda part: f"^{part}$"),
         )
 
@@ -53,8 +66,14 @@ def test_accepted_texts_match(pattern, choice):
 @settings(max_examples=25, deadline=None)
 @given(patterns(), st.data(), st.randoms(use_true_random=False))
 def test_matching_texts_are_accepted_however_they_are_spelled(pattern, data, choice):
-    text = data.draw(st.from_regex(pattern, fullmatch=True, alphabet=st.characters(exclude_categories=["Cs"])))
-    if not re.fullmatch(pattern, text):  # '^' and '$' are not held to by hypothesis in all places
+    text = data.draw(
+        st.from_regex(
+            pattern, fullmatch=True, alphabet=st.characters(exclude_categories=["Cs"])
+        )
+    )
+    if not re.fullmatch(
+        pattern, text
+    ):  # '^' and '$' are not held to by hypothesis in all places
         return
     automaton = built("regex", pattern)
     for _ in range(3):
@@ -70,7 +89,8 @@ def test_any_tokens_are_accepted_where_they_match(pattern, tokens):
     except ValueError:
         return
     assert accepts(automaton, tokens) == bool(
-        (re.fullmatch(pattern, text) and not text.endswith("\n")) or re.fullmatch(pattern.replace("$", ""), text)
+        (re.fullmatch(pattern, text) and not text.endswith("\n"))
+        or re.fullmatch(pattern.replace("$", ""), text)
     )
 
 
@@ -79,7 +99,10 @@ def test_any_tokens_are_accepted_where_they_match(pattern, tokens):
 def test_tokens_of_a_class_are_those_that_act_alike(pattern, vocabulary):
     tokens = [b"", *sorted(vocabulary), b""]
     try:
-        automaton, every_byte = built("regex", pattern, tokens), built("regex", pattern, TOKENS[:256])
+        automaton, every_byte = (
+            built("regex", pattern, tokens),
+            built("regex", pattern, TOKENS[:256]),
+        )
     except ValueError:
         return
     # States of the small vocabulary, by the bytes that lead there.
@@ -111,11 +134,27 @@ def test_longest_tokens(size):
     assert not accepts(automaton, [0] * (size + 1))
 
 
-REFUSED = {"(?=a)b": "look-around", "(?<!a)b": "look-around", r"(a)\1": "a back-reference"}
+REFUSED = {
+    "(?=a)b": "look-around",
+    "(?<!a)b": "look-around",
+    r"(a)\1": "a back-reference",
+}
 REFUSED |= {"(?>a*)a": "an atomic group", "(a)?(?(1)b|c)": "a condition on a group"}
-REFUSED |= {"a++": "a possessive quantifier", r"\bword": r"\b or \B", "a{99999999999}": "not a regex"}
-REFUSED |= {"a^b": "an anchor", "a$b": "an anchor", "(a": "missing ), unterminated subpattern"}
-REFUSED |= {"[z-a]": "bad character range", r"\p{L}": r"bad escape \p", "(" * 3000 + ")" * 3000: "nested too deeply"}
+REFUSED |= {
+    "a++": "a possessive quantifier",
+    r"\bword": r"\b or \B",
+    "a{99999999999}": "not a regex",
+}
+REFUSED |= {
+    "a^b": "an anchor",
+    "a$b": "an anchor",
+    "(a": "missing ), unterminated subpattern",
+}
+REFUSED |= {
+    "[z-a]": "bad character range",
+    r"\p{L}": r"bad escape \p",
+    "(" * 3000 + ")" * 3000: "nested too deeply",
+}
 
 
 @pytest.mark.parametrize(("pattern", "named"), REFUSED.items())

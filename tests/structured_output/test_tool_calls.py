@@ -1,4 +1,6 @@
-"""``tool_choice`` as agents' frameworks send it, on a server that was started without flags for tools."""
+"""``tool_choice`` as agents' frameworks send it, on a server that was started without
+flags for tools.
+"""
 
 import json
 import shlex
@@ -13,8 +15,16 @@ from dllm_engine.structured_output.tool_calls import parser_for, serve_tool_call
 from tests.support.http_app import chunks_of, refusal, served
 
 QUESTION = "Tom=48. Ida=07. Give: Tom"
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-FUNCTION = {"name": "get_weather", "description": "The weather of a city.", "parameters": CITY}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+FUNCTION = {
+    "name": "get_weather",
+    "description": "The weather of a city.",
+    "parameters": CITY,
+}
 CHAT = {
     "messages": [{"role": "user", "content": QUESTION}],
     "tools": [{"type": "function", "function": FUNCTION}],
@@ -23,9 +33,19 @@ RESPONSE = {"input": QUESTION, "tools": [{"type": "function", **FUNCTION}]}
 MESSAGE = {
     "max_tokens": 32,
     "messages": [{"role": "user", "content": QUESTION}],
-    "tools": [{"name": "get_weather", "description": "The weather of a city.", "input_schema": CITY}],
+    "tools": [
+        {
+            "name": "get_weather",
+            "description": "The weather of a city.",
+            "input_schema": CITY,
+        }
+    ],
 }
-ROUTES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE}
+ROUTES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSE,
+    "/v1/messages": MESSAGE,
+}
 HERMES_TEMPLATE = """{%- if tools %}# Tools
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
 <tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>{%- endif %}"""
@@ -41,17 +61,29 @@ def text_of(answer):
     return parts[0]["text"]
 
 
-@pytest.mark.parametrize("asked", [{}, {"tool_choice": "auto"}], ids=["by default", "by name"])
+@pytest.mark.parametrize(
+    "asked", [{}, {"tool_choice": "auto"}], ids=["by default", "by name"]
+)
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_model_is_free_to_answer_without_a_call(client, route, asked):
     if route == "/v1/messages" and asked:
         asked = {"tool_choice": {"type": "auto"}}
-    assert text_of(client.post(route, json={"model": "demo"} | ROUTES[route] | asked)) == " Tom=48"
+    assert (
+        text_of(client.post(route, json={"model": "demo"} | ROUTES[route] | asked))
+        == " Tom=48"
+    )
 
 
 def test_a_stream_brings_the_text_of_an_answer_without_a_call(client):
-    chunks = chunks_of(client.post("/v1/chat/completions", json={"model": "demo", "stream": True} | CHAT))
-    assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == " Tom=48"
+    chunks = chunks_of(
+        client.post(
+            "/v1/chat/completions", json={"model": "demo", "stream": True} | CHAT
+        )
+    )
+    assert (
+        "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        == " Tom=48"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -65,9 +97,16 @@ def test_a_default_length_grows_to_what_a_call_that_must_be_made_needs(client, s
     assert answer.status_code == 200, answer.text
     if stream:
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(answer)]
-        calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+        calls = [
+            call["function"]
+            for delta in deltas
+            for call in delta.get("tool_calls") or ()
+        ]
     else:
-        calls = [call["function"] for call in answer.json()["choices"][0]["message"]["tool_calls"]]
+        calls = [
+            call["function"]
+            for call in answer.json()["choices"][0]["message"]["tool_calls"]
+        ]
     assert calls[0]["name"] == "get_weather"
     arguments = json.loads("".join(call.get("arguments") or "" for call in calls))
     assert isinstance(arguments["city"], str)
@@ -81,23 +120,35 @@ def test_a_response_tells_the_length_that_it_grew_to(client):
 
 
 @pytest.mark.parametrize(("expression", "length"), [("a{12}", 32), ("(abc){40}", None)])
-def test_a_default_length_is_twice_the_shortest_text_where_that_is_more(demo, expression, length):
-    """``ignore_eos`` would need a text as long as the response; without it the text ends where it is complete."""
+def test_a_default_length_is_twice_the_shortest_text_where_that_is_more(
+    demo, expression, length
+):
+    """``ignore_eos`` would need a text as long as the response; without it the text
+    ends where it is complete.
+    """
     from dllm_engine.admission import settled_params
 
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex=expression))
-    settled = settled_params(params, [5, 6], demo.get_tokenizer(), demo.llm_engine.vllm_config)
+    params = DiffusionParams(
+        structured_outputs=StructuredOutputsParams(regex=expression)
+    )
+    settled = settled_params(
+        params, [5, 6], demo.get_tokenizer(), demo.llm_engine.vllm_config
+    )
     (output,) = demo.generate("User: Hi!\nBot:", params, use_tqdm=False)
     if length is None:
         length = 2 * len([token for token in output.outputs[0].token_ids if token != 1])
     assert settled.max_tokens == length
 
 
-def test_a_default_length_does_not_grow_above_the_context_and_the_servers_limit(demo, monkeypatch):
+def test_a_default_length_does_not_grow_above_the_context_and_the_servers_limit(
+    demo, monkeypatch
+):
     from dllm_engine.admission import settled_params
 
     config = demo.llm_engine.vllm_config
-    params = DiffusionParams(structured_outputs=StructuredOutputsParams(regex="(abc){40}"))
+    params = DiffusionParams(
+        structured_outputs=StructuredOutputsParams(regex="(abc){40}")
+    )
     prompt = [5] * (config.model_config.max_model_len - 50)
     assert settled_params(params, prompt, demo.get_tokenizer(), config).max_tokens == 50
     monkeypatch.setattr(config.model_config, "dllm_response_limit", 32)
@@ -117,7 +168,9 @@ def test_a_length_of_messages_is_the_most_that_fits(client, max_tokens, stream):
         assert text_of(answer).startswith(" Tom=")
 
 
-def test_a_length_of_messages_stays_within_the_servers_limit_and_others_are_refused(client, monkeypatch):
+def test_a_length_of_messages_stays_within_the_servers_limit_and_others_are_refused(
+    client, monkeypatch
+):
     from dllm_engine.vllm_hooks import input_processor
 
     monkeypatch.setattr(input_processor, "response_limit", 16)
@@ -128,27 +181,56 @@ def test_a_length_of_messages_stays_within_the_servers_limit_and_others_are_refu
     assert "above this server's limit of 16" in refusal(chats)
 
 
-def test_prompt_and_response_beyond_the_context_are_refused_on_other_routes(client, demo):
+def test_prompt_and_response_beyond_the_context_are_refused_on_other_routes(
+    client, demo
+):
     longest = demo.model_config.max_model_len
     body = {"model": "demo", "messages": MESSAGE["messages"], "max_tokens": longest}
-    assert f"max_model_len is {longest}" in refusal(client.post("/v1/chat/completions", json=body))
+    assert f"max_model_len is {longest}" in refusal(
+        client.post("/v1/chat/completions", json=body)
+    )
 
 
 def test_a_server_that_cannot_read_calls_says_what_to_type(demo, tmp_path):
     template = tmp_path / "plain.jinja"
-    template.write_text("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    client = served(demo, "--served-model-name", "demo", "--chat-template", str(template))
-    message = refusal(client.post("/v1/chat/completions", json={"model": "demo"} | CHAT))
-    assert message.startswith('tool_choice="auto": this server does not know how the model writes calls')
-    program, verb, *arguments = shlex.split(message.partition("for example: ")[2].partition(". Or set")[0])
+    template.write_text(
+        "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    )
+    client = served(
+        demo, "--served-model-name", "demo", "--chat-template", str(template)
+    )
+    message = refusal(
+        client.post("/v1/chat/completions", json={"model": "demo"} | CHAT)
+    )
+    assert message.startswith(
+        'tool_choice="auto": this server does not know how the model writes calls'
+    )
+    program, verb, *arguments = shlex.split(
+        message.partition("for example: ")[2].partition(". Or set")[0]
+    )
     assert (program, verb, arguments[0]) == ("dllm", "serve", "demo")
-    named = served(demo, "--served-model-name", "demo", "--chat-template", str(template), *arguments[1:])
-    assert named.post("/v1/chat/completions", json={"model": "demo"} | CHAT).status_code == 200
+    named = served(
+        demo,
+        "--served-model-name",
+        "demo",
+        "--chat-template",
+        str(template),
+        *arguments[1:],
+    )
+    assert (
+        named.post("/v1/chat/completions", json={"model": "demo"} | CHAT).status_code
+        == 200
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "parser"),
-    [(HERMES_TEMPLATE, "hermes"), (XML_TEMPLATE, None), ("{{ messages }}", None), (None, None)],
+    [
+        (HERMES_TEMPLATE, "hermes"),
+        (XML_TEMPLATE, None),
+        ("{{ messages }}", None),
+        (None, None),
+    ],
 )
 def test_a_parser_is_taken_for_the_form_that_a_template_describes(template, parser):
     assert parser_for(template) == parser
@@ -156,6 +238,8 @@ def test_a_parser_is_taken_for_the_form_that_a_template_describes(template, pars
 
 def test_flags_of_the_user_come_first(demo):
     arguments = {"model": model_path("demo"), "chat_template": None}
-    free = SimpleNamespace(**arguments, enable_auto_tool_choice=True, tool_call_parser="pythonic")
+    free = SimpleNamespace(
+        **arguments, enable_auto_tool_choice=True, tool_call_parser="pythonic"
+    )
     serve_tool_calls(free, demo.model_config)
     assert (free.enable_auto_tool_choice, free.tool_call_parser) == (True, "pythonic")

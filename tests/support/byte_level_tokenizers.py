@@ -25,7 +25,9 @@ The other one is then stored; nothing else is sent to the other end. São Paulo,
 
 
 @functools.cache
-def train_tokenizer(text: str, size: int, end: str | None = None) -> PreTrainedTokenizerFast:
+def train_tokenizer(
+    text: str, size: int, end: str | None = None
+) -> PreTrainedTokenizerFast:
     """All bytes, a special token that ends a text, and merges learnt from a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,11 +60,15 @@ def copy_renumbered(guide: Path, folder: Path) -> Path:
     size = weights["model.embed_tokens.weight"].shape[0]
     order = torch.randperm(size, generator=torch.Generator().manual_seed(7))
     for name in {"model.embed_tokens.weight", "lm_head.weight"} & weights.keys():
-        weights[name] = torch.empty_like(weights[name]).index_copy_(0, order, weights[name])
+        weights[name] = torch.empty_like(weights[name]).index_copy_(
+            0, order, weights[name]
+        )
     save_file(weights, folder / "model.safetensors")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
-    tokenizer["model"]["vocab"] = {token: int(order[number]) for token, number in vocabulary.items()}
+    tokenizer["model"]["vocab"] = {
+        token: int(order[number]) for token, number in vocabulary.items()
+    }
     for token in tokenizer["added_tokens"]:
         token["id"] = int(order[token["id"]])
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

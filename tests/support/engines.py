@@ -21,18 +21,25 @@ from dllm_engine.vllm_hooks.engine_config import _settle_engine_options
 from tests.support.plans import FULL_METHODS
 
 EACH_METHOD_WITH_A_MODEL = list(zip(FULL_METHODS, cycle(("tiny_llada", "tiny_dream"))))
-"""Fixtures of checkpoints. Both families with each method are in ``tests/methods/test_random_requests.py``."""
+"""Fixtures of checkpoints. Both families with each method are in
+``tests/methods/test_random_requests.py``.
+"""
 
 
 class EngineFactory:
-    """Starts engines, one per model and settings. They live until the end of the session."""
+    """Starts engines, one per model and settings. They live until the end of the
+    session.
+    """
 
     def __init__(self) -> None:
         self._engines: dict[tuple, LLM] = {}
         self._shared: set[tuple] = set()
 
     def __call__(self, model: Path | str, **settings: Any) -> LLM:
-        key = (str(model), *sorted((name, repr(value)) for name, value in settings.items()))
+        key = (
+            str(model),
+            *sorted((name, repr(value)) for name, value in settings.items()),
+        )
         if key not in self._engines:
             self._engines[key] = start_engine(model, **settings)
         elif key in self._shared:
@@ -40,9 +47,16 @@ class EngineFactory:
             self._shared.remove(key)
         return self._engines[key]
 
-    def shared(self, model: Path | str, *, cache_options: dict[str, Any] | None = None, **settings: Any) -> LLM:
-        """The one engine of a model and settings, with the cache options of the last call. Requests carry these from
-        their admission on, so that an engine of its own would differ in nothing."""
+    def shared(
+        self,
+        model: Path | str,
+        *,
+        cache_options: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> LLM:
+        """The one engine of a model and settings, with the cache options of the last
+        call. Requests carry these from their admission on, so that an engine of its own
+        would differ in nothing."""
         llm = self(model, **settings)
         set_cache_options(llm, cache_options or {})
         self._shared |= {key for key, engine in self._engines.items() if engine is llm}
@@ -50,23 +64,32 @@ class EngineFactory:
 
 
 def start_engine(model: Path | str, **settings: Any) -> LLM:
-    """A small engine; raises what a user would see. Only for engines that are not expected to start."""
-    # `gpu_memory_utilization` is what vLLM wants free on a GPU, beside the engines that run already.
-    defaults: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "trace": True}
+    """A small engine; raises what a user would see. Only for engines that are not
+    expected to start.
+    """
+    # `gpu_memory_utilization` is what vLLM wants free on a GPU, beside the engines that
+    # run already.
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "trace": True,
+    }
     defaults |= {"max_model_len": 256, "max_num_seqs": 64, "steps_per_dispatch": 1}
     defaults |= {"kv_cache_memory_bytes": 16 << 20, "gpu_memory_utilization": 0.02}
     return keep(LLM(str(model), **(defaults | settings)))
 
 
 def keep(llm: Any) -> Any:
-    """Return an engine that lives as long as the process: one that ends, or whose memory is collected, takes vLLM's
-    process groups from all others."""
+    """Return an engine that lives as long as the process: one that ends, or whose
+    memory is collected, takes vLLM's process groups from all others."""
     llm.llm_engine.engine_core._finalizer.detach()
     return llm
 
 
 def set_cache_options(llm: LLM, cache_options: dict[str, Any]) -> None:
-    """Validate and settle other cache options for the requests that a running engine admits from now on."""
+    """Validate and settle other cache options for the requests that a running engine
+    admits from now on.
+    """
     config = llm.llm_engine.vllm_config
     options = config.additional_config["dllm"] | {"cache_options": cache_options}
     config.additional_config = {**config.additional_config, "dllm": options}
@@ -74,36 +97,65 @@ def set_cache_options(llm: LLM, cache_options: dict[str, Any]) -> None:
     scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
 
 
-def set_steps_per_dispatch(llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_steps_per_dispatch(
+    llm: LLM, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Give an engine another ``steps_per_dispatch`` until the test ends."""
     scheduler = scheduler_of(llm)
-    monkeypatch.setattr(scheduler, "options", scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}))
+    monkeypatch.setattr(
+        scheduler,
+        "options",
+        scheduler.options.model_copy(update={"steps_per_dispatch": num_steps}),
+    )
 
 
 def freeze_imports() -> None:
-    """Make engines start and the process end faster: keep vLLM's modules out of each garbage collection, and have vLLM
-    look once for the Triton kernels that it replaces on a CPU. For that it walks over all modules, in every start of an
-    engine. And let vLLM's processes sleep while they look for a message; each would keep a core busy."""
+    """Make engines start and the process end faster: keep vLLM's modules out of each
+    garbage collection, and have vLLM look once for the Triton kernels that it replaces
+    on a CPU. For that it walks over all modules, in every start of an engine. And let
+    vLLM's processes sleep while they look for a message; each would keep a core busy.
+    """
     current_platform.register_triton_kernel_overrides()
-    type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+    type(current_platform).register_triton_kernel_overrides = classmethod(
+        lambda cls: None
+    )
     shm_broadcast.sched_yield = partial(time.sleep, 1e-4)
     gc.collect()
     gc.freeze()
     atexit.register(gc.freeze)  # an engine that ends gives all to the last collection
 
 
-def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutput]:
-    return llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+def generate(
+    llm: LLM, prompts: Sequence[list[int]], params: Any
+) -> list[RequestOutput]:
+    return llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in prompts],
+        params,
+        use_tqdm=False,
+    )
 
 
 def demo_answers(
-    engines: EngineFactory, examples: Sequence[Any], model: str = "demo", threshold: Any = None, **settings: Any
+    engines: EngineFactory,
+    examples: Sequence[Any],
+    model: str = "demo",
+    threshold: Any = None,
+    **settings: Any,
 ) -> list[Any]:
-    """The answers of one engine in this process to the questions of examples, in blocks of 8."""
-    defaults = {"skip_tokenizer_init": False, "dtype": "auto", "max_model_len": 512, "trace": False}
+    """The answers of one engine in this process to the questions of examples, in blocks
+    of 8.
+    """
+    defaults = {
+        "skip_tokenizer_init": False,
+        "dtype": "auto",
+        "max_model_len": 512,
+        "trace": False,
+    }
     chats = [[{"role": "user", "content": example.prompt}] for example in examples]
     params = DiffusionParams(gen_length=32, block_length=8, threshold=threshold)
-    outputs = engines(model, **(defaults | settings)).chat(chats, params, use_tqdm=False)
+    outputs = engines(model, **(defaults | settings)).chat(
+        chats, params, use_tqdm=False
+    )
     return [output.outputs[0] for output in outputs]
 
 
@@ -118,7 +170,8 @@ def tokens_of(llm: LLM, prompt: list[int], **params: Any) -> list[int]:
 def assert_nothing_left(llm: LLM) -> None:
     """No request, page or canvas outlives its request."""
     scheduler, runner = scheduler_of(llm), runner_of(llm)
-    llm.llm_engine.engine_core.engine_core.step()  # tells the runner of requests that finished last
+    # Tells the runner of requests that finished last.
+    llm.llm_engine.engine_core.engine_core.step()
     assert not scheduler.states
     assert not scheduler.running
     assert not scheduler.waiting

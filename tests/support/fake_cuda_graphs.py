@@ -1,4 +1,6 @@
-"""A fake of CUDA graphs on a CPU: it records calls, refuses what a graph cannot hold, and replays the calls."""
+"""A fake of CUDA graphs on a CPU: it records calls, refuses what a graph cannot hold,
+and replays the calls.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +9,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 from torch.utils._pytree import tree_leaves
 
 from dllm_engine.kernels._operator import Operator
@@ -27,7 +33,9 @@ GIVES = ("aten::lift_fresh", "aten::_to_copy")
 
 
 class ForbidDeviceSync(TorchDispatchMode):
-    """Refuses what would wait for a device, but in the CPU bodies of our operators, which a device does not run."""
+    """Refuses what would wait for a device, but in the CPU bodies of our operators,
+    which a device does not run.
+    """
 
     def __enter__(self) -> "ForbidDeviceSync":
         call, mode = Operator.__call__, self
@@ -46,11 +54,15 @@ class ForbidDeviceSync(TorchDispatchMode):
         super().__exit__(*error)
         self.patch.stop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func._schema.name
         if name in ASKS:
             raise AssertionError(f"{name} asks the device for {ASKS[name]}")
-        if name == "aten::index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+        if name == "aten::index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        ):
             raise AssertionError("aten::index by a mask asks the device for a size")
         return self.call(func, args, kwargs or {})
 
@@ -59,13 +71,19 @@ class ForbidDeviceSync(TorchDispatchMode):
 
 
 class Capture(ForbidDeviceSync):
-    """Records calls; refuses what a graph cannot hold, or not as what it was meant to be."""
+    """Records calls; refuses what a graph cannot hold, or not as what it was meant to
+    be.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Callable[..., Any], Any, dict[str, Any], list[torch.Tensor | None]]] = []
+        self.calls: list[
+            tuple[Callable[..., Any], Any, dict[str, Any], list[torch.Tensor | None]]
+        ] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func._schema.name
         if name in GIVES and (name != "aten::_to_copy" or "device" in (kwargs or {})):
             raise AssertionError(f"{name} may bring numbers of the host")
@@ -73,9 +91,16 @@ class Capture(ForbidDeviceSync):
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
-        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
         # A view follows what it is a view of.
-        made = [None if x is None or x.untyped_storage().data_ptr() in given else x for x in tree_leaves(result)]
+        made = [
+            None if x is None or x.untyped_storage().data_ptr() in given else x
+            for x in tree_leaves(result)
+        ]
         self.calls.append((func, args, kwargs, made))
         return result
 
@@ -95,7 +120,9 @@ class FakeGraphs:
         self.num_recorded = self.num_replayed = 0
         self.last: Any = None
 
-    def __call__(self, run: Callable[[], Any], *, launch_first: bool = True) -> Callable[[], Any]:
+    def __call__(
+        self, run: Callable[[], Any], *, launch_first: bool = True
+    ) -> Callable[[], Any]:
         self.num_recorded += 1
         pages = None if self.runner is None else self.runner.rank.pages
         if launch_first:
@@ -111,7 +138,9 @@ class FakeGraphs:
             with _disable_current_modes():  # nobody sees what a replay does
                 for tensor in tree_leaves(self.last):  # graphs share their memory
                     if isinstance(tensor, torch.Tensor):
-                        tensor.fill_(torch.nan if tensor.is_floating_point() else NOT_A_NUMBER)
+                        tensor.fill_(
+                            torch.nan if tensor.is_floating_point() else NOT_A_NUMBER
+                        )
                 capture.replay()
             self.last = result
             return result
@@ -119,7 +148,9 @@ class FakeGraphs:
         return replay
 
 
-def record_steps(runner: DiffusionModelRunner, monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
+def record_steps(
+    runner: DiffusionModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> FakeGraphs:
     """Record steps until the test ends."""
     graphs = FakeGraphs(runner)
     monkeypatch.setattr(runner.denoiser, "graphs", None)

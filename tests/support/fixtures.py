@@ -15,7 +15,9 @@ from tests.support.server import ServerFactory
 
 @pytest.fixture(scope="session")
 def engines() -> EngineFactory:
-    """``engines(model, **settings)``: a small in-process engine, shared by all tests that ask for the same one."""
+    """``engines(model, **settings)``: a small in-process engine, shared by all tests
+    that ask for the same one.
+    """
     freeze_imports()
     return EngineFactory()
 
@@ -28,7 +30,9 @@ def demo(engines: EngineFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def client(demo: Any) -> Any:
-    """A client of the application that ``vllm serve`` builds, with the demo model's engine in this process."""
+    """A client of the application that ``vllm serve`` builds, with the demo model's
+    engine in this process.
+    """
     return served(demo, "--served-model-name", "demo")
 
 
@@ -40,7 +44,9 @@ def openai(client: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]:
-    """``servers(program, *arguments)``: a real server, shared by all tests (see ``IN_ONE_PROCESS``) that ask for it."""
+    """``servers(program, *arguments)``: a real server, shared by all tests (see
+    ``IN_ONE_PROCESS``) that ask for it.
+    """
     factory = ServerFactory(tmp_path_factory.mktemp("servers"))
     yield factory
     factory.shutdown()
@@ -49,7 +55,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerFactory]
 @pytest.fixture(autouse=True)
 def own_signal_handlers() -> Iterator[None]:
     """``dllm serve`` takes over the signals of its process, which the tests need."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -62,8 +70,14 @@ def reference_checkpoints() -> Path:
 
 @pytest.fixture
 def checkpoint_of(request: pytest.FixtureRequest, reference_checkpoints: Path) -> Any:
-    """``checkpoint_of(model)``: the folder of a reference case's model, or of a random checkpoint by its fixture."""
-    return lambda model: request.getfixturevalue(model) if "_" in model else reference_checkpoints / model
+    """``checkpoint_of(model)``: the folder of a reference case's model, or of a random
+    checkpoint by its fixture.
+    """
+    return lambda model: (
+        request.getfixturevalue(model)
+        if "_" in model
+        else reference_checkpoints / model
+    )
 
 
 def checkpoint(family: str, **config: Any) -> Any:
@@ -71,17 +85,25 @@ def checkpoint(family: str, **config: Any) -> Any:
 
     @pytest.fixture(scope="session", name=f"tiny_{family}")
     def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return tiny_checkpoints.write(family, tmp_path_factory.mktemp(family.replace("_", "-")), **config)
+        return tiny_checkpoints.write(
+            family, tmp_path_factory.mktemp(family.replace("_", "-")), **config
+        )
 
     return written
 
 
 tiny_llada = checkpoint("llada")
 tiny_dream = checkpoint("dream")  # grouped queries
-tiny_llada_moe = checkpoint("llada_moe", **tiny_checkpoints.ALL_KINDS_OF_EXPERTS)  # six experts
+tiny_llada_moe = checkpoint(
+    "llada_moe", **tiny_checkpoints.ALL_KINDS_OF_EXPERTS
+)  # six experts
 tiny_sdar = checkpoint("sdar")  # blocks of 4
-tiny_sdar_moe = checkpoint("sdar_moe", mlp_only_layers=[0])  # blocks of 4, six experts, a dense layer
+tiny_sdar_moe = checkpoint(
+    "sdar_moe", mlp_only_layers=[0]
+)  # blocks of 4, six experts, a dense layer
 tiny_illada = checkpoint("illada")
 tiny_dream_reasoner = checkpoint("dream_reasoner")  # blocks of 8
-tiny_stable_diffcoder = checkpoint("stable_diffcoder")  # blocks of 4, of which the last ends with the response
+tiny_stable_diffcoder = checkpoint(
+    "stable_diffcoder"
+)  # blocks of 4, of which the last ends with the response
 tiny_llada2 = checkpoint("llada2")  # blocks of 8, eight experts, a dense layer

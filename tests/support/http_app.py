@@ -17,16 +17,31 @@ if TYPE_CHECKING:
 
 
 def app_client(
-    *arguments: str, ours: bool = True, family: ModelFamily = LLADA, tasks: tuple[str, ...] = ()
+    *arguments: str,
+    ours: bool = True,
+    family: ModelFamily = LLADA,
+    tasks: tuple[str, ...] = (),
 ) -> "TestClient":
-    """A client of the application that ``vllm serve`` with these arguments builds for a model of ours or another."""
-    model_config = SimpleNamespace(get_pooling_task=lambda tasks: None, is_encoder_decoder=False)
+    """A client of the application that ``vllm serve`` with these arguments builds for a
+    model of ours or another.
+    """
+    model_config = SimpleNamespace(
+        get_pooling_task=lambda tasks: None, is_encoder_decoder=False
+    )
     if ours:
-        model_config.is_dllm_engine, model_config.hf_config = True, SimpleNamespace(family=family)
+        model_config.is_dllm_engine, model_config.hf_config = (
+            True,
+            SimpleNamespace(family=family),
+        )
     return _client(arguments, tasks, model_config)
 
 
-def _client(arguments: Sequence[str], tasks: tuple[str, ...], model_config: Any, engine: Any = None) -> "TestClient":
+def _client(
+    arguments: Sequence[str],
+    tasks: tuple[str, ...],
+    model_config: Any,
+    engine: Any = None,
+) -> "TestClient":
     from starlette.testclient import TestClient
     from vllm.entrypoints.cli.serve import make_arg_parser
     from vllm.entrypoints.launchers import app as launcher
@@ -44,7 +59,9 @@ def _client(arguments: Sequence[str], tasks: tuple[str, ...], model_config: Any,
 
 
 class EngineInProcess:
-    """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process; one request at a time."""
+    """What vLLM's server asks of ``AsyncLLM``, answered by an engine in this process;
+    one request at a time.
+    """
 
     def __init__(self, llm: "LLM") -> None:
         from dllm_engine.vllm_hooks.input_processor import generate_if_valid
@@ -68,8 +85,14 @@ class EngineInProcess:
     def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         return self._checked_generate(self, *args, **kwargs)
 
-    async def _generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> Any:
-        for name in ("data_parallel_rank", "reasoning_ended", "reasoning_parser_kwargs"):
+    async def _generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> Any:
+        for name in (
+            "data_parallel_rank",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+        ):
             kwargs.pop(name, None)
         self.llm_engine.add_request(request_id, prompt, sampling_params, **kwargs)
         while self.llm_engine.has_unfinished_requests():
@@ -78,7 +101,9 @@ class EngineInProcess:
 
 
 def served(llm: "LLM", *arguments: str) -> "TestClient":
-    """A client of the application that ``vllm serve`` with these arguments builds, with this engine behind it."""
+    """A client of the application that ``vllm serve`` with these arguments builds, with
+    this engine behind it.
+    """
     arguments = ("--model", llm.model_config.model, *arguments)
     return _client(arguments, ("generate",), llm.model_config, EngineInProcess(llm))
 
@@ -87,7 +112,12 @@ def openai_client(client: "TestClient") -> Any:
     """OpenAI's own client of the application."""
     from openai import OpenAI
 
-    return OpenAI(api_key="none", base_url="http://testserver/v1", http_client=client, max_retries=0)
+    return OpenAI(
+        api_key="none",
+        base_url="http://testserver/v1",
+        http_client=client,
+        max_retries=0,
+    )
 
 
 def length_of(answer: Any) -> int:
@@ -111,16 +141,25 @@ def chunks_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def answered_meanwhile(
-    client: "TestClient", slow: dict[str, Any], other: dict[str, Any], begun: threading.Event, answered: threading.Event
+    client: "TestClient",
+    slow: dict[str, Any],
+    other: dict[str, Any],
+    begun: threading.Event,
+    answered: threading.Event,
 ) -> tuple[Any, Any]:
-    """The answers to two completions, of which the server has ``begun`` the slow one, and goes on with it when the
-    other is answered."""
+    """The answers to two completions, of which the server has ``begun`` the slow one,
+    and goes on with it when the other is answered."""
     import httpx
 
     async def ask() -> tuple[Any, Any]:
-        url: Any = {"transport": httpx.ASGITransport(client.app), "base_url": "http://testserver"}
+        url: Any = {
+            "transport": httpx.ASGITransport(client.app),
+            "base_url": "http://testserver",
+        }
         async with httpx.AsyncClient(**url, timeout=120) as http:
-            first = asyncio.create_task(http.post("/v1/completions", json={"model": "demo"} | slow))
+            first = asyncio.create_task(
+                http.post("/v1/completions", json={"model": "demo"} | slow)
+            )
             while not begun.is_set():
                 await asyncio.sleep(0.01)
             second = await http.post("/v1/completions", json={"model": "demo"} | other)

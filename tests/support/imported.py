@@ -1,4 +1,6 @@
-"""Imported once by a process that programs and workers of tests are forked from: everything that they would import."""
+"""Imported once by a process that programs and workers of tests are forked from:
+everything that they would import.
+"""
 
 import multiprocessing.context
 import multiprocessing.spawn
@@ -7,9 +9,11 @@ import runpy
 import sys
 from typing import Any
 
-# Each rank would compile vLLM's embedding of a sharded vocabulary for seconds; read while that is imported.
+# Each rank would compile vLLM's embedding of a sharded vocabulary for seconds; read
+# while that is imported.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-# Ray reads a worker's variables when it is imported, so each program imports it by itself.
+# Ray reads a worker's variables when it is imported, so each program imports it by
+# itself.
 sys.modules["ray"] = None  # type: ignore[assignment]
 # ruff: noqa: E402
 
@@ -26,13 +30,16 @@ from tests.support.engines import freeze_imports
 
 
 class Process(multiprocessing.context.ForkProcess):
-    """A fork that runs the program's file again before its own work, as a spawned process does: a program that starts
-    an engine without ``if __name__ == "__main__"`` fails here too."""
+    """A fork that runs the program's file again before its own work, as a spawned
+    process does: a program that starts an engine without ``if __name__ == "__main__"``
+    fails here too."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Raises where the file is being run again.
-        self._main = multiprocessing.spawn.get_preparation_data(self.name).get("init_main_from_path")
+        self._main = multiprocessing.spawn.get_preparation_data(self.name).get(
+            "init_main_from_path"
+        )
 
     def run(self) -> None:
         if self._main is not None:
@@ -50,7 +57,11 @@ class Context(multiprocessing.context.ForkContext):
 
 
 # On a CPU vLLM spawns its processes, and each would import everything anew.
-for module in (vllm.v1.engine.coordinator, vllm.v1.engine.utils, vllm.v1.executor.multiproc_executor):
+for module in (
+    vllm.v1.engine.coordinator,
+    vllm.v1.engine.utils,
+    vllm.v1.executor.multiproc_executor,
+):
     module.get_mp_context = Context
 # These have looked for Ray, and look again.
 del sys.modules["ray"]

@@ -16,38 +16,76 @@ FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
 SHORT_INTERVALS: dict[str, dict[str, Any]] = {
     "dkv": {"refresh_interval": 3},
     "dllm_cache": {"prompt_refresh_interval": 3, "response_refresh_interval": 2},
-    "maskkv": {"prompt_refresh_interval": 3, "response_refresh_interval": 2, "kv_budget": 8},
+    "maskkv": {
+        "prompt_refresh_interval": 3,
+        "response_refresh_interval": 2,
+        "kv_budget": 8,
+    },
     "es_dllm": {"retention_ratio": 0.5},
 }
 """Cache options by which a short response has every kind of step of its method."""
 POLICIES = ("low_confidence", "entropy", "topk_margin", "random", "origin")
 WAYS: list[dict[str, Any]] = [{"unmasking": policy, "seed": 3} for policy in POLICIES]
-WAYS += [{"threshold": 0.2}, {"threshold": 0.2, "tokens_per_step": 2}, {"factor": 0.5}, {"entropy_bound": 0.5}]
-WAYS += [{"margin": 0.3}, {"entropy_threshold": 1.0, "block_add_threshold": 0.2}, {"steps": 5}]
-WAYS += [{"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}}]
-WAYS += [{"temperature": 0.5, "seed": 1}, {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20}]
-WAYS += [{"temperature": 0.4, "seed": 5, "confidence_eos_eot_inf": True, "logprobs": 1}, {"alg_temp": 0.1, "seed": 4}]
-WAYS += [{"logprobs": 3}, {"delay_eos": True}, {"return_order": True}, {"confidence_eos_eot_inf": True}]
+WAYS += [
+    {"threshold": 0.2},
+    {"threshold": 0.2, "tokens_per_step": 2},
+    {"factor": 0.5},
+    {"entropy_bound": 0.5},
+]
+WAYS += [
+    {"margin": 0.3},
+    {"entropy_threshold": 1.0, "block_add_threshold": 0.2},
+    {"steps": 5},
+]
+WAYS += [
+    {"slow_fast": {"span_steps": 1, "span_threshold": 0.01, "fast_threshold": 0.2}}
+]
+WAYS += [
+    {"temperature": 0.5, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_p": 0.9, "top_k": 20},
+]
+WAYS += [
+    {"temperature": 0.4, "seed": 5, "confidence_eos_eot_inf": True, "logprobs": 1},
+    {"alg_temp": 0.1, "seed": 4},
+]
+WAYS += [
+    {"logprobs": 3},
+    {"delay_eos": True},
+    {"return_order": True},
+    {"confidence_eos_eot_inf": True},
+]
 """Ways to unmask, of which a cache method may refuse some."""
 
 
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
-    return DecodingSpec(**{"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11} | changes)
+    return DecodingSpec(
+        **{"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11}
+        | changes
+    )
 
 
 def resolved(
-    family: ModelFamily = LLADA, engine: EngineOptions | None = None, prompt_length: int = 10, **asked: Any
+    family: ModelFamily = LLADA,
+    engine: EngineOptions | None = None,
+    prompt_length: int = 10,
+    **asked: Any,
 ) -> DecodingSpec:
     """What an engine makes of a request."""
-    return resolve_decoding(DiffusionParams(**asked), prompt_length, family, engine or EngineOptions())
+    return resolve_decoding(
+        DiffusionParams(**asked), prompt_length, family, engine or EngineOptions()
+    )
 
 
 def draw_cache_options(draw: random.Random, method: str) -> dict[str, Any]:
     """Random values for most options of a cache method; all of them go together."""
     schemas = CACHE_METHODS[method].options.model_json_schema().get("properties", {})
     while True:
-        drawn = {name: _draw_value(draw, schema) for name, schema in schemas.items() if draw.random() < 0.8}
+        drawn = {
+            name: _draw_value(draw, schema)
+            for name, schema in schemas.items()
+            if draw.random() < 0.8
+        }
         with suppress(ValueError):
             EngineOptions.parse({"cache_method": method, "cache_options": drawn})
             return drawn

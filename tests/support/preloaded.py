@@ -1,10 +1,12 @@
-"""Programs that start at once: forks of a process of the test run that has imported vLLM.
+"""Programs that start at once: forks of a process of the test run that has imported
+vLLM.
 
-A fork goes on as a new interpreter would: it runs the program as ``__main__``, with its own arguments, variables,
-folder, streams and session. Where the program starts others with ``sys.executable``, as Ray does, they are forks too.
+A fork goes on as a new interpreter would: it runs the program as ``__main__``, with its
+own arguments, variables, folder, streams and session. Where the program starts others
+with ``sys.executable``, as Ray does, they are forks too.
 
-As a script: ``serve SOCKET PID`` is the server, until that process ends, and ``run SOCKET ARGUMENT...`` stands for
-``python ARGUMENT...``.
+As a script: ``serve SOCKET PID`` is the server, until that process ends, and ``run
+SOCKET ARGUMENT...`` stands for ``python ARGUMENT...``.
 """
 
 import contextlib
@@ -30,11 +32,15 @@ from typing import Any
 
 MAX_MESSAGE = 1 << 17
 FIRST_VARIABLE = "PRELOADED"
-"""Stays first in memory in all forks, where setproctitle (vLLM's and Ray's) finds the memory of a process's title."""
+"""Stays first in memory in all forks, where setproctitle (vLLM's and Ray's) finds the
+memory of a process's title.
+"""
 
 
 class Program:
-    """``python ARGUMENT...`` in a fork; the part of ``subprocess.Popen`` that tests use."""
+    """``python ARGUMENT...`` in a fork; the part of ``subprocess.Popen`` that tests
+    use.
+    """
 
     def __init__(
         self,
@@ -50,7 +56,11 @@ class Program:
         err = {None: 2, subprocess.STDOUT: out}.get(stderr) or stderr.fileno()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(address or str(preloaded_programs().parent / "socket"))
-        message = [[str(a) for a in arguments], str(cwd or Path.cwd()), dict(os.environ if env is None else env)]
+        message = [
+            [str(a) for a in arguments],
+            str(cwd or Path.cwd()),
+            dict(os.environ if env is None else env),
+        ]
         socket.send_fds(self._server, [json.dumps(message).encode()], [0, out, err])
         self.pid = int(self._server.recv(64))
         self.returncode: int | None = None
@@ -79,11 +89,20 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], timeout: float, program: Any = None, log: Path | None = None) -> None:
-    """Until ``condition`` holds, within ``timeout`` seconds and before ``program`` ends, which writes ``log``."""
+def wait_until(
+    condition: Callable[[], object],
+    timeout: float,
+    program: Any = None,
+    log: Path | None = None,
+) -> None:
+    """Until ``condition`` holds, within ``timeout`` seconds and before ``program``
+    ends, which writes ``log``.
+    """
     end = time.monotonic() + timeout
     while not condition():
-        is_late = time.monotonic() > end or (program is not None and program.poll() is not None)
+        is_late = time.monotonic() > end or (
+            program is not None and program.poll() is not None
+        )
         assert not is_late, log and log.read_text(errors="replace")[-4000:]
         time.sleep(0.1)  # a look takes time of the processor, which the program needs
 
@@ -96,7 +115,11 @@ _servers: list[subprocess.Popen[bytes]] = []
 def preloaded_programs() -> Path:
     """A folder for ``PATH`` with ``python``, ``dllm`` and ``vllm``."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    folder = Path(tempfile.gettempdir(), f"preloaded-{run}") if run else Path(tempfile.mkdtemp())
+    folder = (
+        Path(tempfile.gettempdir(), f"preloaded-{run}")
+        if run
+        else Path(tempfile.mkdtemp())
+    )
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,21 +133,36 @@ def _start_server(folder: Path, run: int) -> None:
     address, programs = folder / "socket", folder / "bin"
     programs.mkdir()
     scripts = Path(sysconfig.get_path("scripts"))
-    start_of = {"python": [], "python3": [], "dllm": [scripts / "dllm"], "vllm": [scripts / "vllm"]}
+    start_of = {
+        "python": [],
+        "python3": [],
+        "dllm": [scripts / "dllm"],
+        "vllm": [scripts / "vllm"],
+    }
     for name, arguments in start_of.items():
         client = [sys.executable, "-S", "-E", __file__, "run", address, *arguments]
-        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
+        (programs / name).write_text(
+            f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n'
+        )
         (programs / name).chmod(0o755)
-    environment = {FIRST_VARIABLE: "1", **os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {
+        FIRST_VARIABLE: "1",
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
     command = [sys.executable, __file__, "serve", address, str(run)]
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment
+    )
     assert server.stdout is not None
     assert server.stdout.readline(), "the server of preloaded programs did not start"
     _servers.append(server)
 
 
 def serve(address: str, run: int) -> list[str]:
-    """Fork for each program until the process ``run`` ends. Returns in each fork, with the program's arguments."""
+    """Fork for each program until the process ``run`` ends. Returns in each fork, with
+    the program's arguments.
+    """
     run_ended = os.pidfd_open(run)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)
@@ -133,7 +171,14 @@ def serve(address: str, run: int) -> list[str]:
     programs: dict[int, tuple[socket.socket, int]] = {}  # client and pid, by pidfd
     while True:
         ready, _, _ = select.select(
-            [run_ended, listener, *programs, *(client for client, _ in programs.values())], [], []
+            [
+                run_ended,
+                listener,
+                *programs,
+                *(client for client, _ in programs.values()),
+            ],
+            [],
+            [],
         )
         if run_ended in ready:
             shutil.rmtree(Path(address).parent)
@@ -165,13 +210,20 @@ def _become(message: bytes, streams: list[int]) -> list[str]:
     os.setsid()
     for stream, number in zip(streams, range(3), strict=True):
         os.dup2(stream, number)
-    # Other clients' sockets as well: their ends would not be seen while copies are open.
+    # Other clients' sockets as well: their ends would not be seen while copies are
+    # open.
     os.closerange(3, 256)
     arguments, folder, variables = json.loads(message)
     os.chdir(folder)
     for name in os.environ.keys() - variables.keys() - {FIRST_VARIABLE}:
         del os.environ[name]
-    os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})
+    os.environ.update(
+        {
+            name: value
+            for name, value in variables.items()
+            if os.environ.get(name) != value
+        }
+    )
     return arguments
 
 
@@ -195,7 +247,9 @@ def main() -> None:
 
 def run(address: str, arguments: Sequence[str]) -> None:
     """Run a program, pass signals on to it, and end as it ends."""
-    if arguments[0] == "-u":  # as Ray starts its own processes, whose output goes to files
+    if (
+        arguments[0] == "-u"
+    ):  # as Ray starts its own processes, whose output goes to files
         arguments = arguments[1:]
     if arguments[0].startswith("-") and arguments[0] != "-m":
         os.execv(sys.executable, [sys.executable, *arguments])

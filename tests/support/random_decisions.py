@@ -1,4 +1,6 @@
-"""Random decisions over tokens without texts, and what the plain version needs to know of them."""
+"""Random decisions over tokens without texts, and what the plain version needs to know
+of them.
+"""
 
 import random
 from typing import Any
@@ -18,8 +20,12 @@ DIGITS = {b"1": 10, b"2": 11, b"12": 12, b"21": 13, b"112": 14}
 """Tokens of patterns."""
 
 
-def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision, Fields, list[list[int]]]:
-    """A decision with choices of one to three tokens and patterns, its fields, and the literal text around them."""
+def random_decision(
+    rng: random.Random, most_fields: int = 3
+) -> tuple[Decision, Fields, list[list[int]]]:
+    """A decision with choices of one to three tokens and patterns, its fields, and the
+    literal text around them.
+    """
     builder, fields, values = GraphBuilder(), {}, []
     literals = [_tokens(rng) for _ in range(rng.randint(2, most_fields + 1))]
     for number, literal in enumerate(literals[:-1]):
@@ -35,21 +41,31 @@ def random_decision(rng: random.Random, most_fields: int = 3) -> tuple[Decision,
             longest = rng.randint(1, 3)
             choices = sorted({tuple(_tokens(rng, longest)) for _ in range(4)})
             builder.choices(number, choices)
-            fields[f"f{number}"] = [(f"v{i}", [*tokens]) for i, tokens in enumerate(choices)]
+            fields[f"f{number}"] = [
+                (f"v{i}", [*tokens]) for i, tokens in enumerate(choices)
+            ]
             values.append([value for value, _ in fields[f"f{number}"]])
     if rng.random() < 0.2:
         literals[-1] = []
     builder.literal(literals[-1])
     graph = builder.graph()
     text_of = {token: text for text, token in DIGITS.items()}
-    spellings = [text_of.get(token, b"") for token in np.unique(graph.edges["token"]).tolist()]
-    decision = Decision(graph, [*fields], values, spellings, 100, [True] * len(fields), 500)
+    spellings = [
+        text_of.get(token, b"") for token in np.unique(graph.edges["token"]).tolist()
+    ]
+    decision = Decision(
+        graph, [*fields], values, spellings, 100, [True] * len(fields), 500
+    )
     return unpacked_decision(decision.packed), fields, literals
 
 
 def decision_params(decision: Decision, **options: Any) -> dict[str, Any]:
     """Fields of ``DiffusionParams`` that ask for a decision."""
-    return {"gen_length": len(decision.template), "extra_args": {DECISION: decision.packed}, **options}
+    return {
+        "gen_length": len(decision.template),
+        "extra_args": {DECISION: decision.packed},
+        **options,
+    }
 
 
 def listed(answer: dict[str, Any]) -> dict[object, float]:
@@ -63,7 +79,9 @@ def assert_same_decisions(answers: list[Any], expected: list[Any]) -> None:
         assert list(answer.token_ids) == list(other.token_ids)
         assert answer.diffusion.forward_passes == other.diffusion.forward_passes
         for name, field in answer.diffusion.decision.items():
-            assert listed(field) == pytest.approx(listed(other.diffusion.decision[name]), abs=1e-4)
+            assert listed(field) == pytest.approx(
+                listed(other.diffusion.decision[name]), abs=1e-4
+            )
 
 
 def _tokens(rng: random.Random, most: int = 3) -> list[int]:
@@ -76,11 +94,17 @@ def _digits(most: int, vocab_size: int) -> Automaton:
     for digits, token in DIGITS.items():
         class_of[token] = len(digits) - 1
     states = np.arange(most + 1)[:, None] + np.arange(1, 4)
-    return Automaton(class_of, np.where(states <= most, states, -1).astype(np.int32), np.arange(most + 1) > 0)
+    return Automaton(
+        class_of,
+        np.where(states <= most, states, -1).astype(np.int32),
+        np.arange(most + 1) > 0,
+    )
 
 
 def _spellings(most: int) -> list[tuple[object, list[int]]]:
     texts: list[tuple[tuple[int, ...], bytes]] = [((), b"")]
     for tokens, text in texts:  # grows as it is read
-        texts += [((*tokens, t), text + d) for d, t in DIGITS.items() if len(text + d) <= most]
+        texts += [
+            ((*tokens, t), text + d) for d, t in DIGITS.items() if len(text + d) <= most
+        ]
     return [(int(text), [*tokens]) for tokens, text in texts if tokens]

@@ -1,6 +1,8 @@
-"""Reference cases: outputs of the authors' own code (``tests/reference``), as requests and what they must give.
+"""Reference cases: outputs of the authors' own code (``tests/reference``), as requests
+and what they must give.
 
-One driver for all kinds; ``assert_as_stated`` has a check for each thing that cases state.
+One driver for all kinds; ``assert_as_stated`` has a check for each thing that cases
+state.
 """
 
 import json
@@ -17,8 +19,9 @@ REFERENCE = Path(__file__).parents[1] / "reference"
 Case = dict[str, Any]
 
 KINDS = (
-    "vanilla fast_dllm dkv sparse_dllm dllm_cache es_dllm slow_fast d2_cache multi_block block stable_diffcoder".split()
-)
+    "vanilla fast_dllm dkv sparse_dllm dllm_cache "
+    "es_dllm slow_fast d2_cache multi_block block stable_diffcoder"
+).split()
 """What the files' names begin with."""
 ODD = {"overwrites_known_tokens", "early_stop_finds_eos_in_prompt"}
 """What the authors' code does and does not say."""
@@ -48,7 +51,9 @@ class ReferenceRow:
         tokens = self.case["output_ids"][self.row][len(self.prompt) :]
         tokens = tokens[: self.fields["gen_length"]]
         ends = self.fields.get("stop_token_ids", [])
-        return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), None)]
+        return tokens[
+            : next((i + 1 for i, token in enumerate(tokens) if token in ends), None)
+        ]
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -76,32 +81,53 @@ def by_engine(rows: Iterable[ReferenceRow]) -> dict[str, list[ReferenceRow]]:
     groups: dict[str, list[ReferenceRow]] = {}
     for row in rows:
         options = json.dumps(row.engine["cache_options"])
-        groups.setdefault(f"{row.case['model']} {row.engine['cache_method']} {options}", []).append(row)
+        groups.setdefault(
+            f"{row.case['model']} {row.engine['cache_method']} {options}", []
+        ).append(row)
     return groups
 
 
 DECISIVE_GAP = 1e-6
-"""Rows whose similarity differs by less than this from that of the first row left out are rounding's choice."""
+"""Rows whose similarity differs by less than this from that of the first row left out
+are rounding's choice.
+"""
 
 
 def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
-    """An engine's or a plain version's answer is, in all that the case states, what the authors' code did."""
+    """An engine's or a plain version's answer is, in all that the case states, what the
+    authors' code did.
+    """
     case, name = row.case, row.name
     assert answer.tokens == row.response, name
     order = [sorted(step[row.row]) for step in case["unmasked_per_step"]]
     if row.kind in ("block", "stable_diffcoder"):
-        # The authors also decode what is behind the response or its end, and feed a finished block once more by itself.
+        # The authors also decode what is behind the response or its end, and feed a
+        # finished block once more by itself.
         assert answer.order == order[: len(answer.order)], name
         length = row.fields["block_length"]
         # The last block is whole, but Stable-DiffCoder's ends with the response.
-        end = len(row.prompt) + row.fields["gen_length"] + (length if row.kind == "block" else 0)
+        end = (
+            len(row.prompt)
+            + row.fields["gen_length"]
+            + (length if row.kind == "block" else 0)
+        )
         starts = [step[0] // length * length for step in answer.order]
-        fed = [list(range(a, min(b + length, end))) for a, b in zip([0, *starts[:-1]], starts, strict=True)]
+        fed = [
+            list(range(a, min(b + length, end)))
+            for a, b in zip([0, *starts[:-1]], starts, strict=True)
+        ]
         assert answer.computed == fed, name
         return
-    if row.kind == "fast_dllm" and "threshold" in row.fields and row.fields.get("unmasking") != "entropy":
-        # The authors make a pass that unmasks nothing where the first one completed the block.
-        assert [step for step in answer.order if step] == [step for step in order if step], name
+    if (
+        row.kind == "fast_dllm"
+        and "threshold" in row.fields
+        and row.fields.get("unmasking") != "entropy"
+    ):
+        # The authors make a pass that unmasks nothing where the first one completed the
+        # block.
+        assert [step for step in answer.order if step] == [
+            step for step in order if step
+        ], name
         assert len(answer.order) <= case["num_forward_passes"], name
         return
     if "fills_after_eos" not in case.get("quirks", ()):
@@ -110,7 +136,9 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
     whole = list(range(len(row.prompt) + len(row.response)))
     if row.kind == "slow_fast":
         # The canvas that rows are refreshed of.
-        assert [positions[-1] + 1 for positions in answer.computed] == case["forward_lengths"], name
+        assert [positions[-1] + 1 for positions in answer.computed] == case[
+            "forward_lengths"
+        ], name
     elif row.kind == "vanilla" or "forward_lengths" in case:
         lengths = case.get("forward_lengths", [len(whole)] * case["num_forward_passes"])
         assert [len(positions) for positions in answer.computed] == lengths, name
@@ -118,13 +146,17 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
             assert answer.tokens_computed == sum(lengths), name
     if "computed_positions_per_step" in case:
         stated = case["computed_positions_per_step"]
-        assert answer.computed == [whole if step is None else step[row.row] for step in stated], name
+        assert answer.computed == [
+            whole if step is None else step[row.row] for step in stated
+        ], name
     if "retained_positions" in case:
         stated = [block["per_layer"] for block in case["retained_positions"]]
         assert answer.traces.get("retained_positions", []) == stated, name
     if "es_selected_positions_first_skips" in case:
         stated = [rows[row.row] for rows in case["es_selected_positions_first_skips"]]
-        assert rows_kept(answer.traces["selected_positions"])[: len(stated)] == stated, name
+        assert (
+            rows_kept(answer.traces["selected_positions"])[: len(stated)] == stated
+        ), name
     if row.kind == "dllm_cache":
         updated = answer.traces.get("updated_positions", [])
         assert len(updated) == num_adaptive_passes(case), name
@@ -134,7 +166,9 @@ def assert_as_stated(row: ReferenceRow, answer: Answer | Decoding) -> None:
 
 
 def rows_kept(selected_positions: list[list[list[int]]]) -> list[list[int]]:
-    """What layers kept, one after the other; the authors' record leaves out a layer that kept all it had."""
+    """What layers kept, one after the other; the authors' record leaves out a layer
+    that kept all it had.
+    """
     return [
         rows
         for layers in selected_positions
@@ -148,13 +182,20 @@ def num_adaptive_passes(case: Case) -> int:
     options = case["engine"]["cache_options"]
     if not options["update_ratio"]:
         return 0
-    return sum(n % options["response_refresh_interval"] != 0 for n in range(case["num_forward_passes"]))
+    return sum(
+        n % options["response_refresh_interval"] != 0
+        for n in range(case["num_forward_passes"])
+    )
 
 
 def first_updates(row: ReferenceRow) -> list[list[list[int]]]:
-    """The positions updated by each layer but the first, in the first adaptive passes."""
+    """The positions updated by each layer but the first, in the
+    first adaptive passes.
+    """
     by_pass: dict[int, list[list[int]]] = {}
     for update in row.case["adaptive_update_positions_first_steps"]:
-        positions = [len(row.prompt) + i for i in update["gen_relative_indices"][row.row]]
+        positions = [
+            len(row.prompt) + i for i in update["gen_relative_indices"][row.row]
+        ]
         by_pass.setdefault(update["forward"], []).append(positions)
     return list(by_pass.values())

@@ -19,15 +19,25 @@ from tests.support.preloaded import Program, wait_until
 
 START_TIMEOUT_S = 600
 DEMO_SERVER = (
-    *("serve", "demo", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "12"),
+    *(
+        "serve",
+        "demo",
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "12",
+    ),
     *("--cache-method", "sparse", "--page-size", "8"),
 )
 """Arguments of a server with a cache."""
 
 
 class Server:
-    """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``, in a session of its own.
-    ``preloaded``: in a process that has imported vLLM, with an engine that is forked; otherwise as users start it."""
+    """``program`` (``dllm`` or ``vllm``, installed beside this Python) until ``stop``,
+    in a session of its own. ``preloaded``: in a process that has imported vLLM, with an
+    engine that is forked; otherwise as users start it."""
 
     def __init__(
         self,
@@ -41,11 +51,30 @@ class Server:
         self.port = get_open_port()
         self.log = log
         # The tests' own engines run in one process.
-        variables = {"VLLM_LOGGING_LEVEL": logging_level, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        command = [Path(sys.executable).parent / program, *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
-        start = Program if preloaded else functools.partial(subprocess.Popen, start_new_session=True)
+        variables = {
+            "VLLM_LOGGING_LEVEL": logging_level,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        }
+        command = [
+            Path(sys.executable).parent / program,
+            *arguments,
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+        ]
+        start = (
+            Program
+            if preloaded
+            else functools.partial(subprocess.Popen, start_new_session=True)
+        )
         with log.open("wb") as stream:
-            self.process = start(command, stdout=stream, stderr=subprocess.STDOUT, env={**environment, **variables})
+            self.process = start(
+                command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**environment, **variables},
+            )
 
     @property
     def url(self) -> str:
@@ -56,12 +85,19 @@ class Server:
 
     def chat(self, prompt: str, model: str = "demo", **asked: Any) -> Any:
         """What one of ``demo_answers`` is by HTTP."""
-        messages, body = [{"role": "user", "content": prompt}], {"vllm_xargs": {"block_length": 8}}
+        messages, body = (
+            [{"role": "user", "content": prompt}],
+            {"vllm_xargs": {"block_length": 8}},
+        )
         create = self.client().chat.completions.create
-        return create(model=model, messages=messages, max_tokens=32, extra_body=body, **asked)
+        return create(
+            model=model, messages=messages, max_tokens=32, extra_body=body, **asked
+        )
 
     def wait_until_ready(self) -> None:
-        wait_until(lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log)
+        wait_until(
+            lambda: is_healthy(self.url), START_TIMEOUT_S, self.process, self.log
+        )
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-6000:]
@@ -79,7 +115,9 @@ class Server:
 
 
 class ServerFactory:
-    """Starts servers, one per program and settings. They live until the end of the session and then stop in order."""
+    """Starts servers, one per program and settings. They live until the end of the
+    session and then stop in order.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,6 @@
-"""Engines of two tensor-parallel ranks, under vLLM's executors; the scheduler is in this process."""
+"""Engines of two tensor-parallel ranks, under vLLM's executors; the scheduler is in
+this process.
+"""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -19,23 +21,34 @@ def import_once() -> Any:
 
 
 @contextmanager
-def two_ranks(model: Path | str, *, backend: str = "mp", **settings: Any) -> Iterator[LLM]:
-    """An engine of two ranks, ended afterwards; no page is written beyond what is reserved, and none is left. vLLM
-    would spawn each worker and let it import everything anew; here they are forked from a process that has."""
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": backend, "max_model_len": 512}
+def two_ranks(
+    model: Path | str, *, backend: str = "mp", **settings: Any
+) -> Iterator[LLM]:
+    """An engine of two ranks, ended afterwards; no page is written beyond what is
+    reserved, and none is left. vLLM would spawn each worker and let it import
+    everything anew; here they are forked from a process that has."""
+    ranks = {
+        "tensor_parallel_size": 2,
+        "distributed_executor_backend": backend,
+        "max_model_len": 512,
+    }
     with mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", import_once):
         llm = start_engine(model, **(ranks | settings))
     pages = watch_pages(llm)
     try:
         yield llm
-        assert all(allocated <= reserved <= planned for planned, allocated, reserved in pages)
+        assert all(
+            allocated <= reserved <= planned for planned, allocated, reserved in pages
+        )
         assert pages[-1][1:] == (0, 0)
     finally:
         llm.llm_engine.engine_core.engine_core.model_executor.shutdown()
 
 
 def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
-    """Pages reserved while a step runs, and allocated and reserved after it, as the engine runs."""
+    """Pages reserved while a step runs, and allocated and reserved after it, as the
+    engine runs.
+    """
     scheduler, seen = scheduler_of(llm), []
     update, pages = scheduler.update_from_output, scheduler.pages
 
@@ -50,12 +63,17 @@ def watch_pages(llm: LLM) -> list[tuple[int, int, int]]:
 
 
 def assert_alike(answers: list[Any], expected: list[Any], *figures: str) -> None:
-    """Two lists of outputs have the same tokens, and the same figures of these names."""
+    """Two lists of outputs have the same tokens, and the same figures
+    of these names.
+    """
     for number, (answer, other) in enumerate(zip(answers, expected, strict=True)):
         one, another = answer.outputs[0], other.outputs[0]
         assert list(one.token_ids) == list(another.token_ids), number
         for name in figures:
-            assert getattr(one.diffusion, name) == getattr(another.diffusion, name), (number, name)
+            assert getattr(one.diffusion, name) == getattr(another.diffusion, name), (
+                number,
+                name,
+            )
 
 
 def run_and_abort(llm: LLM, prompts: list[list[int]], params: list[Any]) -> None:

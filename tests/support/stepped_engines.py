@@ -1,4 +1,6 @@
-"""Engines driven a step at a time: requests that join later, and memory that is poisoned."""
+"""Engines driven a step at a time: requests that join later, and memory that is
+poisoned.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -37,14 +39,16 @@ def run_in_steps(
     joins: Sequence[int] | None = None,
     after_step: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Answer all requests; request i is added before step ``joins[i]`` (all before the first). No step feeds more rows
-    than its plan has."""
+    """Answer all requests; request i is added before step ``joins[i]`` (all before the
+    first). No step feeds more rows than its plan has."""
     runner, run = runner_of(llm), Run()
     forward = runner.denoiser.forward
 
     def recording(batch, layer_pass):
         run.plans.append(list(batch.plans))
-        assert all(batch.sizes[i] <= plan.max_rows for i, plan in enumerate(batch.plans))
+        assert all(
+            batch.sizes[i] <= plan.max_rows for i, plan in enumerate(batch.plans)
+        )
         return forward(batch, layer_pass)
 
     runner.denoiser.forward = recording
@@ -54,7 +58,9 @@ def run_in_steps(
         while len(outputs) < len(prompts):
             for i, join in enumerate(joins or [0] * len(prompts)):
                 if join == step:
-                    llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompts[i]}, params[i])
+                    llm.llm_engine.add_request(
+                        str(i), {"prompt_token_ids": prompts[i]}, params[i]
+                    )
             for output in llm.llm_engine.step():
                 if output.finished:
                     outputs[int(output.request_id)] = output
@@ -67,15 +73,21 @@ def run_in_steps(
     return run
 
 
-def streamed(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Any]) -> list[RequestOutput]:
-    """The outputs that a streaming caller of ``LLMEngine`` gets; the requests are called 0, 1 and so on."""
+def streamed(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[Any]
+) -> list[RequestOutput]:
+    """The outputs that a streaming caller of ``LLMEngine`` gets; the requests are
+    called 0, 1 and so on.
+    """
     for i, (prompt, asked) in enumerate(zip(prompts, params, strict=True)):
         asked = asked.clone()
         asked.output_kind = RequestOutputKind.DELTA
         llm.llm_engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, asked)
     outputs = []
     while llm.llm_engine.has_unfinished_requests():
-        outputs += copy.deepcopy(llm.llm_engine.step())  # vLLM goes on to append to lists that it has handed out
+        outputs += copy.deepcopy(
+            llm.llm_engine.step()
+        )  # vLLM goes on to append to lists that it has handed out
     assert_nothing_left(llm)
     return outputs
 
@@ -83,11 +95,15 @@ def streamed(llm: LLM, prompts: Sequence[list[int]], params: Sequence[Any]) -> l
 def held_pages(llm: LLM) -> set[int]:
     """Ids of the pages that requests hold now."""
     tables = scheduler_of(llm).pages._tables.values()
-    return {page.block_id for of_request in tables for table in of_request for page in table}
+    return {
+        page.block_id for of_request in tables for table in of_request for page in table
+    }
 
 
 class Poison:
-    """Fills page memory with NaN, all at first and then, after each step, what has been given back."""
+    """Fills page memory with NaN, all at first and then, after each step, what has been
+    given back.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.llm, self.held = llm, held_pages(llm)

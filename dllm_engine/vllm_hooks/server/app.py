@@ -1,7 +1,8 @@
-"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, the API key where vLLM asks for none.
+"""Additions to vLLM's HTTP application for our models: routes, a check of bodies, the
+API key where vLLM asks for none.
 
-vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that ``VLLM_PLUGINS`` names, and users would
-have to list every other plugin there too.
+vLLM's own hook for routes, ``vllm.endpoint_plugins``, loads only plugins that
+``VLLM_PLUGINS`` names, and users would have to list every other plugin there too.
 """
 
 from typing import Any
@@ -19,34 +20,48 @@ from dllm_engine.vllm_hooks.server.stop import OpenRequests, RequestsEnd
 async def init_with_tool_calls(
     init: Original, engine_client: Any, state: Any, args: Any, *rest: Any, **kwargs: Any
 ) -> None:
-    """Settle how tool calls are read before vLLM makes the objects that answer requests, those of ``vllm run-batch``
-    too."""
+    """Settle how tool calls are read before vLLM makes the objects that answer
+    requests, those of ``vllm run-batch`` too."""
     if is_ours(engine_client):
         serve_tool_calls(args, engine_client.vllm_config.model_config)
     await init(engine_client, state, args, *rest, **kwargs)
 
 
 def extend_app(
-    register: Original, args: Any, app: Any, supported_tasks: Any, model_config: Any = None, *rest: Any, **kwargs: Any
+    register: Original,
+    args: Any,
+    app: Any,
+    supported_tasks: Any,
+    model_config: Any = None,
+    *rest: Any,
+    **kwargs: Any,
 ) -> None:
     """Add ours together with vLLM's routes."""
     register(args, app, supported_tasks, model_config, *rest, **kwargs)
     if not getattr(model_config, "is_dllm_engine", False):
         return
-    # vLLM adds its own middleware later, which then runs first: it checks the API key before we read the body.
+    # vLLM adds its own middleware later, which then runs first: it checks the API key
+    # before we read the body.
     app.add_middleware(BodyCheck)
     app.state.open_requests = OpenRequests()
     app.add_middleware(RequestsEnd, requests=app.state.open_requests)
     # These answer prompts, and vLLM leaves them open.
-    authenticate.GUARDED_PREFIX = tuple({*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"})
+    authenticate.GUARDED_PREFIX = tuple(
+        {*authenticate.GUARDED_PREFIX, "/invocations", "/generative_scoring"}
+    )
     from dllm_engine.decisions import http as decisions
     from dllm_engine.evaluation import likelihood_route
 
-    # The first would stop an engine without experts. vLLM 0.33 has the second for some models, of which ours are none.
+    # The first would stop an engine without experts. vLLM 0.33 has the second for some
+    # models, of which ours are none.
     routes, replaced = app.router.routes, ("/scale_elastic_ep", decisions.ROUTE)
-    routes[:] = [route for route in routes if getattr(route, "path", "") not in replaced]
+    routes[:] = [
+        route for route in routes if getattr(route, "path", "") not in replaced
+    ]
     decisions.add_route(app)
     likelihood_route.add_route(app)
-    options = EngineOptions.from_vllm_config(args)  # arguments have an ``additional_config`` too
+    options = EngineOptions.from_vllm_config(
+        args
+    )  # arguments have an ``additional_config`` too
     if options.playground:
         playground.add_route(app, options, model_config.hf_config.family)

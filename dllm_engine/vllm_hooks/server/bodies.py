@@ -1,7 +1,8 @@
-"""Refuses request bodies that vLLM's request classes fail at, or of which they would ignore parts.
+"""Refuses request bodies that vLLM's request classes fail at, or of which they would
+ignore parts.
 
-``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's request objects, also those of
-``vllm run-batch``.
+``BodyCheck`` sees bodies before vLLM parses them; ``create_if_known`` sees vLLM's
+request objects, also those of ``vllm run-batch``.
 """
 
 import json
@@ -18,16 +19,23 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
-from dllm_engine.scheduler.options.request_options import InvalidRequestError, LongestLength
+from dllm_engine.scheduler.options.request_options import (
+    InvalidRequestError,
+    LongestLength,
+)
 from dllm_engine.vllm_hooks.input_processor import http_request
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 
 MOST_BYTES = 16 << 20
-"""Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed, which takes part of a second."""
+"""Bytes of a body: 1,024 prompts of 16 KB each. Nobody is answered while it is parsed,
+which takes part of a second.
+"""
 
 
 class BodyCheck:
-    """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and ignores unknown fields."""
+    """ASGI middleware. vLLM answers 500 where ``structured_outputs`` is no object, and
+    ignores unknown fields.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -36,7 +44,9 @@ class BodyCheck:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.entrypoints.serve.exception_handling.error_response import (
+            create_error_response,
+        )
 
         try:
             body = await _read(Request(scope, receive))
@@ -45,7 +55,9 @@ class BodyCheck:
             return
         except (VLLMValidationError, GracefulHTTPError) as error:
             refusal = create_error_response(error)
-            await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(scope, receive, send)
+            await JSONResponse(refusal.model_dump(), status_code=refusal.error.code)(
+                scope, receive, send
+            )
             return
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -57,8 +69,9 @@ class BodyCheck:
 
 
 async def _read(request: Request) -> bytes:
-    """The body. Raises ``GracefulHTTPError`` (413) where it is larger than supported, by its length if that is given
-    and else when so much has come. The server drops the rest."""
+    """The body. Raises ``GracefulHTTPError`` (413) where it is larger than supported,
+    by its length if that is given and else when so much has come. The server drops the
+    rest."""
     length = request.headers.get("content-length", "")
     parts, num_bytes = [], int(length) if length.isdecimal() else 0
     if num_bytes <= MOST_BYTES:
@@ -70,8 +83,8 @@ async def _read(request: Request) -> bytes:
                 break
     if num_bytes > MOST_BYTES:
         raise GracefulHTTPError(
-            f"the body has over {MOST_BYTES} bytes ({MOST_BYTES >> 20} MiB), which is the most; send its prompts in "
-            "several requests",
+            f"the body has over {MOST_BYTES} bytes ({MOST_BYTES >> 20} MiB), which is "
+            f"the most; send its prompts in several requests",
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         )
     return b"".join(parts)
@@ -82,23 +95,34 @@ def _check_body(body: bytes, path: str) -> None:
     try:
         fields = json.loads(body)
     except RecursionError:
-        raise InvalidRequestError("the body has too many lists and objects within each other") from None
+        raise InvalidRequestError(
+            "the body has too many lists and objects within each other"
+        ) from None
     except ValueError:  # vLLM says what is wrong with it
         return
     if not isinstance(fields, dict):
         return
     if not isinstance(given := fields.get("structured_outputs"), dict | None):
         raise VLLMValidationError(
-            f'structured_outputs is a {type(given).__name__}, not an object such as {{"regex": "[a-z]+"}}',
+            f"structured_outputs is a {type(given).__name__}, not an object such as "
+            f'{{"regex": "[a-z]+"}}',
             parameter="structured_outputs",
         )
     known = {"top_p", "top_k"}  # fields of bodies
     if path == "/v1/decisions":
         known |= {"passes", "template"}
-    elif not path.startswith("/v1/messages"):  # others have these fields, or keep those that they do not know
+    elif not path.startswith(
+        "/v1/messages"
+    ):  # others have these fields, or keep those that they do not know
         known |= VLLM_OPTIONS
-    elif ignored := [name for name in ("response_format", "structured_outputs", "suffix") if fields.get(name)]:
-        raise InvalidRequestError(f"{ignored[0]} is no field of {path}; take output_config, or another route")
+    elif ignored := [
+        name
+        for name in ("response_format", "structured_outputs", "suffix")
+        if fields.get(name)
+    ]:
+        raise InvalidRequestError(
+            f"{ignored[0]} is no field of {path}; take output_config, or another route"
+        )
     if path != "/inference/v1/generate":
         check_place(fields.keys() - known)
         return
@@ -106,20 +130,38 @@ def _check_body(body: bytes, path: str) -> None:
     inside = params.keys() if isinstance(params, dict) else set()
     check_place((fields.keys() | inside) - known, "sampling_params", "extra_args")
     if "vllm_xargs" in fields:
-        raise InvalidRequestError(f"vllm_xargs: {path} takes options in sampling_params.extra_args; move them there")
+        raise InvalidRequestError(
+            f"vllm_xargs: {path} takes options in sampling_params.extra_args; move "
+            f"them there"
+        )
 
 
-async def create_if_known(create: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that it does not know."""
+async def create_if_known(
+    create: Original, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Refuse options of ours that are not in ``vllm_xargs``: vLLM ignores fields that
+    it does not know.
+    """
     if is_ours(self):
         extra = request.model_extra or {}
         check_place(extra)
         for name in ("stream", "tools"):
-            if extra.get(name):  # of a batch of chats, of whose answers vLLM would return the last part only
-                raise InvalidRequestError(f"{name} is not supported for a batch of chats; send one request for each")
+            if extra.get(
+                name
+                # Of a batch of chats, of whose answers vLLM would return the last part
+                # only.
+            ):
+                raise InvalidRequestError(
+                    f"{name} is not supported for a batch of chats; send one request "
+                    f"for each"
+                )
         _check_num_responses(request)
         _settle_length(request, self)
-        if getattr(request, "echo", False) and not request.logprobs and hasattr(request, "top_logprobs"):
+        if (
+            getattr(request, "echo", False)
+            and not request.logprobs
+            and hasattr(request, "top_logprobs")
+        ):
             request.top_logprobs = None  # which vLLM would take for those of the prompt
         await settle_template(request, self)
         await settle_decision(request, self)
@@ -127,9 +169,12 @@ async def create_if_known(create: Original, self: Any, request: Any, *args: Any,
 
 
 def _settle_length(request: Any, serving: Any) -> None:
-    """Take the length of a request to ``/v1/messages`` for the most that its client allows. That API demands a length,
-    and its clients send thousands whatever they ask."""
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages  # imports much
+    """Take the length of a request to ``/v1/messages`` for the most that its client
+    allows. That API demands a length, and its clients send thousands whatever they ask.
+    """
+    from vllm.entrypoints.anthropic.serving import (
+        AnthropicServingMessages,
+    )  # imports much
 
     if isinstance(serving, AnthropicServingMessages):
         length = min(request.max_completion_tokens, serving.model_config.max_model_len)
@@ -137,12 +182,21 @@ def _settle_length(request: Any, serving: Any) -> None:
 
 
 def _check_num_responses(request: Any) -> None:
-    """vLLM limits prompts and ``n``, but not their product; and it makes all of these requests at once."""
-    prompts: Any = getattr(request, "prompt", None) or getattr(request, "messages", None)
-    is_several = isinstance(prompts, list) and isinstance(next(iter(prompts), None), str | list)
-    num_responses = (len(prompts) if is_several else 1) * (getattr(request, "n", None) or 1)
+    """vLLM limits prompts and ``n``, but not their product; and it makes all of these
+    requests at once.
+    """
+    prompts: Any = getattr(request, "prompt", None) or getattr(
+        request, "messages", None
+    )
+    is_several = isinstance(prompts, list) and isinstance(
+        next(iter(prompts), None), str | list
+    )
+    num_responses = (len(prompts) if is_several else 1) * (
+        getattr(request, "n", None) or 1
+    )
     if num_responses > (most := envs.VLLM_MAX_COMPLETION_PROMPTS):
         raise InvalidRequestError(
-            f"prompts × n are {num_responses} responses, more than the {most} that a request may have; send several "
-            "requests, or start the server with a higher VLLM_MAX_COMPLETION_PROMPTS"
+            f"prompts × n are {num_responses} responses, more than the {most} that a "
+            f"request may have; send several requests, or start the server with a "
+            f"higher VLLM_MAX_COMPLETION_PROMPTS"
         )

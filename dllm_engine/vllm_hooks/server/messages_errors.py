@@ -1,4 +1,6 @@
-"""Errors of ``/v1/messages`` in that API's words. vLLM 0.32 uses OpenAI's, and 0.33 where a body is not valid."""
+"""Errors of ``/v1/messages`` in that API's words. vLLM 0.32 uses OpenAI's, and 0.33
+where a body is not valid.
+"""
 
 import json
 from typing import Any
@@ -36,7 +38,11 @@ def translate_refusals(init_exception_handler: Original, app: FastAPI) -> None:
 def _translating(handler: Any) -> Any:
     async def handle(request: Request, error: Exception) -> Response:
         response = await handler(request, error)
-        return _translated(response) if request.url.path.startswith("/v1/messages") else response
+        return (
+            _translated(response)
+            if request.url.path.startswith("/v1/messages")
+            else response
+        )
 
     return handle
 
@@ -44,10 +50,17 @@ def _translating(handler: Any) -> Any:
 def _translated(response: Response) -> Response:
     status = response.status_code
     kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    error = {"type": kind, "message": json.loads(bytes(response.body))["error"]["message"]}
+    error = {
+        "type": kind,
+        "message": json.loads(bytes(response.body))["error"]["message"],
+    }
     return JSONResponse({"type": "error", "error": error}, status, _kept(response))
 
 
 def _kept(response: Response) -> dict[str, str]:
     """Headers that do not describe the body."""
-    return {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+    return {
+        name: value
+        for name, value in response.headers.items()
+        if not name.startswith("content-")
+    }

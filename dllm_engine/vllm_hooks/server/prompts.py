@@ -15,7 +15,9 @@ Tokens = list[NonNegativeInt]
 
 
 class PromptRequest(BaseModel):
-    """The fields of a body that name a model and a prompt: a text, token ids, or messages."""
+    """The fields of a body that name a model and a prompt: a text, token ids, or
+    messages.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,17 +32,32 @@ async def prompt_tokens(request: PromptRequest, state: Any) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("give either prompt or messages")
     if request.prompt is not None:
-        asked = CompletionRequest(model=request.model, prompt=request.prompt, max_tokens=1)
-        return (await rendered_tokens(state.openai_serving_completion.render_completion_request(asked)))[0]
-    fields = {"messages": request.messages, "chat_template_kwargs": request.chat_template_kwargs}
+        asked = CompletionRequest(
+            model=request.model, prompt=request.prompt, max_tokens=1
+        )
+        return (
+            await rendered_tokens(
+                state.openai_serving_completion.render_completion_request(asked)
+            )
+        )[0]
+    fields = {
+        "messages": request.messages,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
     chat = ChatCompletionRequest(model=request.model, **fields, max_completion_tokens=1)
-    return (await rendered_tokens(state.openai_serving_chat.render_chat_request(chat)))[0]
+    return (await rendered_tokens(state.openai_serving_chat.render_chat_request(chat)))[
+        0
+    ]
 
 
 async def rendered_tokens(rendering: Awaitable[Any]) -> list[list[int]]:
-    """Token ids of the prompts that vLLM renders; raises ``HTTPException`` for its error response."""
+    """Token ids of the prompts that vLLM renders; raises ``HTTPException`` for its
+    error response.
+    """
     rendered = await rendering
     if isinstance(rendered, ErrorResponse):
         raise HTTPException(rendered.error.code, rendered.error.message)
-    prompts = rendered[1] if isinstance(rendered, tuple) else rendered  # behind a chat's messages
+    prompts = (
+        rendered[1] if isinstance(rendered, tuple) else rendered
+    )  # behind a chat's messages
     return [list(prompt["prompt_token_ids"]) for prompt in prompts]

@@ -1,8 +1,10 @@
-"""Fields that HTTP responses carry beside OpenAI's, in completions and chat completions alike.
+"""Fields that HTTP responses carry beside OpenAI's, in completions and chat completions
+alike.
 
-``choices[i].diffusion`` holds the figures of a choice, in a stream up to its chunk. ``provisional`` says what a
-denoising step changed in the running block, in chunks of its own, for responses that stream by step. These have no
-choices, so that clients that do not know them skip them.
+``choices[i].diffusion`` holds the figures of a choice, in a stream up to its chunk.
+``provisional`` says what a denoising step changed in the running block, in chunks of
+its own, for responses that stream by step. These have no choices, so that clients that
+do not know them skip them.
 """
 
 import asyncio
@@ -34,29 +36,46 @@ _EVENT = "data: "
 
 
 def fields_of(completion: Any, *, with_trace: bool) -> dict[str, Any]:
-    """The fields of a choice. What grows with the response, only the whole of it has."""
+    """The fields of a choice. What grows with the response, only the whole
+    of it has.
+    """
     figures = getattr(completion, DIFFUSION, None)
     if figures is None:
         return {}
     left_out = set() if completion.finish_reason is not None else {"trace", *PER_TOKEN}
     left_out |= set() if with_trace else {"trace"}
-    return {DIFFUSION: {name: value for name, value in figures.to_json().items() if name not in left_out}}
+    return {
+        DIFFUSION: {
+            name: value
+            for name, value in figures.to_json().items()
+            if name not in left_out
+        }
+    }
 
 
 def _event_of(chunk: dict[str, Any]) -> str:
     return f"{_EVENT}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def stream_response(stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[str, None]:
-    """Add figures and provisional blocks to the chunks of a completion or a chat completion."""
+def stream_response(
+    stream: Original, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[str, None]:
+    """Add figures and provisional blocks to the chunks of a completion or a chat
+    completion.
+    """
     if not is_ours(self):
         return stream(self, request, *args, **kwargs)
-    return stream_with_fields(stream, inspect.signature(stream).bind(self, request, *args, **kwargs).arguments)
+    return stream_with_fields(
+        stream, inspect.signature(stream).bind(self, request, *args, **kwargs).arguments
+    )
 
 
-async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGenerator[str, None]:
-    """vLLM's ``stream`` of what is ``given``, with our fields and with chunks that show running blocks. It runs in a
-    task of its own, so that our chunks can be sent while it waits for the next result."""
+async def stream_with_fields(
+    stream: Original, given: dict[str, Any]
+) -> AsyncGenerator[str, None]:
+    """vLLM's ``stream`` of what is ``given``, with our fields and with chunks that show
+    running blocks. It runs in a task of its own, so that our chunks can be sent while
+    it waits for the next result."""
     request, with_trace = given["request"], _asks_for_trace(given["request"])
     is_chat = "created_time" not in given  # else the chunks say when the stream begins
     head = {
@@ -76,17 +95,32 @@ async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGe
         async for result in given["result_generator"]:
             prompt, output = (0, result) if is_chat else result
             choices = [(c.index + prompt * (request.n or 1), c) for c in output.outputs]
-            shown = [(index, block, c) for index, c in choices for block in shown_blocks(c)]
+            shown = [
+                (index, block, c) for index, c in choices for block in shown_blocks(c)
+            ]
             for index, block, c in shown:
-                step = {"index": index, **changes[index].to(block), **fields_of(c, with_trace=False)}
-                await send.send(_event_of({**head, "choices": [], PROVISIONAL_KEY: step}))
-            if not shown or any(c.token_ids or c.finish_reason is not None for _, c in choices):
+                step = {
+                    "index": index,
+                    **changes[index].to(block),
+                    **fields_of(c, with_trace=False),
+                }
+                await send.send(
+                    _event_of({**head, "choices": [], PROVISIONAL_KEY: step})
+                )
+            if not shown or any(
+                c.token_ids or c.finish_reason is not None for _, c in choices
+            ):
                 fields.clear()
-                fields.update((index, fields_of(c, with_trace=with_trace)) for index, c in choices)
+                fields.update(
+                    (index, fields_of(c, with_trace=with_trace)) for index, c in choices
+                )
                 yield result
 
     async def run() -> None:
-        async with send, aclosing(stream(**{**given, "result_generator": passed_on()})) as events:
+        async with (
+            send,
+            aclosing(stream(**{**given, "result_generator": passed_on()})) as events,
+        ):
             async for event in events:
                 await send.send(_with_fields(event, fields))
 
@@ -102,35 +136,55 @@ async def stream_with_fields(stream: Original, given: dict[str, Any]) -> AsyncGe
 
 
 def _with_fields(event: str, fields: dict[int, dict[str, Any]]) -> str:
-    """A server-sent event of vLLM's, with our fields in the choices that bring tokens."""
+    """A server-sent event of vLLM's, with our fields in the choices
+    that bring tokens.
+    """
     if not event.startswith(f"{_EVENT}{{"):
         return event
     chunk = json.loads(event.removeprefix(_EVENT))
     # Chat begins with a chunk that only names the role.
-    choices = [choice for choice in chunk.get("choices", ()) if "role" not in choice.get("delta", ())]
+    choices = [
+        choice
+        for choice in chunk.get("choices", ())
+        if "role" not in choice.get("delta", ())
+    ]
     for choice in choices:
         choice |= fields.get(choice["index"], {})
     return _event_of(chunk) if any(DIFFUSION in choice for choice in choices) else event
 
 
 def _settle_length(request: Any) -> None:
-    """Set the length that a completion left open: vLLM asserts that there is one when it writes the response."""
+    """Set the length that a completion left open: vLLM asserts that there is one when
+    it writes the response.
+    """
     if request.max_tokens is None:
         request.max_tokens = DEFAULT_GEN_LENGTH
 
 
 def complete_with_fields(
-    to_response: Original, self: Any, final_res_batch: Any, request: Any, *args: Any, **kwargs: Any
+    to_response: Original,
+    self: Any,
+    final_res_batch: Any,
+    request: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Add figures to a completion."""
     _settle_length(request)
     response = to_response(self, final_res_batch, request, *args, **kwargs)
-    completions = (completion for result in final_res_batch for completion in result.outputs)
+    completions = (
+        completion for result in final_res_batch for completion in result.outputs
+    )
     return _with_figures(response, completions, request, self)
 
 
 async def complete_chat_with_fields(
-    to_response: Original, self: Any, request: Any, result_generator: Any, *args: Any, **kwargs: Any
+    to_response: Original,
+    self: Any,
+    request: Any,
+    result_generator: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Add figures to a chat completion."""
     completions: list[Any] = []
@@ -144,31 +198,48 @@ async def complete_chat_with_fields(
     return _with_figures(response, completions, request, self)
 
 
-def raise_with_reason(raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str) -> None:
-    """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a stream."""
+def raise_with_reason(
+    raise_if_error: Original, self: Any, finish_reason: str | None, request_id: str
+) -> None:
+    """vLLM's check of a finish reason, which becomes HTTP status 500 or an event in a
+    stream.
+    """
     if isinstance(finish_reason, ErrorReason):
         raise GenerationError(finish_reason.explanation)
     if finish_reason == "abort":
         # vLLM would answer as if the response were complete.
-        raise RetryableRequestError("the server ended the request before its response was complete; send it again")
+        raise RetryableRequestError(
+            "the server ended the request before its response was complete; send it "
+            "again"
+        )
     raise_if_error(self, finish_reason, request_id)
 
 
-async def end_responses_stream(stream: Original, self: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-    """End a failed stream of ``/v1/responses`` with an event that says why. vLLM validates its own error as an event of
-    this route, which it is not."""
+async def end_responses_stream(
+    stream: Original, self: Any, *args: Any, **kwargs: Any
+) -> AsyncGenerator[Any, None]:
+    """End a failed stream of ``/v1/responses`` with an event that says why. vLLM
+    validates its own error as an event of this route, which it is not."""
     last = -1
     try:
         async for event in stream(self, *args, **kwargs):
             last = event.sequence_number
             yield event
     except (ValidationError, EngineDeadError) as error:
-        refused = error.errors()[0]["input"] if isinstance(error, ValidationError) else {"error": {"message": error}}
+        refused = (
+            error.errors()[0]["input"]
+            if isinstance(error, ValidationError)
+            else {"error": {"message": error}}
+        )
         if not isinstance(refused, dict) or "error" not in refused:
             raise
         message = str(refused["error"]["message"])
         yield ResponseErrorEvent(
-            type="error", code="server_error", message=message, param=None, sequence_number=last + 1
+            type="error",
+            code="server_error",
+            message=message,
+            param=None,
+            sequence_number=last + 1,
         )
 
 
@@ -177,10 +248,18 @@ def _asks_for_trace(request: Any) -> bool:
     return bool(RequestOptions(trace=(request.vllm_xargs or {}).get("trace")).trace)
 
 
-def _with_figures(response: Any, completions: Iterable[Any], request: Any, serving: Any) -> Any:
-    """vLLM's response models keep fields that they do not know; an error has no choices."""
-    for choice, completion in zip(getattr(response, "choices", ()), completions, strict=False):
+def _with_figures(
+    response: Any, completions: Iterable[Any], request: Any, serving: Any
+) -> Any:
+    """vLLM's response models keep fields that they do not know; an error has no
+    choices.
+    """
+    for choice, completion in zip(
+        getattr(response, "choices", ()), completions, strict=False
+    ):
         fields = fields_of(completion, with_trace=_asks_for_trace(request))
-        for name, value in (fields | template_fields(completion, request, serving)).items():
+        for name, value in (
+            fields | template_fields(completion, request, serving)
+        ).items():
             setattr(choice, name, value)
     return response

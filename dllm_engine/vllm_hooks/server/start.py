@@ -17,11 +17,13 @@ _handlers_of_vllm: dict[int, Any] = {}
 
 
 def end_on_signals() -> None:
-    """Let SIGTERM and Ctrl-C end this process, the main one of a server, until vLLM can act on them. vLLM would wait
-    for the engine's process, which notes a signal and goes on loading."""
+    """Let SIGTERM and Ctrl-C end this process, the main one of a server, until vLLM can
+    act on them. vLLM would wait for the engine's process, which notes a signal and goes
+    on loading."""
     _set_handlers()
-    # vLLM forks the engine's process, except on a CPU, while an event loop runs. A signal to the engine would wake that
-    # loop, which would take it for one to the server.
+    # vLLM forks the engine's process, except on a CPU, while an event loop runs. A
+    # signal to the engine would wake that loop, which would take it for one to the
+    # server.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
@@ -31,16 +33,19 @@ def _set_handlers() -> None:
 
 
 def keep_handlers(setup_server: Original, args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """vLLM calls this right after it has set handlers of its own, long before a model is loaded. They raise an
-    exception, which is lost or waits for the engine. One API server replaces ours when it listens."""
+    """vLLM calls this right after it has set handlers of its own, long before a model
+    is loaded. They raise an exception, which is lost or waits for the engine. One API
+    server replaces ours when it listens."""
     _handlers_of_vllm.update({number: signal.getsignal(number) for number in SIGNALS})
     _set_handlers()
     return setup_server(args, *rest, **kwargs)
 
 
-def restore_handlers(wait: Original, api_server_manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """The main process of several API servers calls this when their engines are loaded. It fails if a process does,
-    which vLLM has then logged."""
+def restore_handlers(
+    wait: Original, api_server_manager: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The main process of several API servers calls this when their engines are loaded.
+    It fails if a process does, which vLLM has then logged."""
     for number, handler in _handlers_of_vllm.items():
         signal.signal(number, handler)
     try:
@@ -50,7 +55,9 @@ def restore_handlers(wait: Original, api_server_manager: Any, *args: Any, **kwar
 
 
 def end_at_once(serve: Callable[[], None]) -> None:
-    """Call vLLM's ``serve``, whose handler of SIGTERM raises an exception in the moment before ``keep_handlers``."""
+    """Call vLLM's ``serve``, whose handler of SIGTERM raises an exception in the moment
+    before ``keep_handlers``.
+    """
     try:
         serve()
     except KeyboardInterrupt:
@@ -58,8 +65,8 @@ def end_at_once(serve: Callable[[], None]) -> None:
 
 
 def end_now(number: int, frame: FrameType | None = None) -> None:
-    """Signal handler: end this process and its children. The exit status is 130 after Ctrl-C, and 0 after SIGTERM, with
-    which a supervisor stops a server."""
+    """Signal handler: end this process and its children. The exit status is 130 after
+    Ctrl-C, and 0 after SIGTERM, with which a supervisor stops a server."""
     interrupted = number == signal.SIGINT
     # Not `print`: the signal may have interrupted one.
     os.write(2, b"dllm: interrupted\n" if interrupted else b"dllm: stopped\n")
@@ -77,7 +84,8 @@ def _suspended_children() -> set[psutil.Process]:
         seen |= new
         for child in new:
             with suppress(psutil.NoSuchProcess):
-                # Python's resource tracker ends by itself, and removes the others' shared memory.
+                # Python's resource tracker ends by itself, and removes the others'
+                # shared memory.
                 if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                     child.suspend()
                     suspended.add(child)

@@ -1,4 +1,6 @@
-"""End of a server: its clients get an answer, and the exit status says whether its engine died."""
+"""End of a server: its clients get an answer, and the exit status says whether its
+engine died.
+"""
 
 import asyncio
 import json
@@ -22,17 +24,24 @@ from dllm_engine.vllm_hooks.server.start import end_now
 RETRY_AFTER = "1"
 """Seconds after which a client may ask again, here or another server."""
 _TELLING_SECONDS = 1
-"""For requests to write the errors that the engine's end gives them, before they are cancelled."""
+"""For requests to write the errors that the engine's end gives them, before they are
+cancelled.
+"""
 _CLOSING_SECONDS = 3
-"""For connections to close. A client that does not read its answer would keep one open."""
+"""For connections to close. A client that does not read its answer would
+keep one open.
+"""
 
 
 class ServerStopping(GracefulHTTPError, GenerationError):
-    """Ends a request when the server is asked to stop. It has both base classes so that vLLM does not take it for a
-    failure of its own and logs no traceback."""
+    """Ends a request when the server is asked to stop. It has both base classes so that
+    vLLM does not take it for a failure of its own and logs no traceback."""
 
     def __init__(self) -> None:
-        text = "the server is shutting down; send the request again, to another server or later"
+        text = (
+            "the server is shutting down; send the request again, to another server or "
+            "later"
+        )
         super().__init__(text, HTTPStatus.SERVICE_UNAVAILABLE)
         self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -63,9 +72,11 @@ class OpenRequests:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
 
-    async def end(self, propagate_error: Callable[[Exception], None], error: Exception) -> None:
-        """End those that run in the engine with an error, and then the others, whatever they wait for: a worker, an
-        automaton, or the rest of their own body."""
+    async def end(
+        self, propagate_error: Callable[[Exception], None], error: Exception
+    ) -> None:
+        """End those that run in the engine with an error, and then the others, whatever
+        they wait for: a worker, an automaton, or the rest of their own body."""
         propagate_error(error)
         await self.finished(_TELLING_SECONDS)
         for task in self._tasks:
@@ -73,7 +84,9 @@ class OpenRequests:
 
 
 class RequestsEnd:
-    """ASGI middleware. It answers requests that come, wait or fail when the server ends."""
+    """ASGI middleware. It answers requests that come, wait or fail when the server
+    ends.
+    """
 
     def __init__(self, app: ASGIApp, requests: OpenRequests) -> None:
         self.app = app
@@ -113,34 +126,61 @@ class Answer:
     async def send(self, message: Message) -> None:
         """Pass a message on, but no failure of the server's own while it ends."""
         if message["type"] == "http.response.start":
-            self._is_replaced = self._requests.error is not None and message["status"] >= 500
+            self._is_replaced = (
+                self._requests.error is not None and message["status"] >= 500
+            )
             if message["status"] == HTTPStatus.SERVICE_UNAVAILABLE:
                 MutableHeaders(scope=message).setdefault("retry-after", RETRY_AFTER)
         if self._is_replaced:
             return
         if message["type"] == "http.response.start":
             self._headers = Headers(raw=message["headers"])
-        self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+        self.is_complete = message["type"] == "http.response.body" and not message.get(
+            "more_body", False
+        )
         await self._send(message)
 
-    async def end(self, error: GracefulHTTPError, scope: Scope, receive: Receive) -> None:
+    async def end(
+        self, error: GracefulHTTPError, scope: Scope, receive: Receive
+    ) -> None:
         """Answer with the error, or end the stream that has begun with it."""
-        from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+        from vllm.entrypoints.serve.exception_handling.error_response import (
+            create_error_response,
+        )
 
         body = create_error_response(error).model_dump()
         if self._headers is None:
-            headers = {"retry-after": RETRY_AFTER} if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE else None
-            await JSONResponse(body, error.http_status, headers)(scope, receive, self._send)
+            headers = (
+                {"retry-after": RETRY_AFTER}
+                if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE
+                else None
+            )
+            await JSONResponse(body, error.http_status, headers)(
+                scope, receive, self._send
+            )
         elif self._headers.get("content-type", "").startswith("text/event-stream"):
-            # The form that clients of all routes know: OpenAI's read `error`, Anthropic's the event's name and `type`.
-            event = f"event: error\ndata: {json.dumps({'type': 'error', **body})}\n\ndata: [DONE]\n\n"
-            await self._send({"type": "http.response.body", "body": event.encode(), "more_body": False})
+            # The form that clients of all routes know: OpenAI's read `error`,
+            # Anthropic's the event's name and `type`.
+            event = (
+                f"event: error\ndata: {json.dumps({'type': 'error', **body})}\n\ndata: "
+                f"[DONE]\n\n"
+            )
+            await self._send(
+                {
+                    "type": "http.response.body",
+                    "body": event.encode(),
+                    "more_body": False,
+                }
+            )
 
 
-async def serve_and_tell(serve_http: Callable[..., Awaitable[Any]], app: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's ``serve_http``, which returns what is awaited last. It would stop the engine first, leave the clients of a
-    server that stops without an answer, and end with status 0, not 1, if its engine died, so that no supervisor would
-    start it again."""
+async def serve_and_tell(
+    serve_http: Callable[..., Awaitable[Any]], app: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """vLLM's ``serve_http``, which returns what is awaited last. It would stop the
+    engine first, leave the clients of a server that stops without an answer, and end
+    with status 0, not 1, if its engine died, so that no supervisor would start it
+    again."""
     engine = app.state.engine_client
     if engine is None:  # a server may only render prompts
         return await serve_http(app, *args, **kwargs)
@@ -180,22 +220,33 @@ async def serve_and_tell(serve_http: Callable[..., Awaitable[Any]], app: Any, *a
     try:
         closing = await serve_http(app, *args, **kwargs)
     except psutil.Error:
-        # vLLM asks for the command of a process that has the port. That may be a worker that ends at this moment.
+        # vLLM asks for the command of a process that has the port. That may be a worker
+        # that ends at this moment.
         closing = app.state.server.shutdown()
     finally:
         engine.shutdown = stop_engine  # vLLM calls it once more
-    return fail() if engine.errored and not isinstance(requests.error, ServerStopping) else closing
+    return (
+        fail()
+        if engine.errored and not isinstance(requests.error, ServerStopping)
+        else closing
+    )
 
 
 def watch_processes(monitor: Original, self: Any) -> None:
-    """Wait for the end of an engine's process. vLLM waits until its pipe is closed, which the engine's own workers hold
-    open for seconds more."""
-    watched = {os.pidfd_open(process.pid): process for process in self.processes if process.is_alive()}
+    """Wait for the end of an engine's process. vLLM waits until its pipe is closed,
+    which the engine's own workers hold open for seconds more."""
+    watched = {
+        os.pidfd_open(process.pid): process
+        for process in self.processes
+        if process.is_alive()
+    }
     ended = len(watched) < len(self.processes)
     while not ended and not self.manager_stopped.is_set():
         ended = bool(connection.wait(watched, timeout=1))
     if not self.manager_stopped.is_set():
-        self.failed_proc_name = next((process.name for process in self.processes if process.exitcode), None)
+        self.failed_proc_name = next(
+            (process.name for process in self.processes if process.exitcode), None
+        )
     for descriptor in watched:
         os.close(descriptor)
     self.shutdown()

@@ -1,4 +1,6 @@
-"""Logits of the model classes as vLLM loads them, against the authors' and against a plain implementation."""
+"""Logits of the model classes as vLLM loads them, against the authors' and against a
+plain implementation.
+"""
 
 import json
 import shutil
@@ -18,20 +20,34 @@ FORWARD_CASES = {case["name"]: case for case in reference_cases("forward")}
 
 
 @torch.inference_mode()
-def dense_logits(llm, *sequences: list[int], block_length: int | None = None) -> list[torch.Tensor]:
-    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass, on the CPU. With ``block_length``,
-    a row sees its own block and those before it."""
+def dense_logits(
+    llm, *sequences: list[int], block_length: int | None = None
+) -> list[torch.Tensor]:
+    """Raw logits ``[length, vocabulary]`` of sequences that share one forward pass, on
+    the CPU. With ``block_length``, a row sees its own block and those before it."""
     model, device = runner_of(llm).model, runner_of(llm).device
     sizes = [len(sequence) for sequence in sequences]
-    ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
-    positions = torch.cat([torch.arange(len(sequence), device=device) for sequence in sequences])
-    limits = None if block_length is None else (positions // block_length + 1).int() * block_length
-    shard = model.compute_logits(model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits))))
+    ids = torch.tensor(
+        [token for sequence in sequences for token in sequence], device=device
+    )
+    positions = torch.cat(
+        [torch.arange(len(sequence), device=device) for sequence in sequences]
+    )
+    limits = (
+        None
+        if block_length is None
+        else (positions // block_length + 1).int() * block_length
+    )
+    shard = model.compute_logits(
+        model(ids, positions, DensePass(RowBounds(sizes, ids.device, limits)))
+    )
     assert shard.first_token == 0
     return list(shard.logits.cpu().split(sizes))
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4) -> None:
+def assert_close(
+    actual: torch.Tensor, expected: torch.Tensor, relative: float = 1e-4
+) -> None:
     """Each row within ``relative`` of its largest logit."""
     assert actual.shape == expected.shape
     error = (actual.float() - expected).abs().amax(-1) / expected.abs().amax(-1)
@@ -47,8 +63,13 @@ def test_logits_are_those_of_the_authors_code(engines, reference_checkpoints, na
     assert_close(logits[case["full_logits_rows"]], torch.tensor(case["full_logits"]))
     top = logits.topk(8)
     assert_close(top.values, torch.tensor(case["top8_logits"]))
-    assert_close(logits.gather(1, torch.tensor(case["top8_ids"])), torch.tensor(case["top8_logits"]))
-    assert_close(logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None])
+    assert_close(
+        logits.gather(1, torch.tensor(case["top8_ids"])),
+        torch.tensor(case["top8_logits"]),
+    )
+    assert_close(
+        logits.logsumexp(-1, keepdim=True), torch.tensor(case["logsumexp"])[:, None]
+    )
 
 
 LAYOUTS = {
@@ -59,7 +80,10 @@ LAYOUTS = {
     "llada large eps, small theta": {"rms_norm_eps": 0.1, "rope_theta": 100.0},
     "llada_moe dense layer, shared expert, bias": tiny_checkpoints.ALL_KINDS_OF_EXPERTS,
     "llada_moe without norms of heads": {"qk_layernorm": False},
-    "llada_moe one expert of each row, of odd width": {"num_experts_per_tok": 1, "expert_intermediate_size": 37},
+    "llada_moe one expert of each row, of odd width": {
+        "num_experts_per_tok": 1,
+        "expert_intermediate_size": 37,
+    },
     "sdar tied, one KV head": {"tie_word_embeddings": True, "num_key_value_heads": 1},
     "sdar_moe one expert of each row, of odd width, weights as they are": {
         "num_experts_per_tok": 1,
@@ -82,49 +106,90 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("files", [1, 3])
-def test_logits_of_other_layouts_are_those_of_a_plain_version(engines, tmp_path, layout, files):
-    folder = tiny_checkpoints.write(layout.split()[0], tmp_path / "model", seed=3, **LAYOUTS[layout])
+def test_logits_of_other_layouts_are_those_of_a_plain_version(
+    engines, tmp_path, layout, files
+):
+    folder = tiny_checkpoints.write(
+        layout.split()[0], tmp_path / "model", seed=3, **LAYOUTS[layout]
+    )
     plain = PlainModel(folder)
     if files > 1:
         tiny_checkpoints.shard(folder, files)
-    ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert_close(dense_logits(engines(folder), ids, block_length=plain.block_length)[0], plain.logits(ids))
+    ids = torch.randint(
+        0,
+        tiny_checkpoints.VOCAB_SIZE,
+        (40,),
+        generator=torch.Generator().manual_seed(1),
+    ).tolist()
+    assert_close(
+        dense_logits(engines(folder), ids, block_length=plain.block_length)[0],
+        plain.logits(ids),
+    )
 
 
 QWEN3_MOE = ("qwen3_moe", "Qwen3MoeForCausalLM")
 SAME_IN_TRANSFORMERS = {
     "sdar_moe": (*QWEN3_MOE, {}),
-    "sdar_moe plain": (*QWEN3_MOE, {"norm_topk_prob": False, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "sdar_moe plain": (
+        *QWEN3_MOE,
+        {
+            "norm_topk_prob": False,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+        },
+    ),
     "sdar_moe dense": (
         *QWEN3_MOE,
-        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3], "block_size": 8},
+        {
+            "num_hidden_layers": 4,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "block_size": 8,
+        },
     ),
     "illada": ("llama", "LlamaForCausalLM", {}),
     "dream_reasoner": ("qwen3", "Qwen3ForCausalLM", {}),
     "stable_diffcoder": ("llama", "LlamaForCausalLM", {}),
 }
-"""Models of transformers with the same blocks; where attention goes by blocks, their mask says so."""
+"""Models of transformers with the same blocks; where attention goes by blocks, their
+mask says so.
+"""
 
 
 @pytest.mark.parametrize("name", SAME_IN_TRANSFORMERS)
 @torch.inference_mode()
-def test_logits_are_those_of_transformers_models_with_the_same_blocks(engines, tmp_path, name):
+def test_logits_are_those_of_transformers_models_with_the_same_blocks(
+    engines, tmp_path, name
+):
     model_type, architecture, config = SAME_IN_TRANSFORMERS[name]
-    folder = tiny_checkpoints.write(name.split()[0], tmp_path / "model", seed=3, **config)
+    folder = tiny_checkpoints.write(
+        name.split()[0], tmp_path / "model", seed=3, **config
+    )
     stated = json.loads((folder / "config.json").read_text())
     theirs = shutil.copytree(folder, tmp_path / "theirs")
     renamed = stated | {"model_type": model_type, "architectures": [architecture]}
     (theirs / "config.json").write_text(json.dumps(renamed))
     model, report = getattr(transformers, architecture).from_pretrained(
-        theirs, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        theirs,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     assert not any(report.values()), report
-    ids = torch.randint(0, tiny_checkpoints.VOCAB_SIZE, (42,), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0,
+        tiny_checkpoints.VOCAB_SIZE,
+        (42,),
+        generator=torch.Generator().manual_seed(1),
+    )
     block_length = stated.get("block_size")
     blocks = torch.arange(42) // (block_length or 42)
     behind = torch.zeros(42, 42).masked_fill(blocks > blocks[:, None], -torch.inf)
     expected = model(ids[None], attention_mask=behind[None, None]).logits[0]
-    assert_close(dense_logits(engines(folder), ids.tolist(), block_length=block_length)[0], expected)
+    assert_close(
+        dense_logits(engines(folder), ids.tolist(), block_length=block_length)[0],
+        expected,
+    )
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])

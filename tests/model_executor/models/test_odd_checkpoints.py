@@ -1,4 +1,6 @@
-"""Checkpoints that are damaged or of another kind: one sentence, which names the file and what is wrong in it."""
+"""Checkpoints that are damaged or of another kind: one sentence, which names the file
+and what is wrong in it.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine, tokens_of
 
 FAMILIES = ("llada", "dream", "llada_moe", "sdar_moe", "illada", "llada2")
-LLADA, DREAM, MOE, SDAR_MOE, ILLADA, LLADA2 = (tiny_checkpoints.CONFIGS[family] for family in FAMILIES)
+LLADA, DREAM, MOE, SDAR_MOE, ILLADA, LLADA2 = (
+    tiny_checkpoints.CONFIGS[family] for family in FAMILIES
+)
 
 
 def refusal(config: dict[str, Any]) -> str:
@@ -39,7 +43,9 @@ SIZES = [
 
 
 @pytest.mark.parametrize("value", [0, "64", 10**12], ids=str)
-@pytest.mark.parametrize(("config", "key"), SIZES, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("config", "key"), SIZES, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_a_size_that_is_none_is_named(config, key, value):
     assert f"folder/config.json: {key}={value!r}" in refusal(config | {key: value})
 
@@ -47,20 +53,52 @@ def test_a_size_that_is_none_is_named(config, key, value):
 @pytest.mark.parametrize(
     ("config", "stated"),
     [
-        (LLADA, {"n_layers": None, "rms_norm_eps": -1e-5, "rope_theta": 0, "weight_tying": "no"}),
+        (
+            LLADA,
+            {
+                "n_layers": None,
+                "rms_norm_eps": -1e-5,
+                "rope_theta": 0,
+                "weight_tying": "no",
+            },
+        ),
         (LLADA, {"mask_token_id": "<mask>"}),
         (LLADA, {"torch_dtype": "float33", "architectures": "LLaDAModelLM"}),
         (LLADA, {"rms_norm_eps": 0, "rope_theta": float("inf"), "mask_token_id": -1}),
         (DREAM, {"rms_norm_eps": float("nan"), "rope_scaling": "yarn", "dtype": "16"}),
         (SDAR_MOE, {"decoder_sparse_step": 0, "norm_topk_prob": None}),
         # Variants that are not implemented.
-        (LLADA, {"block_type": "sequential", "activation_type": "gelu", "rope": False, "alibi": True, "clip_qkv": 8.0}),
+        (
+            LLADA,
+            {
+                "block_type": "sequential",
+                "activation_type": "gelu",
+                "rope": False,
+                "alibi": True,
+                "clip_qkv": 8.0,
+            },
+        ),
         (MOE, {"hidden_act": "gelu", "partial_rotary_factor": 0.5}),
         (MOE, {"norm_topk_prob": True, "routed_scaling_factor": 2.5}),
         (ILLADA, {"layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}),
-        (DREAM, {"use_sliding_window": True, "expand_token_id": 7, "layer_types": ["sliding_attention"]}),
+        (
+            DREAM,
+            {
+                "use_sliding_window": True,
+                "expand_token_id": 7,
+                "layer_types": ["sliding_attention"],
+            },
+        ),
         (SDAR_MOE, {"use_sliding_window": True, "qk_layernorm": False}),
-        (LLADA2, {"norm_head": True, "use_bias": True, "router_dtype": "bf16", "rotary_dim": 16}),
+        (
+            LLADA2,
+            {
+                "norm_head": True,
+                "use_bias": True,
+                "router_dtype": "bf16",
+                "rotary_dim": 16,
+            },
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_key(config, stated):
@@ -73,18 +111,49 @@ def test_a_value_that_cannot_be_is_named_with_its_key(config, stated):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (DREAM | {"mask_token_id": 150}, "mask_token_id=150 is outside the vocabulary of 150"),
-        (LLADA | {"n_heads": 3}, "d_model=64, n_heads=3: RoPE needs heads of an even size"),
-        (DREAM | {"num_key_value_heads": 3}, "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        (LLADA | {"architectures": ["LLaDAMoE"]}, "goes with the architecture 'LLaDAModelLM' or 'LLaDAMoEModelLM'"),
+        (
+            DREAM | {"mask_token_id": 150},
+            "mask_token_id=150 is outside the vocabulary of 150",
+        ),
+        (
+            LLADA | {"n_heads": 3},
+            "d_model=64, n_heads=3: RoPE needs heads of an even size",
+        ),
+        (
+            DREAM | {"num_key_value_heads": 3},
+            "num_key_value_heads=3 does not divide num_attention_heads=4",
+        ),
+        (
+            LLADA | {"architectures": ["LLaDAMoE"]},
+            "goes with the architecture 'LLaDAModelLM' or 'LLaDAMoEModelLM'",
+        ),
         (MOE | {"num_experts_per_tok": 7}, "num_experts_per_tok=7 of num_experts=6"),
-        (MOE | {"moe_layer_freq": [1, 1, 1]}, "moe_layer_freq must hold num_hidden_layers=2"),
-        (MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None}, "need a dense_intermediate_size"),
-        (MOE | {"sliding_window": 8, "of_the_future": 1}, "of_the_future=1, sliding_window=8: not known of LLaDA-MoE"),
-        (DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type='llama' is not a"),
-        (DREAM | {"architectures": ["DreamLM"]}, "goes with the architecture 'DreamModel' or 'DreamForCausalLM'"),
+        (
+            MOE | {"moe_layer_freq": [1, 1, 1]},
+            "moe_layer_freq must hold num_hidden_layers=2",
+        ),
+        (
+            MOE | {"moe_layer_freq": [0, 1], "dense_intermediate_size": None},
+            "need a dense_intermediate_size",
+        ),
+        (
+            MOE | {"sliding_window": 8, "of_the_future": 1},
+            "of_the_future=1, sliding_window=8: not known of LLaDA-MoE",
+        ),
+        (
+            DREAM | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            "model_type='llama' is not a",
+        ),
+        (
+            DREAM | {"architectures": ["DreamLM"]},
+            "goes with the architecture 'DreamModel' or 'DreamForCausalLM'",
+        ),
         (LLADA | {"model_type": ["llada"]}, "model_type=['llada'] is not a supported"),
-        ({}, "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), ILLaDAForCausalLM (iLLaDA)"),
+        (
+            {},
+            "supported: LLaDAModelLM (LLaDA), LLaDAMoEModelLM (LLaDA-MoE), "
+            "ILLaDAForCausalLM (iLLaDA)",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -99,7 +168,9 @@ def test_a_config_without_a_mask_token_is_no_diffusion_models(config):
 
 
 def test_the_architecture_may_be_left_out():
-    assert parse_config(without(DREAM, "architectures"), "folder").architectures == ["DreamModel"]
+    assert parse_config(without(DREAM, "architectures"), "folder").architectures == [
+        "DreamModel"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,10 +198,15 @@ def test_a_damaged_checkpoint_is_refused_by_the_engine(tmp_path, config, message
     ("changes", "message"),
     [
         ({"of_the_future": 1}, "of_the_future=1: not known of SDAR"),
-        ({"num_attention_heads": 3}, "num_key_value_heads=2 does not divide num_attention_heads=3"),
+        (
+            {"num_attention_heads": 3},
+            "num_key_value_heads=2 does not divide num_attention_heads=3",
+        ),
     ],
 )
-def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, message):
+def test_overrides_are_checked_by_stock_vllm_as_the_file_is(
+    tiny_sdar, changes, message
+):
     from vllm.engine.arg_utils import EngineArgs
 
     def change(config):
@@ -139,7 +215,9 @@ def test_overrides_are_checked_by_stock_vllm_as_the_file_is(tiny_sdar, changes, 
         return config
 
     for override in (changes, change):
-        arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=override, skip_tokenizer_init=True)
+        arguments = EngineArgs(
+            model=str(tiny_sdar), hf_overrides=override, skip_tokenizer_init=True
+        )
         with pytest.raises(ValueError, match=rf"{tiny_sdar}/config\.json") as caught:
             arguments.create_model_config()
         assert message in str(caught.value)
@@ -162,7 +240,9 @@ def as_a_pipe(folder):
 
 
 def index_of(places):
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": places})
+    )
 
 
 def text_of(name, text):
@@ -172,35 +252,92 @@ def text_of(name, text):
 @pytest.mark.parametrize(
     ("damage", "fragments"),
     [
-        (text_of("config.json", json.dumps(LLADA | {"k" * 1_000_000: 1})), ("config.json: kkk", "not known of LLaDA")),
-        (text_of("config.json", json.dumps(LLADA | {"rope_parameters": {"k" * 1_000_000: 1}})), ("not known of RoPE",)),
-        (text_of("config.json", json.dumps(LLADA | {"model_type": "m" * 1_000_000})), ("is not a supported",)),
+        (
+            text_of("config.json", json.dumps(LLADA | {"k" * 1_000_000: 1})),
+            ("config.json: kkk", "not known of LLaDA"),
+        ),
+        (
+            text_of(
+                "config.json",
+                json.dumps(LLADA | {"rope_parameters": {"k" * 1_000_000: 1}}),
+            ),
+            ("not known of RoPE",),
+        ),
+        (
+            text_of("config.json", json.dumps(LLADA | {"model_type": "m" * 1_000_000})),
+            ("is not a supported",),
+        ),
         (text_of("config.json", "[7]"), ("config.json", "must hold a JSON object")),
         (text_of("config.json", '{"a":' * 100_000), ("config.json", "too deeply")),
-        (text_of("generation_config.json", '{"temp'), ("generation_config.json", "cannot be read")),
-        (text_of("generation_config.json", "[]"), ("generation_config.json", "must hold a JSON object")),
-        (text_of("generation_config.json", '{"temperature": [1]}'), ("generation_config.json", "temperature=[1]")),
+        (
+            text_of("generation_config.json", '{"temp'),
+            ("generation_config.json", "cannot be read"),
+        ),
+        (
+            text_of("generation_config.json", "[]"),
+            ("generation_config.json", "must hold a JSON object"),
+        ),
+        (
+            text_of("generation_config.json", '{"temperature": [1]}'),
+            ("generation_config.json", "temperature=[1]"),
+        ),
         (
             text_of("generation_config.json", '{"temperature": 1' + "0" * 400 + "}"),
             ("generation_config.json", "temperature=1"),
         ),
-        (text_of("generation_config.json", '{"temperature": -1}'), ("generation_config.json", "temperature=-1")),
-        (text_of("generation_config.json", '{"top_p": 7}'), ("generation_config.json", "top_p=7")),
-        (text_of("generation_config.json", '{"top_k": 1.5}'), ("generation_config.json", "top_k=1.5")),
-        (text_of("generation_config.json", '{"max_new_tokens": -3}'), ("generation_config.json", "max_new_tokens=-3")),
-        (text_of("generation_config.json", '{"eos_token_id": "x"}'), ("generation_config.json", "eos_token_id='x'")),
-        (text_of("tokenizer.json", "{}"), ("tokenizer.json", "model=None must be an object")),
-        (text_of("tokenizer_config.json", '{"tokenizer_class": 5}'), ("tokenizer_config.json", "tokenizer_class=5")),
-        (text_of("special_tokens_map.json", "[1]"), ("special_tokens_map.json", "must hold a JSON object")),
+        (
+            text_of("generation_config.json", '{"temperature": -1}'),
+            ("generation_config.json", "temperature=-1"),
+        ),
+        (
+            text_of("generation_config.json", '{"top_p": 7}'),
+            ("generation_config.json", "top_p=7"),
+        ),
+        (
+            text_of("generation_config.json", '{"top_k": 1.5}'),
+            ("generation_config.json", "top_k=1.5"),
+        ),
+        (
+            text_of("generation_config.json", '{"max_new_tokens": -3}'),
+            ("generation_config.json", "max_new_tokens=-3"),
+        ),
+        (
+            text_of("generation_config.json", '{"eos_token_id": "x"}'),
+            ("generation_config.json", "eos_token_id='x'"),
+        ),
+        (
+            text_of("tokenizer.json", "{}"),
+            ("tokenizer.json", "model=None must be an object"),
+        ),
+        (
+            text_of("tokenizer_config.json", '{"tokenizer_class": 5}'),
+            ("tokenizer_config.json", "tokenizer_class=5"),
+        ),
+        (
+            text_of("special_tokens_map.json", "[1]"),
+            ("special_tokens_map.json", "must hold a JSON object"),
+        ),
         (text_of("added_tokens.json", "{"), ("added_tokens.json", "cannot be read")),
         (text_of("tokenizer.json", "{"), ("tokenizer.json", "cannot be read")),
-        (text_of("model.safetensors.index.json", "{"), ("index.json", "cannot be read")),
+        (
+            text_of("model.safetensors.index.json", "{"),
+            ("index.json", "cannot be read"),
+        ),
         (index_of([1]), ("index.json", "weight_map=[1] must map tensors to files")),
-        (index_of({"a": "../model.safetensors"}), ("index.json", "which is no file of this folder")),
-        (index_of({"a": "gone.safetensors"}), ("index.json", "'gone.safetensors', which is not in the folder")),
+        (
+            index_of({"a": "../model.safetensors"}),
+            ("index.json", "which is no file of this folder"),
+        ),
+        (
+            index_of({"a": "gone.safetensors"}),
+            ("index.json", "'gone.safetensors', which is not in the folder"),
+        ),
         (index_of({"a": "x" * 1_000_000}), ("index.json",)),
         (as_a_pipe, ("model.safetensors", "no regular file")),
-        (lambda folder: edit_weights(folder, as_integers), ("model.safetensors", "of type I32")),
+        (
+            lambda folder: edit_weights(folder, as_integers),
+            ("model.safetensors", "of type I32"),
+        ),
     ],
 )
 def test_a_damaged_file_is_named_in_a_short_sentence(tmp_path, damage, fragments):
@@ -217,7 +354,9 @@ def test_more_layers_than_the_weights_have_are_refused_before_they_are_made(tmp_
     folder = tiny_checkpoints.write("llada", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
-    with pytest.raises(ValueError, match=r"config\.json: n_layers=16777216, but the weights have 2"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: n_layers=16777216, but the weights have 2"
+    ):
         start_engine(folder)
 
 
@@ -228,7 +367,9 @@ def test_layers_are_counted_not_taken_from_the_highest_number(tmp_path):
     folder = tiny_checkpoints.write("llada", tmp_path, edit=add_last)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"n_layers": 1 << 24}))
-    with pytest.raises(ValueError, match=r"config\.json: n_layers=16777216, but the weights have 3"):
+    with pytest.raises(
+        ValueError, match=r"config\.json: n_layers=16777216, but the weights have 3"
+    ):
         start_engine(folder)
 
 
@@ -244,16 +385,23 @@ def test_layers_are_counted_not_taken_from_the_highest_number(tmp_path):
         ("llada2", "moe_intermediate_size"),
     ],
 )
-def test_sizes_beyond_all_weights_are_refused_before_memory_is_taken(tmp_path, family, key):
+def test_sizes_beyond_all_weights_are_refused_before_memory_is_taken(
+    tmp_path, family, key
+):
     folder = tiny_checkpoints.write(family, tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: 1 << 24}))
-    with pytest.raises(ValueError, match=rf"config\.json: .*{key}=16777216.* is more than the \d+ numbers"):
+    with pytest.raises(
+        ValueError,
+        match=rf"config\.json: .*{key}=16777216.* is more than the \d+ numbers",
+    ):
         start_engine(folder)
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), 10**400, True, "2"], ids=["nan", "inf", "1e400", "true", "text"]
+    "value",
+    [float("nan"), float("inf"), 10**400, True, "2"],
+    ids=["nan", "inf", "1e400", "true", "text"],
 )
 def test_numbers_of_rope_are_finite(value):
     message = refusal(DREAM | {"rope_scaling": {"type": "linear", "factor": value}})
@@ -263,18 +411,26 @@ def test_numbers_of_rope_are_finite(value):
 
 def test_a_cut_file_named_as_generation_config_is_named(tiny_llada, tmp_path):
     (tmp_path / "generation_config.json").write_text('{"temp')
-    with pytest.raises(ValueError, match=rf"{tmp_path}/generation_config\.json cannot be read"):
+    with pytest.raises(
+        ValueError, match=rf"{tmp_path}/generation_config\.json cannot be read"
+    ):
         start_engine(tiny_llada, generation_config=str(tmp_path))
 
 
 def test_blocks_that_exceed_the_context_are_refused(tiny_sdar):
-    with pytest.raises(ValueError, match=r"block_size=256 of .* is more than max_model_len=128"):
+    with pytest.raises(
+        ValueError, match=r"block_size=256 of .* is more than max_model_len=128"
+    ):
         start_engine(tiny_sdar, hf_overrides={"block_size": 256}, max_model_len=128)
 
 
 def test_files_that_are_not_the_models_do_not_stop_it(tmp_path):
     folder = tiny_checkpoints.shard(tiny_checkpoints.write("llada", tmp_path))
-    for name in ("._model-00001-of-00003.safetensors", "optimizer.safetensors", "._config.json"):
+    for name in (
+        "._model-00001-of-00003.safetensors",
+        "optimizer.safetensors",
+        "._config.json",
+    ):
         (folder / name).write_bytes(b"Mac OS X")
     (folder / "overview.png").write_text("version https://git-lfs.github.com/spec/v1\n")
     for name in ("results.json", "notes.txt", "old.model", "x.jinja"):
@@ -286,7 +442,11 @@ def test_files_that_are_not_the_models_do_not_stop_it(tmp_path):
 
 
 def load_whole(folder):
-    return {name: t for path in folder.glob("model-*.safetensors") for name, t in load_file(path).items()}
+    return {
+        name: t
+        for path in folder.glob("model-*.safetensors")
+        for name, t in load_file(path).items()
+    }
 
 
 @pytest.mark.parametrize("key", ["type", "rope_type"])
@@ -294,8 +454,13 @@ def test_overrides_of_rope_scaling_take_the_older_key(tiny_sdar, key):
     from vllm.engine.arg_utils import EngineArgs
 
     overrides = {"rope_scaling": {key: "linear", "factor": 2.0}}
-    arguments = EngineArgs(model=str(tiny_sdar), hf_overrides=overrides, skip_tokenizer_init=True)
-    assert arguments.create_model_config().hf_config.rope_parameters["rope_type"] == "linear"
+    arguments = EngineArgs(
+        model=str(tiny_sdar), hf_overrides=overrides, skip_tokenizer_init=True
+    )
+    assert (
+        arguments.create_model_config().hf_config.rope_parameters["rope_type"]
+        == "linear"
+    )
 
 
 def test_a_factor_without_a_type_is_refused(tiny_sdar):
@@ -305,10 +470,17 @@ def test_a_factor_without_a_type_is_refused(tiny_sdar):
 
 
 def test_defaults_that_follow_from_other_keys_follow_overrides():
-    config = parse_config(without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None, "mlp_ratio": 3}, "folder")
+    config = parse_config(
+        without(LLADA, "n_kv_heads") | {"mlp_hidden_size": None, "mlp_ratio": 3},
+        "folder",
+    )
     assert (config.num_key_value_heads, config.intermediate_size) == (4, 192)
     config.update({"num_attention_heads": 2, "hidden_size": 32})
-    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (2, 2, 96)
+    assert (config.n_heads, config.num_key_value_heads, config.intermediate_size) == (
+        2,
+        2,
+        96,
+    )
     for name in ("torch_dtype", "dtype"):
         config.update({name: "float16"})
         assert config.dtype == torch.float16

@@ -1,4 +1,6 @@
-"""Keys of the released checkpoints' configs, none of which is refused; any other key is, in every family."""
+"""Keys of the released checkpoints' configs, none of which is refused; any other key
+is, in every family.
+"""
 
 import json
 from pathlib import Path
@@ -14,10 +16,14 @@ from tests.support.tiny_checkpoints import CONFIGS, write
 
 RELEASED = {
     name: entry
-    for entry in json.loads(Path(__file__).with_name("released_configs.json").read_text())
+    for entry in json.loads(
+        Path(__file__).with_name("released_configs.json").read_text()
+    )
     for name in entry["checkpoints"]
 }
-"""By the name of a checkpoint: its ``config``, and the block size and the mask token where they follow from others."""
+"""By the name of a checkpoint: its ``config``, and the block size and the mask token
+where they follow from others.
+"""
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -26,13 +32,27 @@ def test_released_configs_are_read_whole(name):
     read = parse_config(stated, name)
     assert type(read) is CONFIG_CLASSES[stated["architectures"][0]]
     assert RELEASED[name].get("block_size") in (None, read.to_dict().get("block_size"))
-    for key in read.schema.model_fields.keys() & stated.keys() - {"torch_dtype", "rope_scaling"}:
+    for key in read.schema.model_fields.keys() & stated.keys() - {
+        "torch_dtype",
+        "rope_scaling",
+    }:
         assert stated[key] is None or getattr(read, key) == stated[key]
-    assert read.mask_token_id == RELEASED[name].get("mask_token_id", read.mask_token_id) is not None
+    assert (
+        read.mask_token_id
+        == RELEASED[name].get("mask_token_id", read.mask_token_id)
+        is not None
+    )
     assert type(read).from_dict(read.to_dict()).to_dict() == read.to_dict()
     # As transformers 5 saves it: RoPE in a table, the type of weights by its new name.
-    new = {key: value for key, value in stated.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
-    new |= {"dtype": "bfloat16", "rope_parameters": {"rope_type": "default", "rope_theta": stated["rope_theta"]}}
+    new = {
+        key: value
+        for key, value in stated.items()
+        if key not in ("rope_theta", "rope_scaling", "torch_dtype")
+    }
+    new |= {
+        "dtype": "bfloat16",
+        "rope_parameters": {"rope_type": "default", "rope_theta": stated["rope_theta"]},
+    }
     assert parse_config(new, name).to_dict() == read.to_dict()
 
 
@@ -46,7 +66,10 @@ def test_any_other_key_is_named_with_its_value(name):
         parse_config(config | {key: None}, name)
 
 
-@pytest.mark.parametrize("name", ["Dream-org/DreamOn-v0-7B", "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a"])
+@pytest.mark.parametrize(
+    "name",
+    ["Dream-org/DreamOn-v0-7B", "/data/models--Dream-org--DreamOn-v0-7B/snapshots/0a"],
+)
 def test_models_that_decode_otherwise_are_known_by_their_names(name):
     with pytest.raises(ValueError, match="DreamOn expands and deletes masks"):
         parse_config(CONFIGS["dream"], name)
@@ -64,22 +87,42 @@ def test_models_that_decode_otherwise_are_known_by_their_names(name):
     ],
 )
 def test_the_own_name_tells_the_model_that_edits(name, edits):
-    defaults = checkpoint_defaults(parse_config(RELEASED["inclusionAI/LLaDA2.0-mini"]["config"], name))
-    assert defaults == ({"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16} if edits else {})
+    defaults = checkpoint_defaults(
+        parse_config(RELEASED["inclusionAI/LLaDA2.0-mini"]["config"], name)
+    )
+    assert defaults == (
+        {"threshold": 0.95, "edit_threshold": 0.9, "max_post_steps": 16}
+        if edits
+        else {}
+    )
 
 
 def test_keys_that_leave_generation_to_other_files_are_no_business_of_the_model():
-    stated = {"temperature": 0.2, "top_p": 0.95, "max_length": 2048, "is_encoder_decoder": False}
+    stated = {
+        "temperature": 0.2,
+        "top_p": 0.95,
+        "max_length": 2048,
+        "is_encoder_decoder": False,
+    }
     plain = parse_config(CONFIGS["llada"], "folder")
-    assert parse_config(CONFIGS["llada"] | stated, "folder").to_dict() == plain.to_dict()
+    assert (
+        parse_config(CONFIGS["llada"] | stated, "folder").to_dict() == plain.to_dict()
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16), ("mine/SDAR-4B-Chat-beta", 4)],
+    [
+        ("/cache/models--JetLM--SDAR-1.7B-Chat-b16/snapshots/0123abcd", 16),
+        ("mine/SDAR-4B-Chat-beta", 4),
+    ],
 )
-def test_a_block_size_in_a_name_counts_where_the_config_states_none(tmp_path, name, block_size):
-    config = {key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"}
+def test_a_block_size_in_a_name_counts_where_the_config_states_none(
+    tmp_path, name, block_size
+):
+    config = {
+        key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"
+    }
     assert parse_config(config, name).block_size == block_size
     assert parse_config(config | {"block_size": 8}, name).block_size == 8
     register()  # for transformers
@@ -94,16 +137,27 @@ def test_llamas_config_is_transformers_own_unless_the_architecture_is_ours(tmp_p
     register()
     LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     assert type(AutoConfig.from_pretrained(tmp_path)) is LlamaConfig
-    assert type(CONFIG_MAPPING["llama"](hidden_size=64)) is LlamaConfig, "as a part of another model's config"
+    assert type(CONFIG_MAPPING["llama"](hidden_size=64)) is LlamaConfig, (
+        "as a part of another model's config"
+    )
     write("stable_diffcoder", tmp_path)
-    assert type(AutoConfig.from_pretrained(tmp_path)) is CONFIG_CLASSES["StableDiffcoderForCausalLM"]
+    assert (
+        type(AutoConfig.from_pretrained(tmp_path))
+        is CONFIG_CLASSES["StableDiffcoderForCausalLM"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "hidden", "heads", "kv_heads", "layers", "mlp"),
-    [("llada-8b/4", 1024, 8, 8, 8, 3072), ("dream-7b/7", 512, 4, 1, 4, 2706), ("llada-moe-7b/4", 512, 4, 4, 4, None)],
+    [
+        ("llada-8b/4", 1024, 8, 8, 8, 3072),
+        ("dream-7b/7", 512, 4, 1, 4, 2706),
+        ("llada-moe-7b/4", 512, 4, 4, 4, None),
+    ],
 )
-def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_heads, layers, mlp):
+def test_a_scaled_shape_keeps_the_size_of_its_heads(
+    name, hidden, heads, kv_heads, layers, mlp
+):
     config = load_config(name)
     assert config.hidden_size == hidden
     assert (config.num_attention_heads, config.num_key_value_heads) == (heads, kv_heads)
@@ -115,7 +169,10 @@ def test_a_scaled_shape_keeps_the_size_of_its_heads(name, hidden, heads, kv_head
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        *((name, "divided by one of 1, 2, 4, 8, 16, 32") for name in ("llada-8b/3", "llada-8b/")),
+        *(
+            (name, "divided by one of 1, 2, 4, 8, 16, 32")
+            for name in ("llada-8b/3", "llada-8b/")
+        ),
         ("llama-8b", "unknown"),
     ],
 )
