@@ -27,8 +27,8 @@ def main() -> None:
 
     from dllm_engine import LLM, DiffusionParams
     from dllm_engine.decisions.requests import schema_of
+    from dllm_engine.model_executor.constraints.decision import RunningDecision
     from dllm_engine.model_executor.denoiser import Denoiser
-    from dllm_engine.scheduler.constraints.decision import RunningDecision
 
     def timed(original: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

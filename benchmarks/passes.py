@@ -13,8 +13,8 @@ from floor import PassShape
 from timing import timed
 
 from dllm_engine import LLM
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 from dllm_engine.evaluation.runner import runner_of, scheduler_of
-from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,21 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
+from dllm_engine.model_executor.constraints.constraint import constraint_of
+from dllm_engine.model_executor.constraints.decision import unpacked_decision
+from dllm_engine.model_executor.constraints.lattice import END
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
-from dllm_engine.scheduler.constraints.constraint import constraint_of
-from dllm_engine.scheduler.constraints.decision import unpacked_decision
-from dllm_engine.scheduler.constraints.lattice import END
-from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.resolve import check_room, resolve_decoding
+from dllm_engine.request_options.resolve_tokens import (
+    check_token_numbers,
+    end_token_ids,
+    with_tokens,
+)
+from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
     REASONING,
     DefaultLength,
@@ -23,14 +31,6 @@ from dllm_engine.scheduler.options.request_options import (
     bytes_in,
     request_options,
 )
-from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
-from dllm_engine.scheduler.options.resolve_tokens import (
-    check_token_numbers,
-    end_token_ids,
-    with_tokens,
-)
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
 from dllm_engine.structured_output.requests import constrained
 
 # SamplingParams fields that have no meaning here (yet), with the value that means "not

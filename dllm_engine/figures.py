@@ -1,4 +1,4 @@
-"""Figures of a request: the scheduler sends them (``scheduler/messages.py``), and
+"""Figures of a request: the scheduler sends them (``dllm_engine/decoding/messages.py``), and
 ``vllm_hooks`` hands them on, as ``RequestOutput.outputs[i].diffusion`` and to HTTP
 clients."""
 

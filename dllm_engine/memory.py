@@ -16,11 +16,11 @@ from pydantic import (
 )
 
 from dllm_engine.checkpoints import load_config
+from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.options import EngineOptions, checkpoint_section
 from dllm_engine.scheduler.methods import methods_for
-from dllm_engine.scheduler.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.text import readable_size
 
 FLOAT32_BYTES = 4
@@ -231,7 +231,7 @@ def request_demand(
     and for what a pass holds.
     """
     from dllm_engine.params import DiffusionParams  # imports vLLM
-    from dllm_engine.scheduler.options.resolve import resolve_decoding
+    from dllm_engine.request_options.resolve import resolve_decoding
 
     assert d.max_model_len is not None
     method = options.method

@@ -10,12 +10,12 @@ from vllm.sampling_params import SamplingParams
 
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions, with_meanings
-from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.resolve_unmasking import resolve_unmasking
+from dllm_engine.request_options.sampling_params import (
     InvalidRequestError,
     parse_request_options,
 )
-from dllm_engine.scheduler.options.resolve_unmasking import resolve_unmasking
 
 _OWN_OPTIONS: dict[str, Any] = dict.fromkeys(RequestOptions.model_fields) | {
     "top_p": 1.0,

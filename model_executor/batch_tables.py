@@ -7,14 +7,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import Scope
 from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.pages import feature_rows
 from dllm_engine.model_executor.page_memory import PageMemory, PageView
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import Scope
 
 ALL_LAYERS = slice(None)
 WIDTH_UNIT = 8

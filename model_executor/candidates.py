@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import may_fill
 from dllm_engine.model_executor.step_batch import StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.logits import BiasedRows
@@ -16,7 +17,6 @@ from dllm_engine.model_executor.unmasking.statistics import (
     TokenStatistics,
     certainty_density,
 )
-from dllm_engine.scheduler.step_plan import may_fill
 
 ALONE, UNFINISHED = 1, 2
 """Flags of candidates that no step of the batch may fill: predicted for the cache

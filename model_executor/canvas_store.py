@@ -5,22 +5,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from dllm_engine.decoding.messages import NewRequest
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.unmasking_policies import SeenOfBlock
 from dllm_engine.kernels.sampling import signed_seed
-from dllm_engine.model_executor.token_prediction import SamplingSettings
-from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
-from dllm_engine.scheduler.constraints.constraint import (
+from dllm_engine.model_executor.constraints.constraint import (
     ConstrainedResponse,
     constraint_of,
 )
-from dllm_engine.scheduler.constraints.decision import (
+from dllm_engine.model_executor.constraints.decision import (
     RunningDecision,
     unpacked_decision,
 )
-from dllm_engine.scheduler.messages import NewRequest
-from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
+from dllm_engine.model_executor.token_prediction import SamplingSettings
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
 
 ROOM = 1 << 20
 """Positions that there is room for from the start (9 MiB)."""

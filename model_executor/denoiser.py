@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from dllm_engine.decoding.messages import Failures
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.graphs.step import StepGraphs
@@ -29,8 +31,6 @@ from dllm_engine.model_executor.unmasking.filling import (
 )
 from dllm_engine.model_executor.unmasking.logits import ConstrainedRows, class_on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.messages import Failures
-from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class Denoiser:

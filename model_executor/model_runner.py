@@ -20,6 +20,17 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
+from dllm_engine.decoding.messages import (
+    DiffusionRunnerOutput,
+    DiffusionSchedulerOutput,
+    Failures,
+    RequestFailure,
+    StepReport,
+    StepResult,
+    failure_of,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.families import model_end_tokens
 from dllm_engine.kernels.attention import (
     choose_backend,
@@ -46,20 +57,9 @@ from dllm_engine.model_executor.passes.base import DensePass, LayerPass
 from dllm_engine.model_executor.rank import Rank
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.step_report import Reporter
+from dllm_engine.model_executor.steps_ahead import does_same_work, steps_known_ahead
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.messages import (
-    DiffusionRunnerOutput,
-    DiffusionSchedulerOutput,
-    Failures,
-    RequestFailure,
-    StepReport,
-    StepResult,
-    failure_of,
-)
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.step_plan import StepPlan
-from dllm_engine.scheduler.steps_ahead import does_same_work, steps_known_ahead
 
 
 class DiffusionModelRunner:

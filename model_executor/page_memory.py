@@ -11,9 +11,9 @@ from vllm.distributed import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.kernels.pages import write_kv
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.page_layout import PoolGeometry
 
 POOL_LAYER = "dllm.pool"
 """Name of the one pseudo-layer vLLM is told of; its page is one layer's

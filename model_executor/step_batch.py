@@ -8,10 +8,10 @@ from itertools import accumulate, takewhile
 import numpy as np
 import torch
 
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 RowPositions = Callable[[StepPlan, Canvas], np.ndarray]
 """The canvas positions of a plan's rows, ascending, on the host."""

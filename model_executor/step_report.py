@@ -9,12 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists
 
-from dllm_engine.model_executor.canvas_store import Canvas
-from dllm_engine.model_executor.passes.base import LayerPass
-from dllm_engine.model_executor.step_batch import StepBatch
-from dllm_engine.model_executor.unmasking.filling import StepOutcome
-from dllm_engine.model_executor.unmasking.statistics import required
-from dllm_engine.scheduler.messages import (
+from dllm_engine.decoding.messages import (
     Commits,
     RequestFailure,
     ShownWindow,
@@ -22,8 +17,13 @@ from dllm_engine.scheduler.messages import (
     StepResult,
     failure_of,
 )
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import StepPlan, must_fill, revises
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import StepPlan, must_fill, revises
+from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.filling import StepOutcome
+from dllm_engine.model_executor.unmasking.statistics import required
 
 
 @dataclass

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES, Measure
 from dllm_engine.kernels.sampling import (
     Counters,
     filtered_logits,
@@ -39,8 +41,6 @@ from dllm_engine.model_executor.unmasking.logits import (
     with_biases,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, Measure
 
 FILTERED_OUT = 1e6
 """By so much lower is the score of a token that top-p and top-k leave out: a

@@ -9,21 +9,21 @@ from vllm import SamplingParams
 from vllm.distributed import get_tp_group
 from vllm.logger import init_logger
 
+from dllm_engine.decoding.messages import (
+    DiffusionSchedulerOutput,
+    NewRequest,
+    StepReport,
+)
+from dllm_engine.decoding.page_layout import PageCounts
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.model_executor.graphs import recording
 from dllm_engine.model_executor.graphs.forward import ForwardSize
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.model_runner import DiffusionModelRunner
 from dllm_engine.quiet import progress_line
-from dllm_engine.scheduler.messages import (
-    DiffusionSchedulerOutput,
-    NewRequest,
-    StepReport,
-)
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.options.resolve import resolve_decoding
-from dllm_engine.scheduler.page_layout import PageCounts
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.request_options.resolve import resolve_decoding
+from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 
 logger = init_logger(f"vllm.{__name__}")
 

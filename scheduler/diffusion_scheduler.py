@@ -16,20 +16,20 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from dllm_engine.scheduler.messages import (
+from dllm_engine.decoding.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
     NewRequest,
     RequestFailure,
     StepReport,
 )
+from dllm_engine.decoding.page_layout import PageCounts, PageKind, pages_for
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.scheduler.methods.base import guide_pages
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, pages_for
 from dllm_engine.scheduler.page_pool import prefix_keys
-from dllm_engine.scheduler.request import DecodingSpec
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 from dllm_engine.scheduler.step_shares import StepShares
 
 _KEPT_FREE = 0.25

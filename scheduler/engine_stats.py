@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from dllm_engine.scheduler.messages import FAILURE_CAUSES, StepReport
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState
+from dllm_engine.decoding.messages import FAILURE_CAUSES, StepReport
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState
 
 
 @dataclass(frozen=True)

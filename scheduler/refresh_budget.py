@@ -13,7 +13,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping
 
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 
 _MUCH_SMALLER = 4
 """A request's refreshes wait for another whose canvas is smaller by at least this

@@ -20,19 +20,19 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
-from dllm_engine.scheduler.messages import (
+from dllm_engine.decoding.messages import (
     DiffusionSchedulerOutput,
     RequestFailure,
     failure_of,
 )
-from dllm_engine.scheduler.options.request_options import SOURCE, bytes_in
-from dllm_engine.scheduler.options.resolve import check_room, resolve_decoding
-from dllm_engine.scheduler.options.resolve_tokens import with_tokens
-from dllm_engine.scheduler.page_layout import PoolGeometry
+from dllm_engine.decoding.page_layout import PoolGeometry
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.resolve import check_room, resolve_decoding
+from dllm_engine.request_options.resolve_tokens import with_tokens
+from dllm_engine.request_options.sampling_params import SOURCE, bytes_in
+from dllm_engine.scheduler.engine_stats import STATS_KEY, EngineStats
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.progress import Progress
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_state import RequestState, failed_output
 from dllm_engine.scheduler.waiting_queue import WaitingQueue

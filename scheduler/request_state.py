@@ -6,7 +6,7 @@ from typing import Any
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.scheduler.messages import (
+from dllm_engine.decoding.messages import (
     COMPLETE_KEY,
     Commits,
     RequestFailure,
@@ -14,9 +14,9 @@ from dllm_engine.scheduler.messages import (
     figures_message,
     provisional_message,
 )
-from dllm_engine.scheduler.page_layout import PageCounts
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec
+from dllm_engine.decoding.page_layout import PageCounts
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
 
 
 @dataclass(eq=False)

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from dllm_engine.check import checks
     from dllm_engine.check.cases import BY_HEADS, OTHERS, Sizes
     from dllm_engine.checkpoints import load_config
+    from dllm_engine.decoding.page_layout import head_dim_of
     from dllm_engine.evaluation.hardware import provenance
-    from dllm_engine.scheduler.page_layout import head_dim_of
 
     config, machine = load_config(args.model), provenance()
     heads = config.num_attention_heads, config.num_key_value_heads, head_dim_of(config)

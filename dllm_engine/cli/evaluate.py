@@ -51,8 +51,8 @@ from dllm_engine.evaluation.own_tasks import (
 from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_papers
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.fields import GUIDE_OPTIONS
 from dllm_engine.scheduler.methods import methods_for
-from dllm_engine.scheduler.options.request_fields import GUIDE_OPTIONS
 from dllm_engine.text import method_text
 
 FREE = (

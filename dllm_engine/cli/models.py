@@ -7,17 +7,17 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from dllm_engine.families import FAMILIES
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import (
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
-from dllm_engine.scheduler.unmasking_policies import (
+from dllm_engine.decoding.unmasking_policies import (
     MOST_TOKENS,
     PARALLEL_RULES,
     UNMASKING_POLICIES,
 )
+from dllm_engine.families import FAMILIES
+from dllm_engine.request_options.fields import (
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
+from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import format_table
 
 _KINDS = {

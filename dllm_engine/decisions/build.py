@@ -16,9 +16,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from dllm_engine.decisions.fields import Field, read_fields
-from dllm_engine.scheduler.constraints.constraint import Automaton
-from dllm_engine.scheduler.constraints.decision import Decision
-from dllm_engine.scheduler.constraints.lattice import (
+from dllm_engine.model_executor.constraints.constraint import Automaton
+from dllm_engine.model_executor.constraints.decision import Decision
+from dllm_engine.model_executor.constraints.lattice import (
     LITERAL,
     Graph,
     edges_between,

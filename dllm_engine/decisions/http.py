@@ -17,10 +17,10 @@ from dllm_engine.decisions.requests import (
     DecisionOutput,
     decision_params_when_built,
 )
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.infill.http import length_of, set_length
-from dllm_engine.scheduler.constraints.decision import unpacked_decision
-from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
-from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS
+from dllm_engine.model_executor.constraints.decision import unpacked_decision
+from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens
 

@@ -11,9 +11,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from dllm_engine.decisions.build import DecisionInput
 from dllm_engine.figures import DiffusionFigures
+from dllm_engine.model_executor.constraints.decision import unpacked_decision
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.constraints.decision import unpacked_decision
-from dllm_engine.scheduler.options.request_options import DECISION, InvalidRequestError
+from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import built, when_built
 from dllm_engine.structured_output.requests import (
     check_size,

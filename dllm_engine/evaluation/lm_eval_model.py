@@ -16,7 +16,7 @@ from dllm_engine.evaluation.likelihood import NUM_SAMPLES, log_likelihoods
 from dllm_engine.evaluation.runner import Cost, Request, complete_requests
 from dllm_engine.llm import LLM
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.text import choices
 
 DECODING_OPTIONS = (

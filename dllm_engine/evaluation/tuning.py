@@ -10,6 +10,7 @@ from statistics import NormalDist
 from typing import Any
 
 from dllm_engine.checkpoints import load_config
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.evaluation.comparison import (
     Combination,
     Comparison,
@@ -18,9 +19,8 @@ from dllm_engine.evaluation.comparison import (
     mean_and_error,
 )
 from dllm_engine.options import EngineOptions
+from dllm_engine.request_options.fields import COUNT_OPTIONS, PARALLEL_OPTIONS
 from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
-from dllm_engine.scheduler.options.request_fields import COUNT_OPTIONS, PARALLEL_OPTIONS
-from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import assignments, method_text
 
 Options = dict[str, Any]
@@ -123,8 +123,8 @@ def space_of(
     """The space for a model whose requests have options ``decoding``; None: all cache
     methods that suit the model. Where attention goes by blocks they keep their length,
     and run one at a time."""
-    from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-    from dllm_engine.scheduler.options.resolve import checkpoint_defaults
+    from dllm_engine.request_options.resolve import checkpoint_defaults
+    from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 
     config = load_config(model)
     family = config.family

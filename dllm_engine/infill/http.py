@@ -8,8 +8,8 @@ from typing import Any
 from vllm.utils.async_utils import make_async
 
 from dllm_engine.infill.template import check_length, filled_in, response_template
-from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.sampling_params import (
     InvalidRequestError,
     parse_request_options,
 )

@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
+from dllm_engine.model_executor.constraints.constraint import Automaton, unpacked
 from dllm_engine.model_executor.workers.parent import end_with_parent
-from dllm_engine.scheduler.constraints.constraint import Automaton, unpacked
 from dllm_engine.structured_output import compiler
 from dllm_engine.structured_output.expression import Either, Expression, literal
 from dllm_engine.structured_output.json_text import OBJECT_DEPTH, Style

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.tokenizers import TokenizerLike
 
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
     REASONING,
     InvalidRequestError,

@@ -15,7 +15,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from dllm_engine.admission import check_request, check_types, settled_params
 from dllm_engine.infill.template import check_length
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.sampling_params import (
     SOURCE,
     DefaultLength,
     InvalidRequestError,

@@ -8,9 +8,9 @@ running block bypass it.
 from dataclasses import replace
 from typing import Any
 
+from dllm_engine.decoding.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN, DiffusionFigures, ErrorReason
 from dllm_engine.provisional import BlockReader, ProvisionalBlock
-from dllm_engine.scheduler.messages import COMPLETE_KEY, FIGURES_KEY, PROVISIONAL_KEY
 from dllm_engine.vllm_hooks.patch import Original
 
 

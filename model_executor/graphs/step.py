@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import RefreshState
 from dllm_engine.model_executor.candidates import ALONE, BatchCandidates
 from dllm_engine.model_executor.canvas_store import SPARE
 from dllm_engine.model_executor.graphs.forward import (
@@ -34,7 +35,6 @@ from dllm_engine.model_executor.unmasking.filling import (
     fill,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.step_plan import RefreshState
 
 
 class FillingSize(NamedTuple):

@@ -20,6 +20,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from dllm_engine.decoding.messages import Failures, RequestFailure, failure_of
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.spec import Span
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
@@ -37,9 +40,6 @@ from dllm_engine.model_executor.passes.paged import PagedPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import gather_shards, on_device
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.messages import Failures, RequestFailure, failure_of
-from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import Span
 
 logger = init_logger(f"vllm.{__name__}")
 

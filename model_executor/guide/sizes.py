@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer
 
+from dllm_engine.decoding.page_layout import GuideShape, head_dim_of
 from dllm_engine.model_executor.loading.files import check_files
 from dllm_engine.model_executor.models.configs import Config
-from dllm_engine.scheduler.page_layout import GuideShape, head_dim_of
 
 # Keys of config.json that would change the computation, with the values this model
 # implements.

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import cached_tokenizer_from_config
 
+from dllm_engine.decoding.spec import Span
 from dllm_engine.families import every_end_token
-from dllm_engine.scheduler.request import Span
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

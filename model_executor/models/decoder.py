@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
+from dllm_engine.decoding.page_layout import head_dim_of
 from dllm_engine.families import (
     FAMILIES,
     TRANSFORMERS_NAMES,
@@ -46,7 +47,6 @@ from dllm_engine.model_executor.models.mlp import (
 )
 from dllm_engine.model_executor.models.norm import Norm
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.page_layout import head_dim_of
 
 
 @dataclass(frozen=True)

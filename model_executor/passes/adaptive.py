@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import RefreshState, Scope
 from dllm_engine.kernels.pages import add_or_renew_features
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
 from dllm_engine.kernels.similarity import choose_least_similar, replace_and_compare
@@ -30,8 +32,6 @@ from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, live_start
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope
 
 
 class AdaptivePass(LayerPass):

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.kernels.attention import (
     bidirectional_attention,
     reads_bounds_on_device,
@@ -22,7 +23,6 @@ from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics
-from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class LayerPass:

@@ -17,6 +17,11 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.unmasking_policies import (
+    UNMASKING_POLICIES,
+    WEIGHTED_MEASURES,
+)
 from dllm_engine.kernels.attention_scores import summed_probabilities
 from dllm_engine.kernels.paged_attention import paged_attention
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
@@ -31,11 +36,6 @@ from dllm_engine.model_executor.unmasking.statistics import (
     certainty_density,
 )
 from dllm_engine.scheduler.methods.d2_cache import D2CacheOptions
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
-from dllm_engine.scheduler.unmasking_policies import (
-    UNMASKING_POLICIES,
-    WEIGHTED_MEASURES,
-)
 
 
 class Rollout:

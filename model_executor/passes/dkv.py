@@ -5,6 +5,7 @@ the last step decoded.
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass
@@ -12,7 +13,6 @@ from dllm_engine.model_executor.passes.paged import OverwritePass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.dkv import DKVStep
-from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class MaskedRowsPass(OverwritePass):

@@ -21,6 +21,9 @@ from vllm.distributed import (
     tensor_model_parallel_all_reduce,
 )
 
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import Scope, StepPlan
 from dllm_engine.kernels.attention_scores import (
     mean_query_scores,
     select_retained,
@@ -44,9 +47,6 @@ from dllm_engine.scheduler.methods.es_dllm import (
     ESDLLMOptions,
     RetainedCopy,
 )
-from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.request import Span
-from dllm_engine.scheduler.step_plan import Scope, StepPlan
 
 POOL_KERNEL_SIZE = 3
 """Width of the max-pooling before eviction, as in Sparse-dLLM."""

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.model_executor.batch_tables import ALL_LAYERS, KVTables, TokenTables
 from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.fast_dllm import DualOptions
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
 
 
 class PagedPass(LayerPass):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from dllm_engine.decoding.step_plan import Retention
 from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
 from dllm_engine.kernels.paged_attention import attention_with_lse
 from dllm_engine.model_executor.page_memory import PageMemory
@@ -17,7 +18,6 @@ from dllm_engine.model_executor.retention.scorers import SCORERS, ScoredLayer
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.scheduler.methods.sparse import SparseOptions
-from dllm_engine.scheduler.step_plan import Retention
 
 
 class SparsePass(RetentionPass):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.decoding.spec import Span
 from dllm_engine.kernels.attention_scores import voting_scores
 from dllm_engine.kernels.sampling import uniform
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.step_batch import Rows
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.request import Span
 
 SNAPKV_WINDOW = 32
 """Last prompt tokens whose queries vote (``snapkv``)."""

@@ -14,6 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dllm_engine.decoding.step_plan import StepPlan, UnmaskQuota
+from dllm_engine.decoding.unmasking_policies import (
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    Measure,
+)
 from dllm_engine.kernels.sampling import NO_TOKEN, Counters, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
@@ -28,12 +34,6 @@ from dllm_engine.model_executor.unmasking.rules import (
     select,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
-from dllm_engine.scheduler.step_plan import StepPlan, UnmaskQuota
-from dllm_engine.scheduler.unmasking_policies import (
-    PARALLEL_RULES,
-    UNMASKING_POLICIES,
-    Measure,
-)
 
 CHOSEN, NOT_FINITE, OBSERVED = 1, 2, 4
 

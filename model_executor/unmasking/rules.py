@@ -2,7 +2,7 @@
 count, and a draw per position.
 
 A new rule of parallel unmasking is a function here, its name in ``SELECTION_RULES``,
-and its row in ``scheduler/unmasking_policies.py``.
+and its row in ``dllm_engine/decoding/unmasking_policies.py``.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ SELECTION_RULES: dict[str, Rule] = {
     "entropy_threshold": lambda ordered, value: ordered >= -value,
     "strict_entropy_threshold": lambda ordered, value: ordered > -value,
 }
-"""By the names in ``scheduler/unmasking_policies.py``, which says whose they are, and
+"""By the names in ``dllm_engine/decoding/unmasking_policies.py``, which says whose they are, and
 by which of them a step fills one position at least."""
 
 

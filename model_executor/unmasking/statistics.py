@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from dllm_engine.scheduler.unmasking_policies import Measure
+from dllm_engine.decoding.unmasking_policies import Measure
 
 LEAST_CONFIDENT = -1e30
 """Less than any negative entropy, and yet one that may be unmasked."""

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dllm_engine.families import Attention, ModelFamily
-from dllm_engine.model_name import has_word, own_name
-from dllm_engine.scheduler.page_layout import PageCounts, PoolGeometry
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import (
+from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import (
     Blocks,
     CacheOptions,
     DecodingSpec,
     Guidance,
     Span,
 )
-from dllm_engine.scheduler.step_plan import (
+from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
     Scope,
@@ -25,6 +23,8 @@ from dllm_engine.scheduler.step_plan import (
     cut,
     step_plan,
 )
+from dllm_engine.families import Attention, ModelFamily
+from dllm_engine.model_name import has_word, own_name
 
 HeldPages = Callable[[DecodingSpec, Blocks, PoolGeometry], PageCounts]
 ScorerName = Literal[

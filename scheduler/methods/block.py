@@ -8,10 +8,9 @@ has kept is final, and the next block feeds that no more.
 
 from dataclasses import replace
 
-from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import (
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
     Scope,
@@ -19,6 +18,7 @@ from dllm_engine.scheduler.step_plan import (
     UnmaskQuota,
     step_plan,
 )
+from dllm_engine.scheduler.methods.base import CacheMethod, hold_tokens
 
 
 def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:

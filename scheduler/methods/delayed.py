@@ -4,14 +4,14 @@ were finished.
 
 from pydantic import Field
 
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.scheduler.methods.base import (
     CacheMethod,
     hold_tokens,
     plan_behind_prefix,
 )
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
-from dllm_engine.scheduler.step_plan import StepPlan
 
 
 class DelayedOptions(CacheOptions):

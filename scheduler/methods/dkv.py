@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from pydantic import Field
 
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 from dllm_engine.scheduler.methods.base import CacheMethod, hold_canvas, plan_on_canvas
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class DKVOptions(CacheOptions):

@@ -9,11 +9,11 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 from dllm_engine.scheduler.methods.base import CacheMethod, plan_on_canvas
-from dllm_engine.scheduler.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import RefreshState, Scope, StepPlan
 
 
 class ESDLLMOptions(CacheOptions):

@@ -11,20 +11,20 @@ from typing import Literal
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods.base import (
-    CacheMethod,
-    hold_tokens,
-    plan_behind_prefix,
-    plan_on_canvas,
-)
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, CacheOptions, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import (
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
     Scope,
     StepPlan,
     step_plan,
+)
+from dllm_engine.scheduler.methods.base import (
+    CacheMethod,
+    hold_tokens,
+    plan_behind_prefix,
+    plan_on_canvas,
 )
 
 Retain = Callable[[DecodingSpec, Span], tuple[Retention, list[Retention]]]

@@ -5,18 +5,18 @@ from typing import Literal
 
 from pydantic import Field
 
-from dllm_engine.scheduler.methods import dllm_cache
-from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName
-from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
-from dllm_engine.scheduler.page_layout import (
+from dllm_engine.decoding.page_layout import (
     PageCounts,
     PageKind,
     PoolGeometry,
     pages_for,
 )
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, DecodingSpec
-from dllm_engine.scheduler.step_plan import Scope, StepPlan
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec
+from dllm_engine.decoding.step_plan import Scope, StepPlan
+from dllm_engine.scheduler.methods import dllm_cache
+from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName
+from dllm_engine.scheduler.methods.dllm_cache import DLLMCacheOptions, feature_pages
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
 HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]

@@ -6,15 +6,15 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import Retention, StepPlan
 from dllm_engine.scheduler.methods.base import CacheMethod, ScorerName, hold_tokens
 from dllm_engine.scheduler.methods.fast_dllm import (
     RefreshOptions,
     refresh_then_reuse,
     split,
 )
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import Blocks, DecodingSpec, Span
-from dllm_engine.scheduler.step_plan import Retention, StepPlan
 
 
 class SparseOptions(RefreshOptions):

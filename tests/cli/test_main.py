@@ -14,11 +14,11 @@ from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.engine import json_object
 from dllm_engine.cli.main import build_parser, main
 from dllm_engine.cli.models import describe
+from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.demo import model_path
 from dllm_engine.families import FAMILIES
+from dllm_engine.request_options.fields import PARALLEL_OPTIONS
 from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import PARALLEL_OPTIONS
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.text import one_line
 
 PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port", "0"]

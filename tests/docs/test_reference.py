@@ -14,20 +14,20 @@ from pydantic import BaseModel
 
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.models import allowed
+from dllm_engine.decoding.spec import Guidance
+from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES, SlowFast
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS
-from dllm_engine.scheduler.options.request_fields import (
+from dllm_engine.request_options.fields import (
     DEFAULTABLE_OPTIONS,
     PARALLEL_OPTIONS,
     RequestOptions,
 )
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.unmasking_policies import UNMASKING_POLICIES, SlowFast
+from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
+from dllm_engine.scheduler.methods import CACHE_METHODS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}

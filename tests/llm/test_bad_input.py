@@ -16,7 +16,7 @@ from vllm.sampling_params import BeamSearchParams
 from vllm.sampling_params import StructuredOutputsParams as Match
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.request_options.fields import RequestOptions
 from tests.support.engines import assert_nothing_left, generate, tokens_of
 from tests.support.tiny_checkpoints import MASK
 

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from dllm_engine import DiffusionParams
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.vllm_hooks import patch, table
 
 patch.apply(

@@ -9,17 +9,17 @@ import pytest
 
 from dllm_engine.admission import settled_params
 from dllm_engine.cli.engine import DECODING, add_decoding_arguments, given
+from dllm_engine.decoding.spec import Guidance
+from dllm_engine.decoding.unmasking_policies import SlowFast
 from dllm_engine.demo import DEMO_MODELS
 from dllm_engine.families import DREAM, LLADA
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.options.resolve import (
+from dllm_engine.request_options.resolve import (
     check_request_defaults,
     resolve_decoding,
 )
-from dllm_engine.scheduler.request import Guidance
-from dllm_engine.scheduler.unmasking_policies import SlowFast
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from tests.support import tiny_checkpoints
 from tests.support.engines import start_engine
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.decoding.messages import failure_of
 from dllm_engine.model_executor import step_report
 from dllm_engine.model_executor.unmasking import filling
-from dllm_engine.scheduler.messages import failure_of
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.scheduler.request_state import RequestState
 from tests.support.engines import (
     EACH_METHOD_WITH_A_MODEL,

@@ -12,8 +12,8 @@ from vllm.engine.arg_utils import EngineArgs
 
 from dllm_engine import DiffusionParams, quiet
 from dllm_engine.demo import DEMO_GUIDE_DIR
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.scheduler import request_queue
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
 from tests.support.engines import generate, scheduler_of, start_engine
 
 LLAMA = str(DEMO_GUIDE_DIR)

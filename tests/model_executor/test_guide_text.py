@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dllm_engine.decoding.spec import Span
 from dllm_engine.model_executor.guide.text import Retokenizer
-from dllm_engine.scheduler.request import Span
 from tests.oracles.guided import Texts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer
 

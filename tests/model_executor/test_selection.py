@@ -5,13 +5,13 @@ rules of parallel unmasking.
 import pytest
 import torch
 
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.model_executor.unmasking.rules import (
     SELECTION_RULES,
     drawn_below,
     first_of_all,
     select,
 )
-from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 
 RULES = SELECTION_RULES | {"count": first_of_all, "draws": drawn_below}
 

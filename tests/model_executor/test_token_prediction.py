@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.decoding.spec import TokenBias
 from dllm_engine.kernels.sampling import Counters
 from dllm_engine.model_executor import head_chunks
 from dllm_engine.model_executor.models.decoder import VocabularyShard
@@ -17,7 +18,6 @@ from dllm_engine.model_executor.token_prediction import (
     TokenPredictor,
 )
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, best_of_class
-from dllm_engine.scheduler.request import TokenBias
 from tests.support.engines import generate, runner_of
 
 VOCAB = 150

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.request_options.fields import RequestOptions
 from tests.support.server import DEMO_SERVER, scrape
 
 pytestmark = pytest.mark.slow

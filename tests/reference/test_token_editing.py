@@ -12,8 +12,8 @@ import pytest
 
 from dllm_engine import DiffusionParams
 from dllm_engine.families import LLADA, LLADA2
-from dllm_engine.scheduler.constraints.constraint import Constraint, unpacked
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
+from dllm_engine.model_executor.constraints.constraint import Constraint, unpacked
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of
 from tests.support.fake_cuda_graphs import record_steps

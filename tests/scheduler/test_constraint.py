@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.scheduler.constraints.constraint import (
+from dllm_engine.model_executor.constraints.constraint import (
     Automaton,
     ConstrainedResponse,
     Constraint,

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from dllm_engine.scheduler.constraints.decision import Decision, RunningDecision
-from dllm_engine.scheduler.constraints.lattice import Graph, edges_between
+from dllm_engine.model_executor.constraints.decision import Decision, RunningDecision
+from dllm_engine.model_executor.constraints.lattice import Graph, edges_between
 from tests.oracles.decisions import decide, given_masked
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 

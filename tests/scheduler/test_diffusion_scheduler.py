@@ -9,10 +9,10 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine import DiffusionParams
+from dllm_engine.decoding.messages import DiffusionRunnerOutput, StepReport
 from dllm_engine.families import LLADA
 from dllm_engine.scheduler.diffusion_scheduler import DiffusionScheduler
 from dllm_engine.scheduler.engine_stats import EngineStats, take_stats
-from dllm_engine.scheduler.messages import DiffusionRunnerOutput, StepReport
 from dllm_engine.structured_output.automata import take_counts
 from dllm_engine.vllm_hooks.metrics import METRICS
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dllm_engine.scheduler.constraints.decision import FieldTexts, RunningDecision
-from dllm_engine.scheduler.constraints.field_texts import FieldChances
+from dllm_engine.model_executor.constraints.decision import FieldTexts, RunningDecision
+from dllm_engine.model_executor.constraints.field_texts import FieldChances
 from tests.oracles.decisions import decide, given_masked
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 

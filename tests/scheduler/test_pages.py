@@ -6,10 +6,10 @@ import random
 
 import pytest
 
+from dllm_engine.decoding.page_layout import PoolGeometry
+from dllm_engine.decoding.spec import Blocks
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.page_layout import PoolGeometry
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
-from dllm_engine.scheduler.request import Blocks
 from tests.support.plans import FULL_METHODS, draw_cache_options, spec_of
 
 HASHES = [bytes([i]) * 32 for i in range(6)]

@@ -2,7 +2,7 @@
 requests of others.
 """
 
-from dllm_engine.scheduler.options.request_options import SOURCE
+from dllm_engine.request_options.sampling_params import SOURCE
 from dllm_engine.scheduler.step_shares import StepShares
 from tests.scheduler.test_diffusion_scheduler import (
     assert_empty,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dllm_engine.decisions.build import GraphBuilder
-from dllm_engine.scheduler.constraints.constraint import Automaton
-from dllm_engine.scheduler.constraints.decision import Decision, unpacked_decision
-from dllm_engine.scheduler.options.request_options import DECISION
+from dllm_engine.model_executor.constraints.constraint import Automaton
+from dllm_engine.model_executor.constraints.decision import Decision, unpacked_decision
+from dllm_engine.request_options.sampling_params import DECISION
 from tests.oracles.decisions import Fields
 
 FIRST_TOKEN, STOP_TOKEN = 20, 60

@@ -11,7 +11,7 @@ import torch
 
 from dllm_engine import LLM
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
-from dllm_engine.scheduler.constraints.constraint import Automaton, Constraint
+from dllm_engine.model_executor.constraints.constraint import Automaton, Constraint
 from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers
 

@@ -12,7 +12,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from dllm_engine import LLM
-from dllm_engine.scheduler.step_plan import StepPlan
+from dllm_engine.decoding.step_plan import StepPlan
 from tests.support.engines import assert_nothing_left, runner_of, scheduler_of
 
 

@@ -19,7 +19,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from dllm_engine.decisions.http import settle_decision
 from dllm_engine.infill.http import settle_template
 from dllm_engine.params import VLLM_OPTIONS, check_place
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.sampling_params import (
     InvalidRequestError,
     LongestLength,
 )

@@ -22,12 +22,12 @@ from pydantic import ValidationError
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from dllm_engine.decoding.messages import PROVISIONAL_KEY
 from dllm_engine.figures import PER_TOKEN, ErrorReason
 from dllm_engine.infill.http import template_fields
 from dllm_engine.provisional import BlockChanges
-from dllm_engine.scheduler.messages import PROVISIONAL_KEY
-from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import DEFAULT_GEN_LENGTH
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
 from dllm_engine.vllm_hooks.output_processor import shown_blocks
 from dllm_engine.vllm_hooks.patch import Original, is_ours
 

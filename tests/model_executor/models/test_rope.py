@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_engine.decoding.page_layout import head_dim_of
 from dllm_engine.model_executor.models.configs import parse_config
 from dllm_engine.model_executor.models.decoder import rope_table
-from dllm_engine.scheduler.page_layout import head_dim_of
 from tests.model_executor.models.test_forward import assert_close, dense_logits
 from tests.oracles.models import PlainModel, rope_speeds
 from tests.support import tiny_checkpoints

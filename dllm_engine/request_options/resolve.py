@@ -8,6 +8,9 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.decoding.page_layout import PoolGeometry
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
 from dllm_engine.options import (
     OPTIONS_KEY,
@@ -15,7 +18,7 @@ from dllm_engine.options import (
     checkpoint_section,
     shortened,
 )
-from dllm_engine.scheduler.options.request_fields import (
+from dllm_engine.request_options.fields import (
     CHECKPOINT_OPTIONS,
     COUNT_OPTIONS,
     DEFAULTABLE_OPTIONS,
@@ -25,7 +28,18 @@ from dllm_engine.scheduler.options.request_fields import (
     RequestOptions,
     with_defaults,
 )
-from dllm_engine.scheduler.options.request_options import (
+from dllm_engine.request_options.resolve_tokens import (
+    decision_template,
+    response_template,
+)
+from dllm_engine.request_options.resolve_unmasking import (
+    check_attention,
+    check_several_blocks,
+    resolve_slow_fast,
+    resolve_unmasking,
+    without_unsuited_defaults,
+)
+from dllm_engine.request_options.sampling_params import (
     CONSTRAINT,
     DECISION,
     REASONING,
@@ -34,20 +48,6 @@ from dllm_engine.scheduler.options.request_options import (
     parse_request_options,
     request_options,
 )
-from dllm_engine.scheduler.options.resolve_tokens import (
-    decision_template,
-    response_template,
-)
-from dllm_engine.scheduler.options.resolve_unmasking import (
-    check_attention,
-    check_several_blocks,
-    resolve_slow_fast,
-    resolve_unmasking,
-    without_unsuited_defaults,
-)
-from dllm_engine.scheduler.page_layout import PoolGeometry
-from dllm_engine.scheduler.request import CacheOptions, DecodingSpec, Guidance
-from dllm_engine.scheduler.unmasking_policies import PARALLEL_RULES
 from dllm_engine.text import did_you_mean
 
 _UNGUIDED = (

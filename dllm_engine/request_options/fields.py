@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, SlowFast
 from dllm_engine.options import explain
-from dllm_engine.scheduler.unmasking_policies import MOST_TOKENS, SlowFast
 
 PARALLEL_OPTIONS = (
     *(

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from dllm_engine.scheduler.request import FIRST_BLOCK, Blocks, DecodingSpec
-from dllm_engine.scheduler.unmasking_policies import SpanState
+from dllm_engine.decoding.spec import FIRST_BLOCK, Blocks, DecodingSpec
+from dllm_engine.decoding.unmasking_policies import SpanState
 
 
 @dataclass

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from dllm_engine.options import explain
-from dllm_engine.scheduler.options.request_fields import RequestOptions
+from dllm_engine.request_options.fields import RequestOptions
 
 DEFAULT_GEN_LENGTH = 256
 """Response tokens of a request that names no length, unless the checkpoint says

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from dllm_engine.decoding.unmasking_policies import SlowFast, SpanState, split_steps
 from dllm_engine.families import Attention, ScheduleKind
-from dllm_engine.scheduler.unmasking_policies import SlowFast, SpanState, split_steps
 
 
 class Span(NamedTuple):

@@ -10,11 +10,11 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 
-from dllm_engine.scheduler.page_layout import PageKind
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import RefreshState, StepPlan
-from dllm_engine.scheduler.unmasking_policies import SeenOfBlock
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.unmasking_policies import SeenOfBlock
 
 logger = init_logger(f"vllm.{__name__}")
 

@@ -2,16 +2,8 @@
 unmasking, and token editing.
 """
 
-from dllm_engine.families import ModelFamily
-from dllm_engine.options import shortened
-from dllm_engine.scheduler.options.request_fields import (
-    COUNT_OPTIONS,
-    PARALLEL_OPTIONS,
-    RequestOptions,
-)
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.request import ParallelRule
-from dllm_engine.scheduler.unmasking_policies import (
+from dllm_engine.decoding.spec import ParallelRule
+from dllm_engine.decoding.unmasking_policies import (
     CONFIDENCES,
     PARALLEL_RULES,
     UNMASKING_POLICIES,
@@ -19,6 +11,14 @@ from dllm_engine.scheduler.unmasking_policies import (
     SlowFast,
     UnmaskingPolicy,
 )
+from dllm_engine.families import ModelFamily
+from dllm_engine.options import shortened
+from dllm_engine.request_options.fields import (
+    COUNT_OPTIONS,
+    PARALLEL_OPTIONS,
+    RequestOptions,
+)
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.text import choices
 
 _MEASURED = {

@@ -14,8 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.field_texts import FieldChances, FieldLattice
-from dllm_engine.scheduler.constraints.lattice import (
+from dllm_engine.model_executor.constraints.field_texts import (
+    FieldChances,
+    FieldLattice,
+)
+from dllm_engine.model_executor.constraints.lattice import (
     EDGE,
     END,
     LITERAL,

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.decoding.spec import DecodingSpec, TokenBias
 from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
-from dllm_engine.scheduler.constraints.decision import unpacked_decision
-from dllm_engine.scheduler.options.request_fields import RequestOptions
-from dllm_engine.scheduler.options.request_options import InvalidRequestError
-from dllm_engine.scheduler.request import DecodingSpec, TokenBias
+from dllm_engine.model_executor.constraints.decision import unpacked_decision
+from dllm_engine.request_options.fields import RequestOptions
+from dllm_engine.request_options.sampling_params import InvalidRequestError
 
 MOST_BIASES = 8192
 """As many are checked, sent and added in milliseconds."""

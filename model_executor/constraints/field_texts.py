@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dllm_engine.scheduler.constraints.lattice import Lattice
+from dllm_engine.model_executor.constraints.lattice import Lattice
 
 
 class Arcs(NamedTuple):

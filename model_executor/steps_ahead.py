@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from vllm.logger import init_logger
 
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec
-from dllm_engine.scheduler.step_plan import StepPlan, fills_fixed_count
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import StepPlan, fills_fixed_count
 
 logger = init_logger(f"vllm.{__name__}")
 

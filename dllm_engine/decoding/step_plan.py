@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from dllm_engine.scheduler.progress import Progress
-from dllm_engine.scheduler.request import DecodingSpec, ParallelRule, Span
-from dllm_engine.scheduler.unmasking_policies import (
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec, ParallelRule, Span
+from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
     UNMASKING_POLICIES,
     timestep_count,
