@@ -35,9 +35,9 @@ class CommandParser(argparse.ArgumentParser):
     read; raises ``ValueError``.
     """
 
-    def parse_known_args(
+    def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         words = [self._with_dashes(word) for word in args or ()]
         if self.expand is not None:
             try:
