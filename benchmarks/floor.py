@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from timing import seconds_of
 
+from dllm_engine.cache_methods.es_dllm.method import EarlySkipStep, RetainedCopy
 from dllm_engine.decoding.step_plan import StepPlan
 from dllm_engine.model_executor.models.decoder import DecoderLayer, DiffusionDecoder
 from dllm_engine.model_executor.models.mlp import GatedMLP
-from dllm_engine.scheduler.methods.es_dllm import EarlySkipStep, RetainedCopy
 
 _KV_BYTES = 256 << 20
 """Keys and values that a floor makes at most, well beyond a cache; beyond it layers

@@ -15,12 +15,12 @@ from pydantic import (
     field_validator,
 )
 
+from dllm_engine.cache_methods import methods_for
 from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.page_layout import PageKind, PoolGeometry, head_dim_of
 from dllm_engine.demo import model_path
 from dllm_engine.model_executor.head_chunks import rows_at_once
 from dllm_engine.options import EngineOptions, checkpoint_section
-from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import readable_size
 
 FLOAT32_BYTES = 4

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from dllm_engine.cache_methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
+from dllm_engine.cache_methods.base import CacheMethod
 from dllm_engine.decoding.page_layout import GuideShape, PoolGeometry, head_dim_of
 from dllm_engine.decoding.spec import CacheOptions
 from dllm_engine.demo import DEMO_GUIDE_DIR, DEMO_MODEL
 from dllm_engine.families import ModelFamily
-from dllm_engine.scheduler.methods import CACHE_METHODS, DEFAULT_METHODS, methods_for
-from dllm_engine.scheduler.methods.base import CacheMethod
 from dllm_engine.text import choices, did_you_mean
 
 OPTIONS_KEY = "dllm"

@@ -83,7 +83,7 @@ class DiffusionModelRunner:
         )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
         self.layer_pass_class: type[LayerPass] = resolve_name(
-            f"dllm_engine.model_executor.{self.options.method.layer_pass}"
+            self.options.method.layer_pass
         )
         self.plan = self.options.method.next_step
         self.store = CanvasStore(device, self.mask_token_id)

@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from dllm_engine.cache_methods.base import guide_pages
 from dllm_engine.decoding.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
@@ -26,7 +27,6 @@ from dllm_engine.decoding.messages import (
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, pages_for
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
-from dllm_engine.scheduler.methods.base import guide_pages
 from dllm_engine.scheduler.page_pool import prefix_keys
 from dllm_engine.scheduler.request_queue import RequestQueue
 from dllm_engine.scheduler.request_state import RequestState

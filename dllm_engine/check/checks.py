@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from dllm_engine.cache_methods import CACHE_METHODS, methods_for
 from dllm_engine.check.cases import Case, Draw, Sizes
 from dllm_engine.demo import DEMO_BLOCKS, DEMO_MODEL
 from dllm_engine.params import DiffusionParams
-from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import format_table, one_line
 
 OK, FAILED = "ok", "FAILED"

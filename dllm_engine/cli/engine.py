@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.checkpoints import check_folder
 from dllm_engine.cli.arguments import (
     DENOISING,
@@ -27,7 +28,6 @@ from dllm_engine.request_options.fields import (
     PARALLEL_OPTIONS,
     RequestOptions,
 )
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
 from dllm_engine.vllm_hooks.release import check_release
 from dllm_engine.vllm_hooks.server.start import end_now

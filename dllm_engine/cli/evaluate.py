@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from dllm_engine.cache_methods import methods_for
 from dllm_engine.checkpoints import load_config
 from dllm_engine.cli.arguments import (
     RULES,
@@ -52,7 +53,6 @@ from dllm_engine.evaluation.paper_tasks import PAPERS, paper_table, tasks_of_pap
 from dllm_engine.evaluation.plots import draw_reliability, draw_tradeoff, plot_beside
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.fields import GUIDE_OPTIONS
-from dllm_engine.scheduler.methods import methods_for
 from dllm_engine.text import method_text
 
 FREE = (

@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.decoding.unmasking_policies import (
     MOST_TOKENS,
     PARALLEL_RULES,
@@ -17,7 +18,6 @@ from dllm_engine.request_options.fields import (
     PARALLEL_OPTIONS,
     RequestOptions,
 )
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import format_table
 
 _KINDS = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
+from dllm_engine.cache_methods import CACHE_METHODS, methods_for
 from dllm_engine.checkpoints import load_config
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.evaluation.comparison import (
@@ -20,7 +21,6 @@ from dllm_engine.evaluation.comparison import (
 )
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.fields import COUNT_OPTIONS, PARALLEL_OPTIONS
-from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 from dllm_engine.text import assignments, method_text
 
 Options = dict[str, Any]

@@ -15,7 +15,6 @@ from dllm_engine.model_executor.page_memory import PageMemory
 from dllm_engine.model_executor.passes.base import LayerPass, attend_split
 from dllm_engine.model_executor.step_batch import SplitRows, StepBatch, ranges
 from dllm_engine.model_executor.transfer import on_device
-from dllm_engine.scheduler.methods.fast_dllm import DualOptions
 
 
 class PagedPass(LayerPass):
@@ -164,13 +163,3 @@ def _named_rows(plan: StepPlan) -> np.ndarray:
     return ranges(
         [span.start - plan.span.start for span in spans], [span.size for span in spans]
     )[1]
-
-
-class DualPass(RetentionPass):
-    """Fast-dLLM's ``dual``: keeps the positions that the plan adds."""
-
-    @classmethod
-    def of(cls, batch: StepBatch, pages: PageMemory) -> LayerPass:
-        """A refresh of near positions alone keeps every position in place."""
-        refreshes_near = DualOptions.of(batch.canvases[0].spec).refresh == "near"
-        return (OverwritePass if refreshes_near else cls)(batch, pages)

@@ -8,9 +8,9 @@ from floor import Floor, PassShape, attended_keys
 from passes import InnerTime, observed_step
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import LLADA
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, runner_of
 from tests.support.plans import resolved, spec_of
 

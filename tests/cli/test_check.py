@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dllm_engine import LLM
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.check import cases, checks
 from dllm_engine.check.checks import (
     ANSWERS,
@@ -24,7 +25,6 @@ from dllm_engine.cli import check as command
 from dllm_engine.cli.main import main
 from dllm_engine.kernels.pages import write_kv
 from dllm_engine.kernels.rotary import rotate_
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.kernels.checks import all_operators
 
 

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from dllm_engine.batch import BatchRequest
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
 from dllm_engine.cli.engine import json_object
@@ -18,7 +19,6 @@ from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.demo import model_path
 from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.fields import PARALLEL_OPTIONS
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from dllm_engine.text import one_line
 
 PLAN, SERVE = ["plan", "GSAI-ML/LLaDA-8B-Instruct"], ["serve", "demo", "--port", "0"]

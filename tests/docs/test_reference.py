@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.models import allowed
 from dllm_engine.decoding.spec import Guidance
@@ -27,7 +28,6 @@ from dllm_engine.request_options.fields import (
     RequestOptions,
 )
 from dllm_engine.request_options.sampling_params import DEFAULT_GEN_LENGTH
-from dllm_engine.scheduler.methods import CACHE_METHODS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}

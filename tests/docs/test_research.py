@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import CACHE_METHODS
+from dllm_engine.cache_methods.scorers import SCORERS
 from dllm_engine.decoding import unmasking_policies
-from dllm_engine.model_executor.retention.scorers import SCORERS
 from dllm_engine.model_executor.unmasking import rules
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "research.md"

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.evaluation.paper_tasks import tasks_of_papers
 from dllm_engine.families import released_defaults
 from dllm_engine.model_name import has_word, own_name
-from dllm_engine.scheduler.methods import CACHE_METHODS
 
 INSTRUCT, BASE, DREAM = (
     "GSAI-ML/LLaDA-8B-Instruct",

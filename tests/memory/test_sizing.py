@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import methods_for
 from dllm_engine.checkpoints import RELEASED_CONFIGS, load_config
 from dllm_engine.demo import DEMO_GUIDE_DIR
 from dllm_engine.kernels.sampling import filtered_logits, gumbel_max
@@ -19,7 +20,6 @@ from dllm_engine.memory import (
 )
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import methods_for
 from tests.support import tiny_checkpoints
 from tests.support.byte_level_tokenizers import copy_renumbered
 from tests.support.engines import (

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.retention.budgets import (
+from dllm_engine.cache_methods.maskkv.budgets import (
     HEAD_BUDGETS,
     LAYER_BUDGETS,
     head_budgets,

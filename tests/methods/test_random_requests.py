@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.families import Attention
 from dllm_engine.model_executor import head_chunks
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.oracles.decode import METHODS, decode
 from tests.oracles.models import PlainModel
 from tests.support.answers import Request

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import (
     EACH_METHOD_WITH_A_MODEL,
     generate,

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor.passes.paged import RetentionPass
 from dllm_engine.options import EngineOptions
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.fake_cuda_graphs import record_steps
 from tests.support.plans import WAYS

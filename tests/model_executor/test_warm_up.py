@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.model_executor import warm_up
 from dllm_engine.model_executor.warm_up import WarmUp
-from dllm_engine.scheduler.methods import CACHE_METHODS
 from tests.support.engines import assert_nothing_left, generate, runner_of
 from tests.support.fake_cuda_graphs import FakeGraphs
 from tests.support.plans import FULL_METHODS, SHORT_INTERVALS

@@ -4,12 +4,12 @@ import random
 from contextlib import suppress
 from typing import Any
 
+from dllm_engine.cache_methods import CACHE_METHODS, methods_for
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.families import LLADA, ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
 from dllm_engine.request_options.resolve import resolve_decoding
-from dllm_engine.scheduler.methods import CACHE_METHODS, methods_for
 
 FULL_METHODS = {name: CACHE_METHODS[name] for name in methods_for("full")}
 """Cache methods for models that attend to the whole canvas."""

@@ -1,0 +1,298 @@
+"""dLLM-Cache (arXiv 2506.06295), also of what MaskKV (arXiv 2510.09309) retains: each
+layer recomputes the prompt, the response, or those response rows whose values have
+changed most.
+
+Between refreshes the residual stream of the response stays live: a row that a layer
+does not recompute gets that layer's kept *features* instead, the sum of its attention
+output and its feed-forward output when it was last recomputed. (The papers keep the two
+apart; they are only ever added one after the other, so their sum is all there is to
+keep.)
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import RefreshState, Scope
+from dllm_engine.kernels.pages import add_or_renew_features
+from dllm_engine.kernels.sampling import NO_TOKEN, uniform
+from dllm_engine.kernels.similarity import choose_least_similar, replace_and_compare
+from dllm_engine.model_executor.batch_tables import (
+    FeatureTables,
+    HeadTables,
+    TokenTables,
+)
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
+from dllm_engine.model_executor.transfer import on_device
+
+
+class AdaptivePass(LayerPass):
+    """Refreshes the scope of each request's plan, and an ``AdaptiveStep``'s response
+    rows of those it does not cover.
+
+    Requests refreshing different scopes, and those between refreshes, share the pass.
+    Pages hold K/V, and features of the rows from the last that the response needs.
+    """
+
+    chooses = True
+    make_tables: ClassVar[type[TokenTables | HeadTables]] = TokenTables
+    """K/V of the whole canvas, by position, or of what the heads of a layer retain."""
+    row_slots: torch.Tensor | HeadTables
+    """``tables.row_slots``, while the layers run."""
+    feature_slots: torch.Tensor
+    """``FeatureTables.row_slots``, likewise."""
+    rows: torch.Tensor
+    """Rows that each layer recomputes, ``[num_layers, num_rows]``, likewise."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.options = AdaptiveOptions.of(batch.canvases[0].spec)
+        self.batch, self.pages, self.tables = (
+            batch,
+            pages,
+            self.make_tables(batch, pages),
+        )
+        self.first_adaptive_layer = int(self.options.refresh_first_layer)
+        """Layers before it recompute every row in every step, and keep no features: as
+        in the authors' code, so that changed tokens enter all other layers."""
+        device = batch.device
+        kept = [
+            Span(live_start(canvas.spec), canvas.spec.canvas_length)
+            for canvas in batch.canvases
+        ]
+        self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
+        self.num_layers = pages.geometry.num_layers
+        self.all_rows = self._split(batch.sizes)
+        refreshed, responses = [], []
+        for i, plan in enumerate(batch.plans):
+            first, stop = batch.bounds[i : i + 2]
+            response = Span(
+                stop - (plan.span.stop - batch.canvases[i].spec.prompt_length), stop
+            )
+            scopes = {
+                Scope.ALL: Span(first, stop),
+                Scope.PROMPT: Span(first, response.start),
+                Scope.RESPONSE: response,
+            }
+            refreshed.append(scopes.get(plan.scope, Span(first, first)))
+            responses.append(response)
+        self.num_updated = [
+            None if plan.own is None else plan.own.num_updated for plan in batch.plans
+        ]
+        """Response rows that each request's layers choose; None: they choose none."""
+        self.choice = RowChoice(refreshed, responses, self.num_updated, device)
+        """Recomputed rows: those refreshed, and of the response those that have changed
+        most.
+        """
+        verified = self.choice.chosen_from
+        self.verified: Rows | None = None
+        """Rows whose values are compared; a slice if these are all rows of the batch,
+        in order.
+        """
+        if np.array_equal(verified, np.arange(batch.bounds[-1])):
+            self.verified = slice(None)
+        elif verified.size:
+            self.verified = on_device(verified, device)
+        self.counters: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if self.verified is not None and self.options.similarity == "random":
+            request_numbers = [
+                [canvas.seed for canvas in batch.canvases],
+                [plan.forward for plan in batch.plans],
+            ]
+            seeds, forwards = on_device(request_numbers, device)[
+                :, self.features.requests[self.verified]
+            ]
+            self.counters = seeds, forwards, batch.positions[self.verified]
+            """Counters of the random number of each verified row: the same at any
+            batch, and on every rank.
+            """
+        self.repeats = self.counters is None and all(
+            plan.state is RefreshState.REUSE for plan in batch.plans
+        )
+        self.some_rows = self._split(self.choice.sizes)
+        self.places = torch.full_like(batch.positions, -1)
+        """Place of each row among those recomputed, or −1. Each layer sets it for the
+        rows that it chooses from.
+        """
+        self.places[self.choice.fixed] = self.choice.fixed_places
+
+    def _split(self, sizes: Sequence[int]) -> SplitRows:
+        """Rows that a layer recomputes, so many of each request. A canvas that is
+        recomputed as a whole attends to what was just computed, unless its pages hold
+        less."""
+        keeps_all = isinstance(self.tables, TokenTables)
+        alone = [
+            size == canvas.spec.canvas_length and (keeps_all or plan.forward == 0)
+            for size, canvas, plan in zip(
+                sizes, self.batch.canvases, self.batch.plans, strict=True
+            )
+        ]
+        return SplitRows(sizes, alone, self.batch.device)
+
+    def graph_layout(self) -> Hashable | None:
+        return tuple(
+            (rows.num_paged_rows, *rows.sizes)
+            for rows in (self.all_rows, self.some_rows)
+        )
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        verified = [self.verified] if isinstance(self.verified, torch.Tensor) else []
+        verified += self.counters or ()
+        parts = self.features, self.choice, self.all_rows, self.some_rows, self.tables
+        return [
+            self.places,
+            *verified,
+            *(tensor for part in parts for tensor in part.graph_inputs()),
+        ]
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> torch.Tensor:
+        self.row_slots, self.feature_slots = (
+            self.tables.row_slots(),
+            self.features.row_slots(),
+        )
+        self.rows = self.places.new_empty(self.num_layers, self.some_rows.bounds[-1])
+        self.rows[:, self.choice.fixed_places] = self.choice.fixed
+        for index, layer in enumerate(layers):
+            recompute = (
+                self._recompute_all
+                if index < self.first_adaptive_layer
+                else self._recompute_some
+            )
+            recompute(index, layer, hidden, phases)
+        self.results = (
+            [] if self.verified is None else [self.rows[self.first_adaptive_layer :]]
+        )
+        del (
+            self.row_slots,
+            self.feature_slots,
+            self.rows,
+        )  # their memory is for the next graph
+        return hidden
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        first, rest = (
+            self.first_adaptive_layer,
+            self.num_layers - self.first_adaptive_layer,
+        )
+        return -(
+            -(first * num_rows + rest * self.some_rows.sizes[index]) // self.num_layers
+        )
+
+    def record(self, index: int) -> dict[str, Any]:
+        count = self.num_updated[index]
+        if count is None:
+            return {}
+        stop = self.some_rows.bounds[index + 1]
+        rows = [
+            chosen[stop - count : stop]
+            for by_layer in self.results
+            for chosen in by_layer
+        ]
+        return {
+            "updated_positions": [
+                sorted(self.batch.positions[chosen].tolist()) for chosen in rows
+            ]
+        }
+
+    def _recompute_all(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        phases: RotaryPhases,
+    ) -> None:
+        qkv = layer.qkv(layer.attn_norm(hidden), phases)
+        attended = layer.o_proj(self._attend(index, self.all_rows, None, qkv))
+        hidden += layer.mlp(layer.mlp_norm(hidden, attended))
+
+    def _recompute_some(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        phases: RotaryPhases,
+    ) -> None:
+        values, rows = self._choose(index, layer, hidden, phases), self.rows[index]
+        x = attended = update = hidden[rows]
+        if rows.numel():
+            parts, known = ("qkv", []) if values is None else ("qk", [values[rows]])
+            qkv = [*layer.qkv(layer.attn_norm(x), phases[rows], parts), *known]
+            attended = layer.o_proj(self._attend(index, self.some_rows, rows, qkv))
+            x = x + attended
+            update = layer.mlp(layer.mlp_norm(x))
+        add_or_renew_features(
+            hidden,
+            self.features.rows,
+            self.feature_slots[index],
+            self.places,
+            attended,
+            x,
+            update,
+        )
+
+    def _choose(
+        self,
+        index: int,
+        layer: DecoderLayer,
+        hidden: torch.Tensor,
+        phases: RotaryPhases,
+    ) -> torch.Tensor | None:
+        """Set the rows that the layer recomputes. Returns the values of all rows of the
+        batch, if all are verified.
+
+        dLLM-Cache's V-verify: project all response rows to values, choose those least
+        similar to the kept values, and replace all kept values by the fresh ones. A
+        choice by chance verifies nothing.
+        """
+        if self.verified is None:
+            return None
+        values, metric = None, str(self.options.similarity_metric)
+        if self.counters is not None:
+            # In the place of a token, numbers below ``NO_TOKEN``: apart from what
+            # tokens and positions are drawn with.
+            sums = uniform(
+                *self.counters, torch.full_like(self.counters[2], NO_TOKEN - 1 - index)
+            )[None]
+            metric = "random"
+        else:
+            normed, by_value = (
+                layer.attn_norm(hidden[self.verified]),
+                self.options.similarity == "value",
+            )
+            fresh = layer.qkv(normed, phases[self.verified], "v" if by_value else "k")[
+                0
+            ]
+            kept = self.pages.values if by_value else self.pages.keys
+            sums = replace_and_compare(
+                fresh, kept, self.row_slots[index][self.verified]
+            )
+            sums = tensor_model_parallel_all_reduce(sums)
+            values = fresh if by_value and isinstance(self.verified, slice) else None
+        for part, candidates, places in self.choice.by_group(sums):
+            choose_least_similar(
+                part, metric, candidates, places, self.rows[index], self.places
+            )
+        return values
+
+    def _attend(
+        self,
+        layer: int,
+        computed: SplitRows,
+        rows: torch.Tensor | None,
+        qkv: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Attention of recomputed rows, ``rows`` of the batch or all, after their K/V
+        have gone to pages.
+        """
+        q, k, v = qkv
+        self.pages.write(k, v, self.row_slots[layer], rows)
+        return attend_split(layer, self.tables, q, k, v, computed, attend_fresh=False)

@@ -1,0 +1,1 @@
+"""Block diffusion (SDAR, arXiv 2510.06303)."""

@@ -1,0 +1,84 @@
+"""Block diffusion (SDAR, arXiv 2510.06303): the keys and values of finished blocks are
+kept, and are exact.
+
+A block is finished when none of its tokens can change. With token editing (LLaDA2.1), a
+step that begins without masks keeps its block as well: if it replaces no token, what it
+has kept is final, and the next block feeds that no more.
+"""
+
+from dataclasses import replace
+
+from dllm_engine.cache_methods.base import CacheMethod, hold_tokens
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import (
+    RefreshState,
+    Retention,
+    Scope,
+    StepPlan,
+    UnmaskQuota,
+    step_plan,
+)
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """The first step of a block feeds what is finished before it and not kept yet (the
+    prompt, or the block before), keeps that, and predicts the block in the same pass.
+    The others feed the block alone."""
+    block, kept = (
+        spec.from_block_start(spec.span_of(progress.running)),
+        progress.retained,
+    )
+    final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
+    if kept == final:
+        return step_plan(
+            spec, progress, RefreshState.REUSE, Scope.ACTIVE, block, read=kept
+        )
+    finished = Retention.whole(Span(kept, final))
+    # Nothing is read before the first pages are written.
+    scope = Scope.ACTIVE if kept else Scope.ALL
+    return step_plan(
+        spec,
+        progress,
+        RefreshState.UPDATE,
+        scope,
+        Span(kept, block.stop),
+        read=kept,
+        adds=[finished],
+    )
+
+
+def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | None:
+    """A part of what ``plan`` keeps, whole blocks of at most ``max_rows``; it fills
+    nothing. None where no block fits."""
+    start, kept = plan.span.start, plan.retained
+    stop = min((start + max_rows) // spec.block_length * spec.block_length, kept)
+    if stop <= start:
+        return None
+    part = Span(start, stop)
+    return replace(
+        plan,
+        span=part,
+        max_rows=part.size,
+        quota=UnmaskQuota(Span(plan.window.start, plan.window.start), 0, 0.0),
+        retained=stop,
+        post_step=0,
+        adds=(Retention.whole(part),),
+    )
+
+
+def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
+    """The most tokens that pages hold while a block runs: those before it, and with
+    token editing its own, unless it is the last."""
+    block = spec.from_block_start(spec.span_of(running))
+    keeps_own = spec.edit_threshold is not None and running.stop < spec.num_blocks
+    return block.stop if keeps_own else block.start
+
+
+BLOCK = CacheMethod(
+    plan,
+    hold_tokens(tokens_kept),
+    attention=("block_causal",),
+    shortened=shortened,
+    keeps_for_good=True,
+)

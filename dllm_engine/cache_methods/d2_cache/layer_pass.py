@@ -1,0 +1,295 @@
+"""d2Cache (arXiv 2509.23094): K/V of the whole canvas are kept by position, and a pass
+ends by choosing the rows of the next one.
+
+These are rows that predict masked positions, by their confidence and the certainty
+prior; the tokens that were just unmasked; and of all others those to which attention,
+rolled out over the layers, leads.
+"""
+
+from collections.abc import Hashable, Iterable
+from itertools import chain, groupby
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+
+from dllm_engine.cache_methods.d2_cache.method import D2CacheOptions
+from dllm_engine.decoding.step_plan import RefreshState, StepPlan
+from dllm_engine.decoding.unmasking_policies import (
+    UNMASKING_POLICIES,
+    WEIGHTED_MEASURES,
+)
+from dllm_engine.kernels.attention_scores import summed_probabilities
+from dllm_engine.kernels.paged_attention import paged_attention
+from dllm_engine.model_executor.batch_tables import ALL_LAYERS, TokenTables
+from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.graphs.recording import HOST_BOUND_ROWS, padded
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.unmasking.statistics import (
+    TokenStatistics,
+    certainty_density,
+)
+
+
+class Rollout:
+    """Attention rollout of requests: R = I, then with each layer R ← ½ (Â + I) R.
+
+    Â holds the layer's attention probabilities, averaged over heads, in the computed
+    rows, and unit rows elsewhere. So all other rows of R stay unit rows, and the
+    computed ones are enough: float32 ``[num_requests, num_rows, num_tokens]``, zeros in
+    the rows and tokens that a request lacks.
+    """
+
+    def __init__(
+        self, positions: torch.Tensor, exist: torch.Tensor, num_tokens: int
+    ) -> None:
+        """``positions``: of the computed rows, ``[num_requests, num_rows]``. ``exist``:
+        which rows there are, bool.
+        """
+        self.positions = positions
+        self.rows = torch.zeros(*positions.shape, num_tokens, device=positions.device)
+        self.rows.scatter_(2, positions[..., None], exist[..., None].float())
+        self.computed = self.rows.amax(dim=1, keepdim=True) > 0
+        """True at positions whose rows are computed,
+        ``[num_requests, 1, num_tokens]``.
+        """
+
+    def add_layer(self, probabilities: torch.Tensor, share: float) -> None:
+        """``probabilities`` ``[num_requests, num_rows, num_tokens]``: times ``share``,
+        averaged over heads; overwritten."""
+        between_computed = probabilities.gather(
+            2, self.positions[:, None].expand(-1, probabilities.shape[1], -1)
+        )
+        others = self.rows.add(
+            probabilities.masked_fill_(self.computed, 0), alpha=share
+        )
+        self.rows = others.baddbmm_(
+            between_computed, self.rows, beta=0.5, alpha=0.5 * share
+        )
+
+    def importance(self) -> torch.Tensor:
+        """Column sums of R, float32 ``[num_requests, num_tokens]``."""
+        return self.rows.sum(dim=1).add_(~self.computed[:, 0])
+
+
+class RolloutPass(LayerPass):
+    """K/V of every computed row replace those kept at its position, and the row attends
+    to the whole canvas as kept.
+    """
+
+    observes = True
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.batch, self.pages = batch, pages
+        num_rows, sizes = batch.bounds[-1], batch.sizes
+        lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
+        self.tables = TokenTables(batch, pages)
+        self.num_tokens = max(lengths)
+        """Positions of a canvas, at most. It and numbers of rows are rounded up where
+        the pass may be recorded.
+        """
+        if num_rows <= HOST_BOUND_ROWS and all(
+            plan.state is RefreshState.REUSE for plan in batch.plans
+        ):
+            *sizes, self.graph_rows = (
+                padded(size) or size for size in (*sizes, num_rows)
+            )
+            self.num_tokens = self.tables.tables.shape[2] * pages.page_size
+        self.groups = [(size, len([*alike])) for size, alike in groupby(sizes)]
+        """Rows of a request, at most, and number of the requests that it holds for; in
+        batch order.
+        """
+        self.rollouts: list[tuple[slice, Rollout]] = []
+        """Per group, its requests, and their rollout as far as layers have run."""
+        places = self.tables.slots(
+            ALL_LAYERS, batch.requests, batch.positions, pages.page_size
+        )
+        self.places = F.pad(places, (0, max(self.graph_rows - num_rows, 0)), value=-1)
+        """Place of each row in pages, ``[num_layers, num_rows]``; −1 behind the rows of
+        the batch.
+        """
+        self.known_before = [
+            canvas.known[canvas.spec.prompt_length :] >= 0 for canvas in batch.canvases
+        ]
+        """Tokens of each response that are known when the pass begins, bool."""
+        for canvas, length in zip(batch.canvases, lengths, strict=True):
+            if canvas.cache_state is None:
+                canvas.cache_state = torch.zeros(length, device=batch.device)
+
+    @staticmethod
+    def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+        """What the pass before chose, if there was one."""
+        return (
+            LayerPass.positions(plan, canvas)
+            if canvas.next_rows is None
+            else canvas.next_rows
+        )
+
+    def graph_layout(self) -> Hashable | None:
+        return tuple(self.groups) if self.graph_rows else None
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        return [
+            self.places,
+            self.batch.cu_seqlens,
+            self.tables.tables,
+            self.tables.head_len,
+            self.tables.token_lens,
+        ]
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> torch.Tensor:
+        self.row_slots = self.pages.slots(self.places[:, : hidden.shape[0]])
+        first = 0
+        for num_rows, num_requests in self.groups:
+            requests = slice(first, first := first + num_requests)
+            bounds = self.batch.cu_seqlens[requests.start : requests.stop + 1, None]
+            rows = bounds[:-1] + torch.arange(num_rows, device=hidden.device)
+            exist = rows < bounds[1:]
+            positions = phases.positions[
+                rows.clamp(max=hidden.shape[0] - 1)
+            ].masked_fill(~exist, 0)
+            self.rollouts.append((requests, Rollout(positions, exist, self.num_tokens)))
+        hidden = super().__call__(layers, hidden, phases)
+        self.results = [rollout.importance() for _, rollout in self.rollouts]
+        self.rollouts.clear()
+        del (
+            self.row_slots
+        )  # its memory, and that of the rollouts, is for the next graph
+        return hidden
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        self.pages.write(k, v, self.row_slots[layer])
+        tokens, bounds, most_rows = (
+            self.tables.paged_tokens(layer),
+            self.batch.cu_seqlens,
+            max(self.groups)[0],
+        )
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        out = paged_attention(
+            q, k, v, bounds, tokens, attend_fresh=False, max_seqlen=most_rows, lse=lse
+        )
+        ranks = get_tensor_model_parallel_world_size()
+        for requests, rollout in self.rollouts:
+            pages = (
+                tokens.k_pages,
+                tokens.page_tables[requests],
+                tokens.head_len[requests],
+            )
+            group_bounds = bounds[requests.start : requests.stop + 1]
+            sums = summed_probabilities(
+                q, lse, group_bounds, *pages, *rollout.rows.shape[1:]
+            )
+            # Every rank has its own heads; all must choose the same rows.
+            rollout.add_layer(
+                tensor_model_parallel_all_reduce(sums), 1 / (q.shape[1] * ranks)
+            )
+        return out
+
+    def observe(
+        self, index: int, positions: torch.Tensor, statistics: TokenStatistics
+    ) -> None:
+        canvas, plan = self.batch.canvases[index], self.batch.plans[index]
+        if plan.quota.predicts is not None:
+            measure = UNMASKING_POLICIES[canvas.spec.unmasking].measures
+            confidence = statistics.confidence(
+                measure if measure in WEIGHTED_MEASURES else "probability"
+            )
+            canvas.cache_state[positions] = confidence.float()
+
+    def asked(self) -> list[torch.Tensor]:
+        """Importance and confidence of every position, per request."""
+        kept = [canvas.cache_state for canvas in self.batch.canvases]
+        importance = chain.from_iterable(self.results)
+        return [
+            torch.stack((x[: len(y)], y)) for x, y in zip(importance, kept, strict=True)
+        ]
+
+    def next_rows(self, index: int) -> np.ndarray | None:
+        canvas = self.batch.canvases[index]
+        spec, options = canvas.spec, D2CacheOptions.of(canvas.spec)
+        start, shift, known = (
+            spec.prompt_length,
+            int(spec.shifts_logits),
+            canvas.known >= 0,
+        )
+        if known.all():
+            return None
+        importance, confidence = self.answers[index].astype(np.float64)
+        chosen = start + self._masked_to_predict(
+            index, known[start:], confidence[start:]
+        )
+        computed = np.zeros(spec.canvas_length, dtype=bool)
+        computed[np.maximum(chosen - shift, 0)] = True
+        # The prompt's last row, which predicts the first token, has no say in what
+        # rollout chooses.
+        last_of_prompt = slice(max(start - shift, 0), start)
+        predicts_first = computed[last_of_prompt].copy()
+        computed[last_of_prompt] = False
+        computed[canvas.last_unmasked] = True
+        computed[_most_important(importance, ~computed, options.rollout_p)] = True
+        computed[last_of_prompt] = predicts_first
+        rows = np.flatnonzero(computed)
+        for i in np.flatnonzero(np.diff(rows) <= options.gap_fill):
+            computed[rows[i] : rows[i + 1]] = True
+        return np.flatnonzero(computed)
+
+    def _masked_to_predict(
+        self, index: int, known: np.ndarray, confidence: np.ndarray
+    ) -> np.ndarray:
+        """The masked positions of the response that a request's next pass is to
+        predict. Those in the block that this pass worked on come before all others; of
+        several blocks the leftmost that is not finished, because the next pass has to
+        fill some of it.
+
+        ``known`` bool, ``confidence`` float64, of the response: ``[gen_length]``.
+        """
+        spec, window = self.batch.canvases[index].spec, self.batch.plans[index].window
+        options, masked = D2CacheOptions.of(spec), np.flatnonzero(~known)
+        first, stop = (
+            window.start - spec.prompt_length,
+            window.stop - spec.prompt_length,
+        )
+        if spec.block_add_threshold is not None:
+            first = masked[0] // spec.block_length * spec.block_length
+            stop = min(first + spec.block_length, spec.gen_length)
+        preferred, unit = np.arange(first, stop), spec.block_length
+        if options.range_unit == "masks":
+            preferred = preferred[~self.known_before[index][first:stop]]
+            first, unit = preferred[0], len(preferred)
+        scores = confidence * certainty_density(known, options.sigma)
+        scores[preferred] += scores.max()
+        if spec.delay_eos or spec.slow_fast is not None:
+            # Elsewhere an end token may be held back, or lie behind the span; the pass
+            # must unmask something.
+            scores[masked[0]] = np.inf
+        enough = masked[min(options.masked_rows, masked.size) - 1]
+        stop = (
+            len(known)
+            if masked.size < options.masked_rows
+            else (enough // unit + 1) * unit
+        )
+        within = masked[(masked >= first) & (masked < stop)]
+        return within[np.argsort(-scores[within], kind="stable")[: options.masked_rows]]
+
+
+def _most_important(
+    importance: np.ndarray, candidates: np.ndarray, share: float
+) -> np.ndarray:
+    """Positions among ``candidates`` ``[canvas_length]`` bool that make up ``share`` of
+    their importance; at least one."""
+    positions = np.flatnonzero(candidates)
+    ordered = positions[np.argsort(-importance[positions], kind="stable")]
+    shares = importance[ordered].cumsum()
+    within = shares <= share * shares[-1:]
+    return ordered[: max(np.count_nonzero(within), 1)]

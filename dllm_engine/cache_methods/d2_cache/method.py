@@ -1,0 +1,90 @@
+"""d2Cache (arXiv 2509.23094): each step computes rows that the step before chose, by
+confidence and attention.
+"""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+
+
+class D2CacheOptions(CacheOptions):
+    """Options of ``d2_cache`` (d2Cache, arXiv 2509.23094)."""
+
+    rollout_p: float = Field(default=0.1, ge=0, le=1)
+    """Share of importance: a step also computes the positions that attention rollout
+    finds most important, up to this share of the total importance of the positions that
+    it would not compute otherwise, and at least one."""
+    masked_rows: int = Field(default=32, ge=1)
+    """Masked positions that a step predicts: the most confident ones
+    near known tokens.
+    """
+    sigma: float = Field(default=10.0, ge=0.01, le=1e6)
+    """Width in tokens of the Gaussian that says how near known tokens are (the
+    certainty prior), for choosing masked positions."""
+    gap_fill: int = Field(default=0, ge=0)
+    """Also compute the rows between two computed rows that are at most so many
+    positions apart.
+    """
+    confidence: Literal["first", "latest"] = "first"
+    """Confidence of a masked position that counts: of the first pass, or of the latest
+    pass that predicted it.
+    """
+    range_unit: Literal["masks", "block"] = "masks"
+    """Masked positions are searched until ``masked_rows`` are found, and on to the next
+    multiple of this: the number of masks in the block, or the length of the block."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Compute the canvas once; from then on the rows that the pass before chose."""
+    options = D2CacheOptions.of(spec)
+    whole = progress.num_forwards == 0
+    state, scope = (
+        (RefreshState.UPDATE, Scope.ALL)
+        if whole
+        else (RefreshState.REUSE, Scope.ACTIVE)
+    )
+    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
+    # Also in passes that fill a span alone, rows are chosen from the whole canvas.
+    plan.span, plan.max_rows, plan.read = (
+        spec.canvas_span,
+        spec.canvas_length,
+        spec.canvas_length,
+    )
+    if spec.slow_fast is None:
+        # Where the schedule asks for a position by name, its row may not be among those
+        # computed.
+        plan.quota.candidates = plan.window
+    if whole or options.confidence == "latest":
+        plan.quota.predicts = Span(plan.quota.candidates.start, spec.canvas_length)
+    if not whole:
+        plan.max_rows = _most_rows(options, spec, progress)
+    return plan
+
+
+def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:
+    """The most rows that a step can have been given."""
+    predicting = (
+        min(options.masked_rows, spec.num_masks - progress.num_unmasked)
+        + progress.last_unmasked
+    )
+    # The most important of n positions have a larger share of the importance than of
+    # the positions.
+    chosen = predicting + int(options.rollout_p * spec.canvas_length) + 1
+    return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)
+
+
+D2_CACHE = CacheMethod(
+    plan,
+    hold_canvas,
+    D2CacheOptions,
+    "dllm_engine.cache_methods.d2_cache.layer_pass:RolloutPass",
+    # Four float32 for each row and position: rollout and probabilities of every
+    # request, and twice as much again while a layer is added.
+    pass_bytes=lambda rows, longest: 16 * rows * longest,
+    unguided=lambda options: "cache_method='d2_cache'",
+)

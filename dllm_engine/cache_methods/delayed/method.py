@@ -1,0 +1,76 @@
+"""d3LLM's cache (arXiv 2601.07568): finished blocks are kept some passes after they
+were finished.
+"""
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.base import (
+    CacheMethod,
+    hold_tokens,
+    plan_behind_prefix,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.step_plan import StepPlan
+
+
+class DelayedOptions(CacheOptions):
+    """Options of ``delayed`` (d3LLM, arXiv 2601.07568)."""
+
+    cache_delay: int = Field(default=1, ge=0)
+    """Forward passes from the one that finishes a block to the one that keeps it. The
+    passes between them compute the whole canvas and renew everything kept."""
+    refresh_interval: int = Field(default=10_000, ge=1)
+    """Every so many forward passes, counted over the response, a pass computes the
+    whole canvas and renews everything kept."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Keep the beginning of the canvas, and compute the rest with all masked blocks in
+    every pass.
+
+    A pass keeps blocks that have waited long enough (UPDATE); else it renews what is
+    kept while a block waits, or when a refresh is due (UPDATE of ALL); else it attends
+    to what is kept (REUSE). Before anything is kept it is FULL.
+    """
+    options = DelayedOptions.of(spec)
+    number = progress.num_forwards + 1
+    kept, keeping, waits = 0, 0, False
+    for end, arrives, keeps in _schedule(spec, progress, options.cache_delay):
+        kept = end if keeps < number else kept
+        keeping = end if keeps <= number else keeping
+        waits = waits or arrives <= number < keeps
+    renews = keeping == kept and (waits or number % options.refresh_interval == 0)
+    stop = spec.visible(spec.span_of(progress.running)).stop
+    return plan_behind_prefix(
+        spec, progress, 0 if renews else kept, stop, keep=keeping, window_alone=False
+    )
+
+
+def _schedule(
+    spec: DecodingSpec, progress: Progress, delay: int
+) -> list[tuple[int, int, int]]:
+    """Per prompt and finished block: its end, the forward pass in which it begins to
+    wait, and the pass that keeps it, counted from 1. In LLaDA a block waits once the
+    block before it is kept, in Dream at once."""
+    kept_before = max(1, delay)
+    schedule = [(spec.prompt_length, 0, kept_before)]
+    for block, completed_at in enumerate(progress.completed_at):
+        arrives = (
+            completed_at + 1
+            if spec.shifts_logits
+            else max(completed_at + 1, kept_before)
+        )
+        kept_before = arrives + delay
+        schedule.append((spec.block_span(block).stop, arrives, kept_before))
+    return schedule
+
+
+DELAYED = CacheMethod(
+    plan,
+    # At most what lies before the last running block is finished.
+    hold_tokens(lambda spec, running: spec.block_span(running.stop - 1).start),
+    DelayedOptions,
+    trims_suffix=True,
+    tuned={"cache_delay": (0, 1, 2)},
+)

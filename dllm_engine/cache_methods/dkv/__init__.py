@@ -1,0 +1,1 @@
+"""dKV-Cache-Decode (arXiv 2505.15781)."""

@@ -1,0 +1,72 @@
+"""dKV-Cache-Decode (arXiv 2505.15781): keys and values of a token are kept one step
+after it was decoded.
+"""
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+
+
+class DKVOptions(CacheOptions):
+    """Options of ``dkv`` (dKV-Cache-Decode, arXiv 2505.15781)."""
+
+    refresh_interval: int = Field(default=8, ge=1)
+    """Steps of a window from one computation of the whole canvas to the next."""
+
+
+@dataclass(frozen=True)
+class DKVStep:
+    """A step that computes rows by what is masked."""
+
+    last_row: bool = False
+    """Compute the last row of the canvas as well, which predicts nothing with shifted
+    logits.
+    """
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Recompute the canvas every ``refresh_interval`` steps; between, the masked rows
+    and those just decoded.
+
+    LLaDA recomputes all in a window's first two steps, because the second is the first
+    in which a decoded token's own K/V could be kept; Dream in the first alone.
+    """
+    options = DKVOptions.of(spec)
+    whole = progress.step % options.refresh_interval == 0 or (
+        progress.step == 1 and not spec.shifts_logits
+    )
+    state, scope = (
+        (RefreshState.UPDATE, Scope.ALL)
+        if whole
+        else (RefreshState.REUSE, Scope.ACTIVE)
+    )
+    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
+    if whole:
+        return plan
+    # At most the window and all behind it was masked when the window began.
+    plan.max_rows = plan.span.stop - plan.window.start
+    # The last row predicts no token, so nothing says when it is final; it is taken to
+    # be after the second step.
+    plan.own = DKVStep(last_row=spec.shifts_logits and progress.step == 1)
+    if plan.own.last_row:
+        plan.max_rows += 1
+    return plan
+
+
+DKV = CacheMethod(
+    plan,
+    hold_canvas,
+    DKVOptions,
+    "dllm_engine.cache_methods.dkv.layer_pass:MaskedRowsPass",
+    # The authors' interval for Dream is half of LLaDA's.
+    paper_settings={
+        "LLaDA": {"": {"refresh_interval": 8}},
+        "Dream": {"": {"refresh_interval": 4}},
+    },
+    tuned={"refresh_interval": (4, 8, 16)},
+)

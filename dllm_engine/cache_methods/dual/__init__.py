@@ -1,0 +1,1 @@
+"""Fast-dLLM's DualCache (arXiv 2505.22618)."""

@@ -1,0 +1,72 @@
+"""Fast-dLLM (arXiv 2505.22618), DualCache: everything outside the window is kept."""
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.base import CacheMethod, hold_tokens, plan_on_canvas
+from dllm_engine.cache_methods.window_refresh import (
+    RefreshOptions,
+    refresh_then_reuse,
+    split,
+    whole_is_due,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import RefreshState, Retention, Scope, StepPlan
+
+
+class DualOptions(RefreshOptions):
+    """Options of ``dual`` (Fast-dLLM, arXiv 2505.22618). The defaults
+    are the paper's.
+    """
+
+    near_tokens: int = Field(default=32, ge=1)
+    """Positions on each side of the window that are computed with it, with
+    ``refresh="near"``.
+    """
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """The first step of a window keeps all but the window, or with ``refresh="near"``
+    renews what is near or the whole canvas; the others compute the window alone."""
+    options = DualOptions.of(spec)
+    if options.refresh != "near":
+        return refresh_then_reuse(spec, progress, 0, retain_all)
+    window = spec.span_of(progress.running)
+    visible = spec.visible(window)
+    state, scope, span = RefreshState.UPDATE, Scope.ACTIVE, window
+    if progress.step:
+        state = RefreshState.REUSE
+    elif whole_is_due(spec, progress, update_step=0):
+        scope, span = Scope.ALL, visible
+    else:
+        # What becomes visible where a suffix is left out has not been computed before.
+        stop = (
+            window.stop + options.near_tokens
+            if spec.suffix_blocks is None
+            else visible.stop
+        )
+        span = Span(max(window.start - options.near_tokens, 0), min(stop, visible.stop))
+    return plan_on_canvas(spec, progress, state, scope, span, window_alone=True)
+
+
+def retain_all(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
+    """Everything outside the window."""
+    old, new = split(spec, window)
+    return Retention.whole(old), [Retention.whole(*new)]
+
+
+def num_retained(spec: DecodingSpec, running: Blocks) -> int:
+    """Everything outside the window; with ``refresh="near"`` the window too."""
+    window = spec.span_of(running)
+    kept = spec.visible(window).size
+    return kept if DualOptions.of(spec).refresh == "near" else kept - window.size
+
+
+DUAL = CacheMethod(
+    plan,
+    hold_tokens(num_retained),
+    DualOptions,
+    "dllm_engine.cache_methods.dual.layer_pass:DualPass",
+    trims_suffix=True,
+    tuned={"refresh": ("all", "response", "near")},
+)

@@ -1,0 +1,479 @@
+"""ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked
+leave the pass early.
+
+K/V of the whole canvas are kept by position. A step feeds the window, and after some
+layers only its most important rows go on; the others keep the K/V that deeper layers
+have of them. A row is important if it was confident when it last went through all
+layers, and if what it is remembered by (its hidden state, query, key or value at that
+layer) has changed since. Combined with Sparse-dLLM's eviction, a layer attends to a
+copy of what it retained, and to the window.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+
+from dllm_engine.cache_methods.es_dllm.method import (
+    EarlySkipStep,
+    ESDLLMOptions,
+    RetainedCopy,
+)
+from dllm_engine.decoding.page_layout import PageKind
+from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.step_plan import Scope, StepPlan
+from dllm_engine.kernels.attention_scores import (
+    mean_query_scores,
+    select_retained,
+    top_indices,
+)
+from dllm_engine.kernels.pages import page_places
+from dllm_engine.model_executor.batch_tables import (
+    BatchTables,
+    FeatureTables,
+    TokenTables,
+)
+from dllm_engine.model_executor.canvas_store import SPARE, Canvas
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import LayerPass, attend_split
+from dllm_engine.model_executor.step_batch import RowChoice, Rows, SplitRows, StepBatch
+from dllm_engine.model_executor.transfer import on_device
+from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
+
+POOL_KERNEL_SIZE = 3
+"""Width of the max-pooling before eviction, as in Sparse-dLLM."""
+NUM_CONFIDENT, CONFIDENT_BONUS = 2, 2.0
+"""Number of the most confident rows that get a bonus, and the bonus. They almost always
+stay.
+"""
+LEFTMOST_BONUS = 5.0
+"""Bonus of the row that predicts the leftmost masked position of the window, so that
+every step makes progress.
+"""
+UNMASKED_BONUS = 3.0
+"""Bonus of the rows that predicted the tokens of the last step."""
+SMALLEST_NORM = 1e-6
+
+
+class EarlySkipPass(LayerPass):
+    """Writes the K/V of every row a layer computes to its position, attends to the
+    canvas as kept, and drops rows.
+    """
+
+    chooses = observes = True
+    row_slots: torch.Tensor
+    """``TokenTables.row_slots``, while the layers run."""
+    feature_slots: torch.Tensor
+    """``FeatureTables.row_slots``, likewise, if there are ``features``."""
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        options = ESDLLMOptions.of(batch.canvases[0].spec)
+        self.batch, self.pages, self.options = batch, pages, options
+        device, plans, sizes = batch.device, batch.plans, batch.sizes
+        self.shift = int(batch.canvases[0].spec.shifts_logits)
+        for canvas in batch.canvases:
+            if canvas.cache_state is None:
+                # One more than there are positions: with shifted logits, the last row
+                # predicts none.
+                canvas.cache_state = torch.zeros(
+                    canvas.spec.canvas_length + 1, device=device
+                )
+
+        self.tables = TokenTables(batch, pages)
+        self.num_layers = pages.geometry.num_layers
+        self.steps: list[EarlySkipStep] = [plan.own for plan in plans]
+        self.reading = [step.copying is RetainedCopy.READ for step in self.steps]
+        self.copied = {
+            i: self._copied(i)
+            for i, step in enumerate(self.steps)
+            if step.copying is RetainedCopy.WRITE
+        }
+        self.retained: dict[int, list[torch.Tensor]] = {i: [] for i in self.copied}
+        kinds = [PageKind.RETAINED if reads else PageKind.KV for reads in self.reading]
+        self.attended = (
+            TokenTables(batch, pages, kinds) if any(self.reading) else self.tables
+        )
+        self.copies = (
+            BatchTables(batch, PageKind.RETAINED) if self.copied else self.tables
+        )
+        self.copy_tokens = self._copy_tokens()
+
+        self.skips = [step.skips for step in self.steps]
+        # Of a canvas that is computed as a whole, the pages would give back what was
+        # just computed.
+        alone = [
+            size == canvas.spec.canvas_length and not reads and not skips
+            for size, canvas, reads, skips in zip(
+                sizes, batch.canvases, self.reading, self.skips, strict=True
+            )
+        ]
+        self.stages = [SplitRows(sizes, alone, device)]
+        """The rows that the layers between two cuts compute; one more than there are
+        cuts.
+        """
+        self.cuts: dict[int, RowChoice] = {}
+        """Choice of the rows that go on, among those of the layer."""
+        for layer, fraction in options.cuts(self.num_layers).items():
+            rows = [Span(*bounds) for bounds in pairwise(self.stages[-1].bounds)]
+            whole = [
+                Span(0, 0) if skip else span
+                for span, skip in zip(rows, self.skips, strict=True)
+            ]
+            kept = [
+                self._num_kept(i, fraction, span.size) if self.skips[i] else None
+                for i, span in enumerate(rows)
+            ]
+            self.cuts[layer] = RowChoice(whole, rows, kept, device)
+            self.stages.append(SplitRows(self.cuts[layer].sizes, alone, device))
+        self.kept_rows: list[torch.Tensor] = []
+        """After each cut so far, the rows of the batch that went on."""
+        self.follows = any(self.skips)
+        if self.follows:
+            predicted = batch.host_positions + self.shift
+            firsts = predicted[batch.bounds[:-1]]
+            self.scores = [
+                c.cache_state[a : a + n]
+                for c, a, n in zip(batch.canvases, firsts, sizes, strict=True)
+            ]
+            """Views of the confidences that requests keep, of the positions that their
+            rows predict: neighbours.
+            """
+            self.predicted, masked, filled = self._rows_that_skip(predicted)
+            self._set_importance(masked, filled)
+        self.repeats = not self.copied and all(
+            self._repeats(i) for i in range(len(plans))
+        )
+        self.features: FeatureTables | None = None
+        """What rows are remembered by, if that is no key or value."""
+        if options.keeps_features and self.cuts:
+            # A query is of this rank's heads alone: a narrower row, of which pages have
+            # room for more.
+            ranks = (
+                get_tensor_model_parallel_world_size()
+                if options.indicator == "query"
+                else 1
+            )
+            predicting = [
+                Span(*(end - self.shift for end in c.spec.response_span))
+                for c in batch.canvases
+            ]
+            self.features = FeatureTables(
+                batch, pages, predicting, pages.geometry.hidden_size // ranks
+            )
+
+    def _num_kept(self, index: int, fraction: float, num_rows: int) -> int:
+        num_unmasked = len(self.batch.canvases[index].last_unmasked)
+        least = min(num_unmasked + 2, self.batch.plans[index].window.size)
+        return min(max(int(fraction * self.batch.sizes[index]), least), num_rows)
+
+    def _repeats(self, index: int) -> bool:
+        """Return True if the next steps of a request keep as many rows, however many
+        positions each of them fills.
+        """
+        plan, canvas = self.batch.plans[index], self.batch.canvases[index]
+        fewest = (
+            min(self.options.cuts(self.num_layers).values(), default=1.0)
+            if self.skips[index]
+            else 1.0
+        )
+        most_unmasked = max(plan.quota.count, len(canvas.last_unmasked))
+        enough = int(fewest * self.batch.sizes[index]) >= min(
+            most_unmasked + 2, plan.window.size
+        )
+        return (
+            enough
+            and plan.scope is Scope.ACTIVE
+            and not self.steps[index].from_last_unmasked
+        )
+
+    def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions outside the window, of which some are copied, and of the window."""
+        first, stop = (end - self.shift for end in self.batch.plans[index].window)
+        canvas = np.arange(self.batch.canvases[index].spec.canvas_length)
+        outside, window = np.delete(canvas, slice(first, stop)), canvas[first:stop]
+        return on_device(outside, self.batch.device), on_device(
+            window, self.batch.device
+        )
+
+    def _copy_tokens(self) -> torch.Tensor | None:
+        """The place of each row in its request's retained copy, after what was copied;
+        −1 where it has none.
+        """
+        if not any(self.reading):
+            return None
+        batch = self.batch
+        starts = np.array([plan.window.start - self.shift for plan in batch.plans])
+        num_copied = np.array([step.num_copied for step in self.steps])
+        places = batch.host_positions - starts.repeat(batch.sizes)
+        has_place = (places >= 0) & np.repeat(self.reading, batch.sizes)
+        return on_device(
+            np.where(has_place, places + num_copied.repeat(batch.sizes), -1),
+            batch.device,
+        )
+
+    def _rows_that_skip(
+        self, predicted: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Per row: the ``CanvasStore`` index of the position that it predicts, whether
+        that is masked, and whether the last step filled it. Rows of requests that skip
+        none get the spare place, which is neither."""
+        table = np.full((3, self.batch.bounds[-1]), [[SPARE], [False], [False]])
+        for i, canvas in enumerate(self.batch.canvases):
+            if self.skips[i]:
+                positions = predicted[self.batch.rows(i)]
+                states = (
+                    canvas.known[positions] < 0,
+                    np.isin(positions, canvas.last_unmasked),
+                )
+                table[:, self.batch.rows(i)] = canvas.start + positions, *states
+        places, masked, filled = on_device(table, self.batch.device).unbind()
+        return places, masked > 0, filled > 0
+
+    def _set_importance(self, masked: torch.Tensor, filled: torch.Tensor) -> None:
+        """Set the last confidence of each row, 0 where its token is not masked, and its
+        bonus; ``[num_rows]`` each.
+        """
+        self.masked, self.confidences = masked, torch.cat(self.scores) * masked
+        counts = masked.cumsum(dim=0)
+        before = F.pad(counts, (1, 0))[self.batch.cu_seqlens][self.batch.requests]
+        self.bonuses = LEFTMOST_BONUS * (masked & (counts - before == 1))
+        if self.options.alpha < 1:
+            self.bonuses = self.bonuses + UNMASKED_BONUS * filled
+
+    @staticmethod
+    def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
+        start = plan.span.start
+        if plan.own.from_last_unmasked and canvas.last_unmasked:
+            shift = int(canvas.spec.shifts_logits)
+            start = min(start, max(canvas.last_unmasked[0] - shift, 0))
+        return np.arange(start, plan.span.stop)
+
+    def follow(self, masked: torch.Tensor) -> None:
+        masked = masked[self.predicted]
+        self._set_importance(masked, self.masked & ~masked)
+
+    def graph_layout(self) -> Hashable | None:
+        if self.copied:
+            return None
+        sizes = tuple((stage.num_paged_rows, *stage.sizes) for stage in self.stages)
+        return sizes, tuple(self.skips), tuple(self.reading)
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        own = [self.confidences, self.bonuses] if self.follows else []
+        parts: list[Any] = [
+            self.tables,
+            *self.stages,
+            *self.cuts.values(),
+            *filter(None, [self.features]),
+        ]
+        if self.copy_tokens is not None:
+            own.append(self.copy_tokens)
+            parts.append(self.attended)
+        return own + [tensor for part in parts for tensor in part.graph_inputs()]
+
+    @property
+    def finished(self) -> tuple[torch.Tensor, Sequence[int]] | None:
+        return (self.results[0], self.stages[-1].sizes) if self.results else None
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> torch.Tensor:
+        indicator = self.options.indicator
+        self.stage, self.kept_rows = self.stages[0], []
+        self.row_slots = self.tables.row_slots()
+        if self.features is not None:
+            self.feature_slots = self.features.row_slots()
+        x, rows = hidden, torch.arange(hidden.shape[0], device=hidden.device)
+        for index, layer in enumerate(layers):
+            q, k, v = layer.qkv(layer.attn_norm(x), phases)
+            cut = self.cuts.get(index)
+            if cut is not None and indicator != "hidden_state":
+                remembered = {"query": q, "key": k, "value": v}[indicator]
+                kept = self._cut(index, cut, rows, remembered.flatten(1))
+                x, rows, phases, q, k, v = (
+                    x[kept],
+                    rows[kept],
+                    phases[kept],
+                    q[kept],
+                    k[kept],
+                    v[kept],
+                )
+            attended = layer.o_proj(self._attend(index, rows, q, k, v))
+            x += layer.mlp(layer.mlp_norm(x, attended))
+            if cut is not None and indicator == "hidden_state":
+                kept = self._cut(index, cut, rows, x)
+                x, rows, phases = x[kept], rows[kept], phases[kept]
+        del self.row_slots  # its memory, and that of the other, is for the next graph
+        if self.features is not None:
+            del self.feature_slots
+        if self.kept_rows:
+            hidden[rows] = x
+            finished = torch.zeros(
+                hidden.shape[0], dtype=torch.bool, device=hidden.device
+            )
+            self.results = [finished.index_fill_(0, rows, True), *self.kept_rows]
+        return hidden
+
+    def _attend(
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:
+        self.pages.write(k, v, self.row_slots[layer], rows)
+        if self.copy_tokens is not None:
+            tokens = self.copy_tokens[rows]
+            slots = self.attended.token_slots(
+                layer, self.tables.requests[rows], tokens.clamp(min=0)
+            )
+            self.pages.write(k, v, slots.masked_fill((tokens < 0)[:, None], -1))
+        self._copy_retained(layer, q)
+        return attend_split(
+            layer, self.attended, q, k, v, self.stage, attend_fresh=False
+        )
+
+    def _copy_retained(self, layer: int, q: torch.Tensor) -> None:
+        """Sparse-dLLM's choice over the canvas as it is kept, for the requests whose
+        step it is. Such a step skips no row, and the mean is over the queries of all
+        that it computes."""
+        pages = self.pages
+        for i, (outside, window) in self.copied.items():
+            slots = self.tables.token_slots(layer, torch.full_like(outside, i), outside)
+            scores = mean_query_scores(
+                q[self.stage.rows(i)], pages.keys[page_places(slots, pages.keys)]
+            )
+            # Every rank scores with its own heads; all must retain the same tokens.
+            # Only the order counts.
+            scores = tensor_model_parallel_all_reduce(scores)
+            chosen = outside[
+                select_retained(scores, self.steps[i].num_copied, POOL_KERNEL_SIZE)
+            ]
+            self.retained[i].append(chosen)
+            copied = torch.cat((chosen, window))
+            requests = torch.full_like(copied, i)
+            places = page_places(
+                self.tables.token_slots(layer, requests, copied), pages.keys
+            )
+            numbers = torch.arange(len(copied), device=copied.device)
+            slots = pages.slots(
+                self.copies.slots(layer, requests, numbers, pages.page_size)
+            )
+            pages.write(pages.keys[places], pages.values[places], slots)
+
+    def _cut(
+        self, layer: int, cut: RowChoice, rows: torch.Tensor, fresh: torch.Tensor
+    ) -> Rows:
+        """Remaining rows, as indices into the rows of the layer. ``fresh`` ``[rows of
+        the layer, width]`` becomes their remembered values."""
+        kept: Rows = slice(None)
+        if cut.groups:
+            members = torch.cat([group_rows.flatten() for group_rows, _ in cut.groups])
+            own = rows[members]
+            changes = self._changes(layer, own, fresh[members])
+            kept = cut.rows(
+                torch.stack((changes, self.confidences[own], self.bonuses[own])),
+                self._most_important,
+            )
+            self.kept_rows.append(rows[kept])
+            self.stage = self.stages[len(self.kept_rows)]
+        if self.features is not None:
+            places = page_places(
+                self.feature_slots[layer][rows[kept]], self.features.rows
+            )
+            self.features.rows[places] = fresh[kept]
+        return kept
+
+    def _changes(
+        self, layer: int, rows: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """Difference of ``fresh`` from the remembered values of the rows, relative to
+        their size; ``[rows]``.
+        """
+        indicator = self.options.indicator
+        if self.options.alpha == 1:
+            return fresh.new_zeros(fresh.shape[0], dtype=torch.float32)
+        if self.features is not None:
+            slots, pages = self.feature_slots[layer], self.features.rows
+        else:
+            slots, pages = (
+                self.row_slots[layer],
+                self.pages.keys if indicator == "key" else self.pages.values,
+            )
+        old = pages[page_places(slots[rows], pages)].flatten(1).float()
+        sums = torch.stack(
+            ((fresh.float() - old).abs().sum(dim=1), old.square().sum(dim=1))
+        )
+        width = fresh.shape[1]
+        if indicator != "hidden_state":
+            # Every rank has its own heads; all must keep the same rows.
+            sums, width = (
+                tensor_model_parallel_all_reduce(sums),
+                width * get_tensor_model_parallel_world_size(),
+            )
+        difference, square = sums / width
+        return difference / (square.sqrt() + SMALLEST_NORM)
+
+    def _most_important(self, values: torch.Tensor, count: int) -> torch.Tensor:
+        """Choose the ``count`` rows that stay, in no order, by their changes,
+        confidences and bonuses, ``[3, group, rows]``.
+
+        Near the end of a window most confidences are 0, and the most confident rows
+        tie. The result of ``topk`` stays unsorted, as in the authors' code: its order
+        decides the ties of the next layer.
+        """
+        alpha, (changes, confidences, bonuses) = self.options.alpha, values
+        changes = changes / changes.amax(dim=1, keepdim=True).clamp(min=1)
+        scores = alpha * confidences + (1 - alpha) * changes
+        if alpha > 0:
+            best = top_indices(confidences, min(NUM_CONFIDENT, confidences.shape[1]))
+            scores.scatter_add_(1, best, scores.new_full(best.shape, CONFIDENT_BONUS))
+        scores += bonuses
+        return top_indices(scores, count, in_order=False)
+
+    def observe(
+        self, index: int, positions: torch.Tensor, statistics: TokenStatistics
+    ) -> None:
+        confidences = statistics.probability
+        canvas = self.batch.canvases[index]
+        if statistics.held_back is not None and not canvas.spec.shifts_logits:
+            # As in the authors' code: LLaDA forgets how confident an end token was that
+            # came too early, Dream does not.
+            confidences = confidences.masked_fill(statistics.held_back, 0.0)
+        written = required(statistics.written)
+        canvas.cache_state[positions] = torch.where(
+            written, confidences, canvas.cache_state[positions]
+        )
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        later = self.options.indicator == "hidden_state"
+        first_layers = [0, *(layer + later for layer in self.cuts), self.num_layers]
+        layers = [stop - first for first, stop in pairwise(first_layers)]
+        total = sum(
+            count * stage.sizes[index]
+            for count, stage in zip(layers, self.stages, strict=True)
+        )
+        return -(-total // self.num_layers)
+
+    def record(self, index: int) -> dict[str, Any]:
+        entries: dict[str, Any] = {}
+        if index in self.retained:
+            entries["retained_positions"] = [
+                positions.tolist() for positions in self.retained[index]
+            ]
+        if self.skips[index]:
+            kept_rows = zip(self.results[1:], self.stages[1:], strict=True)
+            stage_rows = [rows[stage.rows(index)] for rows, stage in kept_rows]
+            entries["selected_positions"] = [
+                sorted(self.batch.positions[rows].tolist()) for rows in stage_rows
+            ]
+        return entries

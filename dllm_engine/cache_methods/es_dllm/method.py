@@ -1,0 +1,232 @@
+"""ES-dLLM (arXiv 2603.10088): rows that neither change nor are about to be unmasked
+leave the pass early.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from dllm_engine.cache_methods.base import CacheMethod, plan_on_canvas
+from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
+
+
+class ESDLLMOptions(CacheOptions):
+    """Options of ``es_dllm`` (ES-dLLM, arXiv 2603.10088). Intervals count steps over
+    the response, as if every block took a step per token."""
+
+    indicator: Literal["hidden_state", "query", "key", "value", "none"] = "hidden_state"
+    """Value that tells how much a row has changed. ``none``: no row is skipped, and
+    each block begins with the whole canvas (the paper's DualCache baseline)."""
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """Weight of a row's last confidence in its importance; its change has the weight 1
+    − ``alpha``.
+    """
+    keep_schedule: tuple[tuple[float, float], ...] = (
+        (1.0, 0.0),
+        (0.5, 0.125),
+        (0.25, 0.25),
+    )
+    """Pairs of (fraction of the rows kept, relative depth from which it holds). Depths
+    begin with 0 and rise; fractions do not rise."""
+    block_refresh_interval: int = Field(default=8, ge=1)
+    """Every so many steps, a step skips no row of the block."""
+    prompt_refresh_interval: int = Field(default=64, ge=1)
+    """Every so many steps, a step also computes the prompt and all decoded tokens."""
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of the positions outside the block that a layer attends to, selected as
+    ``sparse`` does. 1: all of them.
+    """
+    update_delay: int = Field(default=1, ge=0)
+    """Steps of a block before the one that selects what is retained."""
+
+    @field_validator("keep_schedule")
+    @classmethod
+    def _falling(
+        cls, value: tuple[tuple[float, float], ...]
+    ) -> tuple[tuple[float, float], ...]:
+        fractions, depths = (
+            [fraction for fraction, _ in value],
+            [depth for _, depth in value],
+        )
+        if not value or depths[0] != 0:
+            raise ValueError("must begin with depth 0")
+        if any(not 0 <= depth < 1 for depth in depths) or any(
+            a >= b for a, b in pairwise(depths)
+        ):
+            raise ValueError("depths must rise within [0, 1)")
+        if any(not 0 < fraction <= 1 for fraction in fractions) or any(
+            a < b for a, b in pairwise(fractions)
+        ):
+            raise ValueError("fractions must fall, or stay, within (0, 1]")
+        return value
+
+    @property
+    def skips(self) -> bool:
+        return self.indicator != "none"
+
+    @property
+    def keeps_features(self) -> bool:
+        """True if rows are remembered in pages of their own; keys and values are in
+        pages already.
+        """
+        return self.indicator in ("hidden_state", "query") and self.alpha < 1
+
+    @property
+    def evicts(self) -> bool:
+        return self.retention_ratio < 1
+
+    def cuts(self, num_layers: int) -> dict[int, float]:
+        """Layers that drop rows, ascending, and the fraction of a step's rows that is
+        left after each.
+        """
+        if not self.skips:
+            return {}
+        fractions = {
+            int(depth * num_layers): fraction for fraction, depth in self.keep_schedule
+        }
+        return {
+            layer: fraction for layer, fraction in fractions.items() if fraction < 1
+        }
+
+
+class RetainedCopy(Enum):
+    """Use of a copy of retained tokens, kept beside the whole canvas if positions are
+    evicted.
+    """
+
+    NONE = "none"
+    WRITE = "write"
+    """Choose the tokens and copy them."""
+    READ = "read"
+    """Attend to the copy and the window, not to the rest of the canvas."""
+
+
+@dataclass(frozen=True)
+class EarlySkipStep:
+    """What a step of ES-dLLM does beside computing rows."""
+
+    skips: bool
+    """Drop rows between layers."""
+    from_last_unmasked: bool
+    """Compute also the rows from the one on that predicted the leftmost position
+    unmasked in the previous step, if that lies before the span."""
+    copying: RetainedCopy
+    num_copied: int
+    """Tokens outside the window that the copy holds per layer; the
+    window follows them.
+    """
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """UPDATE of ALL is the whole canvas, the only steps that compute what comes after
+    the window; UPDATE of PROMPT is everything up to the window's end; UPDATE of ACTIVE
+    is the window with no row skipped. The others REUSE, and skip. The first step after
+    a block joined also feeds what the step before it decoded.
+    """
+    options = ESDLLMOptions.of(spec)
+    window_due, prompt_due = _due(options, spec, progress)
+    copying = RetainedCopy.NONE
+    if options.evicts and progress.step >= options.update_delay:
+        copying = (
+            RetainedCopy.WRITE
+            if progress.step == options.update_delay
+            else RetainedCopy.READ
+        )
+    rows = spec.predicting_span(progress.running)
+    skips = from_last_unmasked = False
+    if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
+        plan = plan_on_canvas(
+            spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span
+        )
+    elif prompt_due:
+        plan = plan_on_canvas(
+            spec, progress, RefreshState.UPDATE, Scope.PROMPT, Span(0, rows.stop)
+        )
+    else:
+        whole = window_due or copying is RetainedCopy.WRITE
+        state = RefreshState.UPDATE if whole else RefreshState.REUSE
+        plan = plan_on_canvas(spec, progress, state, Scope.ACTIVE, rows)
+        skips = options.skips and not whole
+        from_last_unmasked = progress.step == 0
+        if from_last_unmasked:
+            plan.max_rows = rows.stop - spec.predicting_span(progress.before).start
+    num_copied = (
+        0 if copying is RetainedCopy.NONE else copied_tokens(spec, progress.running)
+    )
+    if copying is RetainedCopy.READ:
+        plan.read = num_copied + min(rows.stop, plan.read) - rows.start
+    plan.own = EarlySkipStep(skips, from_last_unmasked, copying, num_copied)
+    plan.quota.may_fall_short = skips
+    return plan
+
+
+def _due(
+    options: ESDLLMOptions, spec: DecodingSpec, progress: Progress
+) -> tuple[bool, bool]:
+    """Return two booleans: the window, and the prompt, is computed as a whole in this
+    step.
+
+    One block at a time follows a clock that begins a block at the number of response
+    tokens before it, as if every block took a step per token (the authors' code).
+    Several blocks have no such clock: intervals then count unmasked tokens, and a
+    window is computed as a whole when a block has joined.
+    """
+    if spec.block_add_threshold is None:
+        clock = progress.running.first * spec.block_length + progress.step
+        return (
+            clock % options.block_refresh_interval == 0,
+            clock % options.prompt_refresh_interval == 0,
+        )
+    window_due = progress.step == 0 or progress.passed_multiple_of(
+        options.block_refresh_interval
+    )
+    return window_due, progress.passed_multiple_of(options.prompt_refresh_interval)
+
+
+def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens outside the window that its retained copy holds."""
+    return int(
+        (spec.canvas_length - spec.span_of(running).size)
+        * ESDLLMOptions.of(spec).retention_ratio
+    )
+
+
+def hold_canvas_and_copy(
+    spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
+) -> PageCounts:
+    """The whole canvas, the copy of what is retained with the window, and where rows
+    are dropped the features of those that predict the response: no other row is ever in
+    a step that skips."""
+    options = ESDLLMOptions.of(spec)
+    counts = geometry.uniform(spec.canvas_length)
+    cuts = options.cuts(geometry.num_layers)
+    if options.keeps_features and cuts:
+        pages = geometry.feature_pages(spec.gen_length)
+        counts[PageKind.FEATURES] = [
+            pages if layer in cuts else 0 for layer in range(geometry.num_layers)
+        ]
+    if options.evicts:
+        copied = copied_tokens(spec, running) + spec.span_of(running).size
+        counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
+    return counts
+
+
+ES_DLLM = CacheMethod(
+    plan,
+    hold_canvas_and_copy,
+    ESDLLMOptions,
+    "dllm_engine.cache_methods.es_dllm.layer_pass:EarlySkipPass",
+    uniform_sampler="always",
+    unguided=lambda options: (
+        "cache_method='es_dllm' unless its cache option indicator is 'none'"
+        if options.skips
+        else None
+    ),
+    tuned={"block_refresh_interval": (4, 8, 16), "retention_ratio": (0.5, 1.0)},
+)

@@ -1,0 +1,75 @@
+"""FreeCache (arXiv 2505.21467, section 3.2.1): the prompt and finished blocks are
+computed once.
+"""
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.base import (
+    CacheMethod,
+    hold_tokens,
+    plan_behind_prefix,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec
+from dllm_engine.decoding.step_plan import StepPlan
+
+
+class FreeCacheOptions(CacheOptions):
+    """Options of ``freecache`` (FreeCache, arXiv 2505.21467, section 3.2.1)."""
+
+    include_suffix: bool = True
+    """Compute the masked tokens behind the window in every step too. False: the window
+    alone.
+    """
+    cache_block_length: int | None = Field(default=None, ge=1)
+    """Response tokens whose keys and values are kept together, once all of them are
+    finished; until then every step computes them. A multiple of ``block_length`` (the
+    paper: 256, with blocks of 64). None: one block."""
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """The first step computes the whole canvas and keeps the prompt. A finished cache
+    block is fed once more, with its final tokens, when it has left the window: the
+    first step after that keeps it. Its last row then predicts the window's first
+    position where logits are shifted.
+    """
+    window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
+    visible = spec.visible(window)
+    if progress.num_forwards == 0:
+        return plan_behind_prefix(spec, progress, 0, visible.stop, keep=clean)
+    start = clean_tokens(spec, progress.before) if progress.step == 0 else clean
+    stop = visible.stop if FreeCacheOptions.of(spec).include_suffix else window.stop
+    return plan_behind_prefix(spec, progress, start, stop, keep=clean)
+
+
+def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
+    """Tokens that are kept while these blocks run: the prompt, and whole cache blocks
+    before them.
+    """
+    finished = spec.span_of(running).start - spec.prompt_length
+    together = FreeCacheOptions.of(spec).cache_block_length or spec.block_length
+    return spec.prompt_length + finished - finished % together
+
+
+def refusal(spec: DecodingSpec) -> str | None:
+    """Cache blocks are whole blocks; a response of one block keeps nothing but its
+    prompt.
+    """
+    length = FreeCacheOptions.of(spec).cache_block_length
+    if length is None or spec.num_blocks == 1 or length % spec.block_length == 0:
+        return None
+    return (
+        f"block_length={spec.block_length} does not divide the engine's "
+        f"cache_block_length={length}; choose one that does, or start the engine with "
+        f"another cache_block_length"
+    )
+
+
+FREECACHE = CacheMethod(
+    plan,
+    hold_tokens(clean_tokens),
+    FreeCacheOptions,
+    refusal=refusal,
+    trims_suffix=True,
+    tuned={"include_suffix": (True, False)},
+)

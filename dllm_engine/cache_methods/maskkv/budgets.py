@@ -1,0 +1,176 @@
+"""Prompt tokens that layers and their KV heads retain. A new budget is a function and
+its name in ``LAYER_BUDGETS`` or ``HEAD_BUDGETS``.
+
+Budgets of layers never sum to more than the average times the number of layers, so that
+pages can be reserved before anything runs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dllm_engine.cache_methods.maskkv.method import MEASURED_IMPORTANCE
+from dllm_engine.kernels.attention_scores import top_indices
+
+PYRAMID_STEEPNESS = 20
+"""PyramidKV's β (arXiv 2406.02069): the last layer retains a 20th of the average."""
+SQUEEZE_SHARE = 0.4
+"""SqueezeAttention (arXiv 2404.04793): share of the average that the least important
+layers keep.
+"""
+SQUEEZE_CLUSTERS = 3
+ADAPTIVE_UNIFORM_SHARE = 0.2
+"""Ada-KV (arXiv 2407.11550): share of the budget that heads get evenly."""
+
+LayerBudget = Callable[[int, Sequence[float], float], list[float]]
+HeadBudget = Callable[[torch.Tensor, int, float], torch.Tensor]
+
+
+def layer_budgets(
+    kind: str, average: int, importance: Sequence[float], *, base_share: float
+) -> list[int]:
+    """Tokens per KV head that each layer retains, a mean over its heads. ``kind``: a
+    name in ``LAYER_BUDGETS``; ``average``: the mean over the layers (B̄), of which
+    every layer gets ``base_share`` (MaskKV's β); ``importance``: of each layer, 0 where
+    the budget needs none."""
+    # The sum is no number for a request that is about to end with an error.
+    if kind in MEASURED_IMPORTANCE and not sum(importance) > 0:
+        kind = "uniform"
+    return [
+        int(share) for share in LAYER_BUDGETS[kind](average, importance, base_share)
+    ]
+
+
+def boundary(
+    average: int, importance: Sequence[float], base_share: float
+) -> list[float]:
+    """MaskKV, Algorithm 2: the first and the last layer are one group, the others
+    another. The groups share what exceeds the base by their summed importance, and
+    their layers share it evenly."""
+    layers = len(importance)
+    at_boundary = [layer in (0, layers - 1) for layer in range(layers)]
+    base = int(base_share * average)
+    pool = (average - base) * layers
+    scores = [
+        sum(s for s, inside in zip(importance, at_boundary, strict=True) if inside == b)
+        for b in (True, False)
+    ]
+    boundary_pool = int(pool * scores[0] / sum(scores))
+    pools = {True: boundary_pool, False: pool - boundary_pool}
+    return [base + pools[inside] / at_boundary.count(inside) for inside in at_boundary]
+
+
+def pyramid(
+    average: int, importance: Sequence[float], base_share: float
+) -> list[float]:
+    """PyramidKV: falls evenly from the first layer to the last."""
+    layers = len(importance)
+    if layers == 1:
+        return [float(average)]
+    last = average // PYRAMID_STEEPNESS
+    first = 2 * average - last
+    return [first - layer * (first - last) / (layers - 1) for layer in range(layers)]
+
+
+def squeeze(
+    average: int, importance: Sequence[float], base_share: float
+) -> list[float]:
+    """SqueezeAttention: of three clusters of layers, the least important keeps 40 % of
+    the average. The others share the rest evenly."""
+    clusters = _clusters(importance)
+    least, layers = clusters.count(0), len(clusters)
+    if least == layers:
+        return [float(average)] * layers
+    kept = average * SQUEEZE_SHARE
+    others = (average * layers - kept * least) / (layers - least)
+    return [kept if cluster == 0 else others for cluster in clusters]
+
+
+def _clusters(importance: Sequence[float]) -> list[int]:
+    """One-dimensional k-means from evenly spread centres; cluster 0 is the least
+    important.
+    """
+    low, high = min(importance), max(importance)
+    if low == high:
+        return [0] * len(importance)
+    centres = [
+        low + (high - low) * i / (SQUEEZE_CLUSTERS - 1) for i in range(SQUEEZE_CLUSTERS)
+    ]
+    members: list[int] = []
+    while True:
+        assigned = [
+            min(range(len(centres)), key=lambda c: abs(score - centres[c]))
+            for score in importance
+        ]
+        if assigned == members:
+            return members
+        members = assigned
+        for cluster in range(len(centres)):
+            scores = [
+                s for s, c in zip(importance, members, strict=True) if c == cluster
+            ]
+            centres[cluster] = sum(scores) / len(scores) if scores else centres[cluster]
+
+
+LAYER_BUDGETS: dict[str, LayerBudget] = {
+    "uniform": lambda average, importance, base_share: (
+        [float(average)] * len(importance)
+    ),
+    "boundary": boundary,
+    "pyramid": pyramid,
+    "squeeze": squeeze,
+}
+
+
+def head_budgets(
+    kind: str, scores: torch.Tensor, layer_budget: int, *, base_share: float
+) -> torch.Tensor:
+    """Tokens that each KV head retains, none more than there are; int64
+    ``[num_kv_heads]``. ``kind``: a name in ``HEAD_BUDGETS``; ``scores``
+    ``[num_kv_heads, num_tokens]``: of all heads of the model, none negative;
+    ``layer_budget``: the mean over the heads (B_l), of which every head gets
+    ``base_share`` (MaskKV's α). It may exceed the number of tokens."""
+    return (
+        HEAD_BUDGETS[kind](scores, layer_budget, base_share)
+        .long()
+        .clamp(max=scores.shape[1])
+    )
+
+
+def prompt_preference(
+    scores: torch.Tensor, layer_budget: int, base_share: float
+) -> torch.Tensor:
+    """MaskKV, Algorithm 3: a base, and the rest in proportion to how much attention a
+    head pays to the prompt.
+    """
+    masses = scores.double().sum(dim=1)
+    base = int(base_share * layer_budget)
+    pool = (layer_budget - base) * len(masses)
+    total = masses.sum()
+    # Of scores that are no numbers, of a request that is about to end with an error, no
+    # shares can be made.
+    shared = (total > 0) & (total < torch.inf)
+    return base + torch.where(shared, pool * masses / total, pool / len(masses))
+
+
+def adaptive(
+    scores: torch.Tensor, layer_budget: int, base_share: float
+) -> torch.Tensor:
+    """Ada-KV, Algorithm 1: as many tokens as a head has among the highest scores of all
+    heads together, mixed with an even share."""
+    num_heads, num_tokens = scores.shape
+    best = top_indices(scores.flatten(), min(layer_budget * num_heads, scores.numel()))
+    counts = torch.zeros(num_heads, dtype=torch.float64, device=scores.device)
+    counts.index_add_(
+        0, best // max(num_tokens, 1), torch.ones_like(best, dtype=torch.float64)
+    )
+    return ADAPTIVE_UNIFORM_SHARE * layer_budget + (1 - ADAPTIVE_UNIFORM_SHARE) * counts
+
+
+HEAD_BUDGETS: dict[str, HeadBudget] = {
+    "uniform": lambda scores, budget, base_share: torch.full(
+        scores.shape[:1], budget, device=scores.device
+    ),
+    "prompt_preference": prompt_preference,
+    "adaptive": adaptive,
+}

@@ -1,0 +1,263 @@
+"""MaskKV (arXiv 2510.09309): the masked positions vote on the prompt in the first pass,
+and each KV head of each layer retains what its budget allows; from then on dLLM-Cache's
+schedule, on what is retained."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    get_tp_group,
+    tensor_model_parallel_all_gather,
+)
+
+from dllm_engine.cache_methods.adaptive_pass import AdaptivePass
+from dllm_engine.cache_methods.maskkv.budgets import head_budgets, layer_budgets
+from dllm_engine.cache_methods.maskkv.method import (
+    MEASURED_IMPORTANCE,
+    ImportanceName,
+    MaskKVOptions,
+    average_budget,
+    measures_layers,
+)
+from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
+from dllm_engine.kernels.attention import bidirectional_attention
+from dllm_engine.kernels.attention_scores import max_pooled
+from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.model_executor.batch_tables import HeadTables
+from dllm_engine.model_executor.models.decoder import DecoderLayer, RotaryPhases
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.base import attend_alone, attend_split
+from dllm_engine.model_executor.step_batch import RowBounds, SplitRows, StepBatch
+
+
+class MaskKVPass(AdaptivePass):
+    """Votes and evicts in a request's first pass, then adapts as dLLM-Cache does."""
+
+    make_tables = HeadTables
+    options: MaskKVOptions
+    tables: HeadTables
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        super().__init__(batch, pages)
+        self.voting = [i for i, plan in enumerate(batch.plans) if plan.forward == 0]
+        num_ranks = pages.geometry.total_kv_heads // pages.num_kv_heads
+        self.rank_tokens = torch.zeros(
+            len(self.voting), num_ranks, dtype=torch.int64, device=batch.device
+        )
+        """Prompt tokens that the heads of each rank retain of each of ``voting``, in
+        all layers.
+        """
+        self.measuring = [
+            i for i in self.voting if measures_layers(batch.canvases[i].spec)
+        ]
+
+    def graph_layout(self) -> Hashable | None:
+        return (
+            None if self.tables.prompts else super().graph_layout()
+        )  # what a prompt retains belongs to its request
+
+    def __call__(
+        self, layers: Iterable[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> torch.Tensor:
+        layers = list(layers)
+        self.budgets = self._layer_budgets(layers, hidden, phases)
+        return super().__call__(layers, hidden, phases)
+
+    def _layer_budgets(
+        self, layers: Sequence[DecoderLayer], hidden: torch.Tensor, phases: RotaryPhases
+    ) -> dict[int, list[int]]:
+        """Prompt tokens per KV head that each layer retains of each of ``voting``.
+
+        All layers must have run before the first may evict, and until then their keys
+        and values would have to be held beside the pages. So they run twice for
+        ``measuring``. The host waits for what the first run has measured.
+        """
+        batch, options = self.batch, self.options
+        importance = {index: [0.0] * len(layers) for index in self.voting}
+        if self.measuring:
+            rows = torch.cat(
+                [
+                    torch.arange(*batch.bounds[i : i + 2], device=hidden.device)
+                    for i in self.measuring
+                ]
+            )
+            bounds = RowBounds([batch.sizes[i] for i in self.measuring], hidden.device)
+            name = MEASURED_IMPORTANCE[options.layer_budget]
+            measured = layer_importance(
+                name, layers, hidden[rows], phases[rows], bounds
+            )
+            # Sums over ranks may differ in their last bits, and budgets must not.
+            by_request = get_tp_group().broadcast(measured.T.contiguous()).tolist()
+            importance.update(zip(self.measuring, by_request, strict=True))
+        averages = {
+            index: average_budget(batch.canvases[index].spec) for index in self.voting
+        }
+        return {
+            index: layer_budgets(
+                options.layer_budget, averages[index], own, base_share=options.beta
+            )
+            for index, own in importance.items()
+        }
+
+    def rows_computed(self, index: int, num_rows: int) -> int:
+        return super().rows_computed(index, num_rows) + num_rows * (
+            index in self.measuring
+        )
+
+    def asked(self) -> list[torch.Tensor]:
+        return [self.rank_tokens.amax(dim=1)] if self.voting else []
+
+    def kv_slots(self, index: int) -> int | None:
+        if index not in self.voting:
+            return None
+        response = (
+            self.batch.canvases[index].spec.gen_length
+            * self.num_layers
+            * self.pages.num_kv_heads
+        )
+        return int(self.answers[0][self.voting.index(index)]) + response
+
+    def record(self, index: int) -> dict[str, Any]:
+        entries = super().record(index)
+        if index in self.voting:
+            numbers = torch.stack(
+                [layer.T for layer in self.batch.canvases[index].cache_state.numbers],
+                dim=1,
+            )
+            retained = self._of_all_heads((numbers >= 0).float()).transpose(0, 1)
+            per_head = [
+                [head.nonzero()[:, 0].tolist() for head in layer] for layer in retained
+            ]
+            entries["retained_per_head"] = per_head
+            entries["retained_positions"] = [
+                sorted(set().union(*layer)) for layer in per_head
+            ]
+        return entries
+
+    def _of_all_heads(self, own: torch.Tensor) -> torch.Tensor:
+        """Numbers of all KV heads of the model, ``[total_kv_heads, ...]``, from those
+        of this rank's, ``[num_kv_heads, ...]``; floating-point ones, because ranks on
+        CPUs exchange no others. Every rank must call it."""
+        world = get_tensor_model_parallel_world_size()
+        # With more ranks than heads, neighbouring ranks have the same head.
+        copies = world * own.shape[0] // self.pages.geometry.total_kv_heads
+        return tensor_model_parallel_all_gather(own, dim=0)[::copies]
+
+    def _attend(
+        self,
+        layer: int,
+        computed: SplitRows,
+        rows: torch.Tensor | None,
+        qkv: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """All requests that attend alone are in their first pass. They vote before
+        anything is written.
+        """
+        n, (q, k, v) = computed.num_paged_rows, qkv
+        if n == q.shape[0]:
+            return super()._attend(layer, computed, rows, qkv)
+        own, lse = (q[n:], k[n:], v[n:]), None
+        if SCORERS[self.options.scorer].needs_lse:
+            out, lse = attention_with_lse(*own, computed.alone.bounds)
+        else:
+            out = attend_alone(*own, computed.alone)
+        for index in self.voting:
+            first, stop = computed.bounds[index : index + 2]
+            self._vote(
+                layer,
+                index,
+                q[first:stop],
+                k[first:stop],
+                None if lse is None else lse[first - n : stop - n],
+            )
+        self.pages.write(k, v, self.row_slots[layer], rows)
+        return attend_split(
+            layer, self.tables, q, k, v, computed, attend_fresh=False, alone=out
+        )
+
+    def _vote(
+        self,
+        layer: int,
+        index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        canvas, heads = self.batch.canvases[index], k.shape[1]
+        spec, options, first_head = canvas.spec, self.options, self.pages.first_kv_head
+        scorer = SCORERS[options.scorer]
+        scored = ScoredLayer(
+            q, k, lse, canvas, self.batch.plans[index].window, layer, first_head
+        )
+        tokens = torch.arange(spec.prompt_length, device=q.device)
+        scores = scorer.score(scored, tokens)
+        all_scores = self._of_all_heads(scores)
+        if average_budget(spec) == spec.prompt_length:
+            all_kept = torch.full(
+                all_scores.shape[:1], spec.prompt_length, device=q.device
+            )
+        else:
+            budget = self.budgets[index][layer]
+            all_kept = head_budgets(
+                options.head_budget, all_scores, budget, base_share=options.alpha
+            )
+        kept = all_kept[first_head : first_head + heads]
+        recent = tokens >= spec.prompt_length - scorer.num_recent(kept)[:, None]
+        pooled = max_pooled(scores.masked_fill(recent, 0), scorer.pool_kernel_size)
+        ranking = (
+            pooled.masked_fill(recent, torch.inf)
+            .sort(dim=1, descending=True, stable=True)
+            .indices
+        )
+        within = tokens < kept[:, None]
+        chosen = torch.zeros_like(within).scatter_(1, ranking, within)
+        self.tables.retain(layer, index, chosen, kept)
+        self.rank_tokens[self.voting.index(index)] += all_kept.view(-1, heads).sum(
+            dim=1
+        )
+
+
+_ROWS_AT_ONCE = 1024
+"""Rows whose hidden states are compared in float32 at once. They take no more memory
+than vLLM has measured for a pass."""
+
+
+def layer_importance(
+    name: ImportanceName,
+    layers: Iterable[DecoderLayer],
+    hidden: torch.Tensor,
+    phases: RotaryPhases,
+    rows: RowBounds,
+) -> torch.Tensor:
+    """Importance of each layer to each of some canvases, in a forward pass over them
+    that keeps nothing: float32 ``[num_layers, num_canvases]``, 0 to 2, or NaN where
+    hidden states are no numbers. ``hidden``
+    ``[num_rows, hidden_size]``: embeddings of the canvases end to end, whose ``rows``
+    these are; left as they are."""
+
+    def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        parts = zip(
+            before.split(_ROWS_AT_ONCE), after.split(_ROWS_AT_ONCE), strict=True
+        )
+        cosines = torch.cat(
+            [torch.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in parts]
+        )
+        means = torch.stack(
+            [canvas_cosines.mean() for canvas_cosines in cosines.split(rows.sizes)]
+        )
+        return 1 - means.clamp(-1, 1)
+
+    importance = []
+    for layer in layers:
+        q, k, v = layer.qkv(layer.attn_norm(hidden), phases)
+        attended = hidden + layer.o_proj(
+            bidirectional_attention(q, k, v, rows.bounds, rows.cu_seqlens)
+        )
+        after = attended + layer.mlp(layer.mlp_norm(attended))
+        importance.append(
+            changes(hidden, after if name == "layer_importance" else attended)
+        )
+        hidden = after
+    return torch.stack(importance)

@@ -1,0 +1,137 @@
+"""MaskKV (arXiv 2510.09309): the masked positions vote, and each KV head of each layer
+retains what its budget allows of the prompt; from then on dLLM-Cache's schedule."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dllm_engine.cache_methods.adaptive import (
+    AdaptiveOptions,
+    feature_pages,
+    plan_adaptive,
+)
+from dllm_engine.cache_methods.base import CacheMethod, ScorerName
+from dllm_engine.decoding.page_layout import (
+    PageCounts,
+    PageKind,
+    PoolGeometry,
+    pages_for,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec
+from dllm_engine.decoding.step_plan import Scope, StepPlan
+
+LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
+HeadBudgetName = Literal["uniform", "prompt_preference", "adaptive"]
+"""Names in ``budgets.py``, like ``LayerBudgetName``."""
+ImportanceName = Literal["layer_importance", "attention_importance"]
+"""1 − mean cosine between a token's hidden states before and after a layer (MaskKV,
+equation 8), or before and after its attention, with the residual (SqueezeAttention,
+arXiv 2404.04793)."""
+MEASURED_IMPORTANCE: dict[LayerBudgetName, ImportanceName] = {
+    "boundary": "layer_importance",
+    "squeeze": "attention_importance",
+}
+"""The importance of layers that a budget goes by; the others go by none."""
+MaskKVScorerName = Literal[
+    ScorerName,
+    "h2o",
+    "mask_voting_first",
+    "mask_voting_second",
+    "mask_voting_third",
+    "mask_voting_last",
+]
+
+
+class MaskKVOptions(AdaptiveOptions):
+    """Options of ``maskkv`` (MaskKV, arXiv 2510.09309). The defaults
+    are the paper's.
+    """
+
+    response_refresh_interval: int = Field(default=5, ge=1)
+    """As in ``dllm_cache``."""
+    refresh_first_layer: bool = False
+    """As in ``dllm_cache``."""
+    kv_budget: int | None = Field(default=256, ge=0)
+    """Prompt tokens that a KV head of a layer retains, on average (B̄). None:
+    ``retention_ratio`` alone decides. A prompt within the budget is retained whole."""
+    retention_ratio: float = Field(default=1.0, ge=0, le=1)
+    """The largest share of the prompt that is retained, on average."""
+    scorer: MaskKVScorerName = "mask_voting"
+    """Score of a prompt token's importance to a head. With ``mask_voting_first`` to
+    ``_last``, a quarter of the masks votes (Table 11)."""
+    layer_budget: LayerBudgetName = "boundary"
+    """Split of the budget between layers. ``boundary`` and ``squeeze`` depend on the
+    importance of layers, which each request measures in its first forward pass; that
+    pass then runs twice."""
+    beta: float = Field(default=0.4, ge=0, le=1)
+    """Share of the average budget that every layer gets, for
+    ``layer_budget="boundary"``.
+    """
+    head_budget: HeadBudgetName = "prompt_preference"
+    """Split of a layer's budget between its heads."""
+    alpha: float = Field(default=0.1, ge=0, le=1)
+    """Share of a layer's budget that every head gets, for
+    ``head_budget="prompt_preference"``.
+    """
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Algorithm 1: dLLM-Cache's schedule on what the first pass retained of the prompt.
+    A pass that refreshes
+    the prompt alone reuses the response as it is."""
+    plan = plan_adaptive(spec, progress)
+    plan.retained = average_budget(spec) + spec.gen_length
+    if plan.scope is Scope.PROMPT:
+        plan.own = None
+    return plan
+
+
+def average_budget(spec: DecodingSpec) -> int:
+    """Prompt tokens that a KV head of a layer retains, on average; the whole prompt
+    where nothing is evicted.
+    """
+    options = MaskKVOptions.of(spec)
+    average = int(spec.prompt_length * options.retention_ratio)
+    return average if options.kv_budget is None else min(average, options.kv_budget)
+
+
+def measures_layers(spec: DecodingSpec) -> bool:
+    """Return True if a request's first forward pass measures the importance of layers
+    for its budgets.
+    """
+    return (
+        MaskKVOptions.of(spec).layer_budget in MEASURED_IMPORTANCE
+        and 0 < average_budget(spec) < spec.prompt_length
+    )
+
+
+def hold_budget_and_features(
+    spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
+) -> PageCounts:
+    """All layers share one table, since what each retains is known only after it has
+    voted. All of a layer's budget may fall to the heads of one rank, up to the whole
+    prompt; so the most is held where layers have equal budgets."""
+    heads = geometry.num_kv_heads
+    prompt = min(
+        spec.prompt_length * heads, average_budget(spec) * geometry.total_kv_heads
+    )
+    slots = geometry.num_layers * (prompt + spec.gen_length * heads)
+    return {
+        PageKind.KV: [pages_for(slots, geometry.page_size * heads)],
+        PageKind.FEATURES: feature_pages(spec, geometry),
+    }
+
+
+MASKKV = CacheMethod(
+    plan,
+    hold_budget_and_features,
+    MaskKVOptions,
+    "dllm_engine.cache_methods.maskkv.layer_pass:MaskKVPass",
+    # A first pass that measures layers runs once more before it evicts.
+    runs=lambda spec, plan: 2 if plan.forward == 0 and measures_layers(spec) else 1,
+    # A share of one prompt token is none, while of a few the heads of a rank may retain
+    # them all.
+    largest=lambda options: options.model_copy(update={"retention_ratio": 1.0}),
+    tuned={"kv_budget": (128, 256, 512), "response_refresh_interval": (3, 5, 10)},
+)

@@ -1,0 +1,13 @@
+"""No cache: every step computes the whole canvas."""
+
+from dllm_engine.cache_methods.base import CacheMethod, plan_whole
+
+# ES-dLLM's authors compare their cache with the same sampler without one; `delay_eos`
+# asks for that.
+NONE = CacheMethod(
+    plan_whole,
+    attention=("full", "block_causal"),
+    layer_pass="dllm_engine.model_executor.passes.base:DensePass",
+    trims_suffix=True,
+    uniform_sampler="with_delay_eos",
+)

@@ -1,0 +1,1 @@
+"""Fast-dLLM's PrefixCache (arXiv 2505.22618)."""

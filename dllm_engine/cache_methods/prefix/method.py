@@ -1,0 +1,28 @@
+"""Fast-dLLM (arXiv 2505.22618), PrefixCache: what lies before the window is kept."""
+
+from dllm_engine.cache_methods.base import (
+    CacheMethod,
+    hold_tokens,
+    plan_behind_prefix,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.step_plan import StepPlan
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """The first step of a window keeps what lies before it; the others compute the
+    window and all behind it.
+    """
+    window = spec.span_of(progress.running)
+    start = window.start if progress.step else 0
+    return plan_behind_prefix(
+        spec, progress, start, spec.visible(window).stop, keep=window.start
+    )
+
+
+PREFIX = CacheMethod(
+    plan,
+    hold_tokens(lambda spec, running: spec.span_of(running).start),
+    trims_suffix=True,
+)

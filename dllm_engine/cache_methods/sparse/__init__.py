@@ -1,0 +1,1 @@
+"""Sparse-dLLM (arXiv 2508.02558)."""

@@ -1,0 +1,173 @@
+"""Sparse-dLLM (arXiv 2508.02558): retain the tokens outside the window that its queries
+find important.
+"""
+
+from collections.abc import Hashable
+from itertools import accumulate
+
+import numpy as np
+import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from dllm_engine.cache_methods.scorers import SCORERS, ScoredLayer
+from dllm_engine.cache_methods.sparse.method import SparseOptions
+from dllm_engine.decoding.step_plan import Retention
+from dllm_engine.kernels.attention_scores import mean_query_scores, select_retained
+from dllm_engine.kernels.paged_attention import attention_with_lse
+from dllm_engine.model_executor.page_memory import PageMemory
+from dllm_engine.model_executor.passes.paged import RetentionPass
+from dllm_engine.model_executor.step_batch import StepBatch
+from dllm_engine.model_executor.transfer import on_device
+
+
+class SparsePass(RetentionPass):
+    """Bidirectional sparse caching; each layer retains its own set, shared by its
+    heads.
+
+    Algorithm 4, lines 8 to 15 (Algorithm 5 for ``scope="prefix"``): mean query of the
+    window against each candidate's key, mean over heads, max-pooling over the
+    candidates laid end to end, top-k.
+    """
+
+    def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
+        self.options, self.pages = SparseOptions.of(batch.canvases[0].spec), pages
+        self.chooses = any(
+            _is_chosen_from(retention)
+            for plan in batch.plans
+            for retention in plan.adds
+        )
+        super().__init__(batch, pages)
+        self.candidates: list[torch.Tensor] = []
+        """Scored rows of each request of ``updating``: the first of
+        its ``named`` rows.
+        """
+        self.windows: list[torch.Tensor] = []
+        """Rows of the window among a request's own rows, for each request of
+        ``updating``.
+        """
+        for members, named in zip(self.groups, self.named, strict=True):
+            plan = batch.plans[members[0]]
+            stops = accumulate(retention.num_positions for retention in plan.adds)
+            num_scored = max(
+                (
+                    stop
+                    for r, stop in zip(plan.adds, stops, strict=True)
+                    if _is_chosen_from(r)
+                ),
+                default=0,
+            )
+            self.candidates += [on_device(named[:num_scored], batch.device)] * len(
+                members
+            )
+            self.windows += [
+                on_device(np.arange(*plan.window) - plan.span.start, batch.device)
+            ] * len(members)
+
+    def graph_layout(self) -> Hashable | None:
+        batch = self.batch
+        if (
+            not self.chooses
+            or batch.limits is not None
+            or self.options.scorer != "mean_query"
+        ):
+            return None
+        adds = [batch.plans[members[0]].adds for members in self.groups]
+        sizes = tuple(
+            tuple((r.num_positions, r.count) for r in group_adds) for group_adds in adds
+        )
+        return (
+            tuple(batch.sizes),
+            self.rows.num_paged_rows,
+            tuple(map(tuple, self.groups)),
+            sizes,
+        )
+
+    def graph_inputs(self) -> list[torch.Tensor]:
+        own = self.named_rows, self.slots, *self.candidates, *self.windows
+        return [
+            self.tokens.tables,
+            self.tokens.head_len,
+            self.tokens.token_lens,
+            *self.rows.graph_inputs(),
+            *own,
+        ]
+
+    def retain(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        rows = self._retained_rows(layer, q, k, v)
+        self.tokens.pages.write(k[rows], v[rows], self.slots[layer])
+        self.results[0][layer] = rows
+
+    def _retained_rows(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Batch rows that a layer adds to pages: of each request of ``updating``, as
+        many as ``plan.adds`` says, in its order. The same on every rank."""
+        # Every rank scores with its own heads; all must retain the same tokens. Only
+        # the order counts, not the scale.
+        scores = tensor_model_parallel_all_reduce(self._scores(layer, q, k, v))
+        retained, first, first_row = [], 0, 0
+        for members, named in zip(self.groups, self.named, strict=True):
+            stop, stop_row = first + len(members), first_row + len(members) * len(named)
+            group_rows, column = (
+                self.named_rows[first_row:stop_row].view(len(members), len(named)),
+                0,
+            )
+            parts = [group_rows[:, :0]]  # a plan may add nothing
+            for retention in self.batch.plans[members[0]].adds:
+                columns = slice(column, column := column + retention.num_positions)
+                rows = group_rows[:, columns]
+                if _is_chosen_from(retention):
+                    scored, width = (
+                        scores[first:stop, columns],
+                        self.options.pool_kernel_size,
+                    )
+                    rows = rows.gather(
+                        1, select_retained(scored, retention.count, width)
+                    )
+                parts.append(rows)
+            retained.append(torch.cat(parts, dim=1).flatten())
+            first, first_row = stop, stop_row
+        return torch.cat(retained)
+
+    def _scores(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Scores of each request's ``candidates``, summed over this rank's heads:
+        float32 ``[len(updating), most]``. What lies behind is no score."""
+        options = self.options
+        scorer = SCORERS[options.scorer]
+        scores = torch.zeros(
+            len(self.updating), max(map(len, self.candidates)), device=q.device
+        )
+        choices = zip(scores, self.updating, self.candidates, self.windows, strict=True)
+        for request_scores, i, candidates, window in choices:
+            rows, canvas, plan = (
+                self.batch.rows(i),
+                self.batch.canvases[i],
+                self.batch.plans[i],
+            )
+            own = q[rows], k[rows], v[rows]
+            if options.scorer == "mean_query":
+                # The paper's: raw products, so that heads with large queries and keys
+                # count for more.
+                request_scores[: len(candidates)] = mean_query_scores(
+                    own[0][window], own[1][candidates]
+                )
+                continue
+            lse = (
+                attention_with_lse(*own, [0, plan.span.size])[1]
+                if scorer.needs_lse
+                else None
+            )
+            numbers = layer, self.pages.first_kv_head, options.observation_window
+            scored = ScoredLayer(*own[:2], lse, canvas, plan.window, *numbers)
+            request_scores[: len(candidates)] = scorer.score(scored, candidates).sum(
+                dim=0
+            )
+        return scores
+
+
+def _is_chosen_from(retention: Retention) -> bool:
+    return retention.count < retention.num_positions

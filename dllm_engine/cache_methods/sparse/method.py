@@ -1,0 +1,102 @@
+"""Sparse-dLLM (arXiv 2508.02558): each layer retains the tokens outside the window that
+matter most to it.
+"""
+
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from dllm_engine.cache_methods.base import CacheMethod, ScorerName, hold_tokens
+from dllm_engine.cache_methods.window_refresh import (
+    RefreshOptions,
+    refresh_then_reuse,
+    split,
+)
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import Retention, StepPlan
+
+
+class SparseOptions(RefreshOptions):
+    """Options of ``sparse`` (Sparse-dLLM, arXiv 2508.02558). The defaults are the
+    paper's.
+    """
+
+    refresh: Literal["all", "response"] = "all"
+    """Part of the canvas that is computed when the window moves: ``all``, or the
+    ``response``. ``response`` still computes the whole canvas once every
+    ``prompt_refresh_interval`` blocks."""
+    retention_ratio: float = Field(default=0.5, ge=0, le=1)
+    """Share of the candidates (positions outside the window) that a layer retains."""
+    pool_kernel_size: int = Field(default=3, ge=1)
+    """Width of the max-pooling over importance scores. Odd; 1 turns it off."""
+    update_delay: int = Field(default=1, ge=0)
+    """FULL steps of a window before the UPDATE step, which selects what is retained."""
+    scorer: ScorerName = "mean_query"
+    """Score of a token's importance, averaged over the heads of a layer."""
+    observation_window: int = Field(default=32, ge=1)
+    """Number of last prompt tokens that vote, for ``scorer="snapkv"``."""
+    scope: Literal["bidirectional", "prefix"] = "bidirectional"
+    """``bidirectional``: candidates lie on both sides of the window (Algorithm 4).
+    ``prefix``: they lie before the window, and everything behind it is retained
+    (Algorithm 5)."""
+
+    @field_validator("pool_kernel_size")
+    @classmethod
+    def _has_a_middle(cls, value: int) -> int:
+        if value % 2 == 0:
+            raise ValueError("must be odd, so that the window has a middle")
+        return value
+
+    @model_validator(mode="after")
+    def _scores_what_is_refreshed(self) -> Self:
+        if self.refresh != "all" and self.scorer != "mean_query":
+            raise ValueError(
+                f"refresh={self.refresh!r} needs scorer='mean_query', since "
+                f"scorer={self.scorer!r} looks at the whole canvas; change one of them"
+            )
+        return self
+
+
+def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
+    """Algorithm 4: ``update_delay`` FULL steps, one UPDATE that evicts, then the window
+    alone.
+    """
+    return refresh_then_reuse(
+        spec, progress, SparseOptions.of(spec).update_delay, retain
+    )
+
+
+def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]]:
+    """The retention ratio of all candidates, rounded down; with ``scope="prefix"`` what
+    lies behind the window is retained whole. The part that only whole refreshes renew
+    has its share, rounded down as well."""
+    options, (old, new) = SparseOptions.of(spec), split(spec, window)
+    candidates, behind = (new[:1], new[1:]) if options.scope == "prefix" else (new, ())
+    num_candidates = old.size + sum(span.size for span in candidates)
+    old_count, count = (
+        int(number * options.retention_ratio) for number in (old.size, num_candidates)
+    )
+    return Retention((old,), old_count), [
+        Retention(candidates, count - old_count),
+        Retention.whole(*behind),
+    ]
+
+
+def num_retained(spec: DecodingSpec, running: Blocks) -> int:
+    old, new = retain(spec, spec.span_of(running))
+    return old.count + sum(retention.count for retention in new)
+
+
+SPARSE = CacheMethod(
+    plan,
+    hold_tokens(num_retained),
+    SparseOptions,
+    "dllm_engine.cache_methods.sparse.layer_pass:SparsePass",
+    trims_suffix=True,
+    tuned={
+        "retention_ratio": (0.25, 0.5, 0.75),
+        "update_delay": (0, 1),
+        "refresh": ("all", "response"),
+    },
+)

@@ -1,0 +1,110 @@
+"""Retained tokens that are refreshed when the window moves: by the whole canvas, or by
+that now and then and by less in between.
+
+Positions that only whole refreshes renew come first in pages, and behind them those
+that every refresh renews.
+"""
+
+from collections.abc import Callable
+from typing import Literal
+
+from pydantic import Field
+
+from dllm_engine.decoding.progress import Progress
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.step_plan import (
+    RefreshState,
+    Retention,
+    Scope,
+    StepPlan,
+    step_plan,
+)
+
+Retain = Callable[[DecodingSpec, Span], tuple[Retention, list[Retention]]]
+"""Retained positions of a window: those that only whole refreshes renew, and those that
+every refresh renews.
+"""
+
+
+class RefreshOptions(CacheOptions):
+    """Options of methods that refresh what they retain when the window moves."""
+
+    refresh: Literal["all", "response", "near"] = "all"
+    """Part of the canvas that is computed when the window moves: ``all``, the
+    ``response``, or the positions ``near`` the window. ``response`` and ``near`` still
+    compute the whole canvas once every ``prompt_refresh_interval`` blocks."""
+    prompt_refresh_interval: int = Field(default=4, ge=1)
+    """Blocks from one computation of the whole canvas to the next, if ``refresh`` is
+    not ``all``.
+    """
+
+
+def refresh_then_reuse(
+    spec: DecodingSpec, progress: Progress, update_step: int, retain: Retain
+) -> StepPlan:
+    """Plan of a step since a block joined: ``update_step`` steps that compute what is
+    refreshed, one UPDATE that computes it once more and retains tokens, then steps over
+    the window alone."""
+    window = spec.span_of(progress.running)
+    if progress.step > update_step:
+        return step_plan(
+            spec,
+            progress,
+            RefreshState.REUSE,
+            Scope.ACTIVE,
+            window,
+            read=progress.retained,
+        )
+    old, new = retain(spec, window)
+    if whole_is_due(spec, progress, update_step):
+        span, scope, read, adds, waits = (
+            spec.visible(window),
+            Scope.ALL,
+            0,
+            [old, *new],
+            RefreshState.FULL,
+        )
+    else:
+        span, scope, read, adds, waits = (
+            refreshed(spec, window),
+            Scope.ACTIVE,
+            old.count,
+            new,
+            RefreshState.REUSE,
+        )
+    if progress.step < update_step:
+        return step_plan(spec, progress, waits, scope, span, read=read)
+    return step_plan(
+        spec, progress, RefreshState.UPDATE, scope, span, read=read, adds=adds
+    )
+
+
+def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bool:
+    """Return True if the whole canvas is refreshed for the running blocks. It is not if
+    these blocks and the blocks before them lie in one interval and those had their
+    UPDATE."""
+    options = RefreshOptions.of(spec)
+    if options.refresh == "all" or progress.steps_before <= update_step:
+        return True
+    first, last = progress.before.first, progress.running.stop - 1
+    return (
+        first // options.prompt_refresh_interval
+        != last // options.prompt_refresh_interval
+    )
+
+
+def refreshed(spec: DecodingSpec, window: Span) -> Span:
+    """Span that a refresh computes for a window if the whole canvas is not due."""
+    visible = spec.visible(window)
+    if RefreshOptions.of(spec).refresh == "all":
+        return visible
+    # With shifted logits the prompt's last row predicts the first token.
+    return Span(max(spec.prompt_length - spec.shifts_logits, 0), visible.stop)
+
+
+def split(spec: DecodingSpec, window: Span) -> tuple[Span, tuple[Span, Span]]:
+    """The positions outside a window that only whole refreshes renew, and those that
+    every refresh renews.
+    """
+    start, stop = refreshed(spec, window)
+    return Span(0, start), (Span(start, window.start), Span(window.stop, stop))

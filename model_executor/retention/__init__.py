@@ -1,2 +1,0 @@
-"""Retention of prompt or canvas tokens: scorers rate the tokens for each head, and
-budgets say how many tokens heads and layers keep."""
