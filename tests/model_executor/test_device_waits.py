@@ -40,6 +40,8 @@ WAITING = {getattr(torch.Tensor, name) for name in ASKING + CONVERTING} | {
 """Functions that bring numbers to the host, or a size, or the host's numbers from
 memory that a GPU cannot fetch.
 """
+IN_WORKERS = {"model_executor", "cache_methods"}
+"""Folders whose code runs in workers."""
 INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 REFRESHES = [
     ("dual", {"refresh": "response"}),
@@ -50,7 +52,7 @@ PROMPTS = [[7 * i % 100 for i in range(1, length)] for length in (14, 10, 6, 14)
 
 
 class CountsWaits(TorchFunctionMode):
-    """Counts the calls in a file of ``model_executor`` that wait for a device."""
+    """Counts the calls in a file of ``IN_WORKERS`` that wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,12 +60,10 @@ class CountsWaits(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func in WAITING or (func in INDEXING and index_waits(*args)):
-            caller = sys._getframe(1)
-            if "model_executor" in Path(caller.f_code.co_filename).parts:
-                self.calls.append(
-                    f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} "
-                    f"{func.__name__}"
-                )
+            frame = sys._getframe(1)
+            caller = Path(frame.f_code.co_filename)
+            if IN_WORKERS & {*caller.parts}:
+                self.calls.append(f"{caller.name}:{frame.f_lineno} {func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
@@ -145,7 +145,7 @@ FACTORIES = {
 
 
 class OnTheDevice(TorchFunctionMode):
-    """Refuses factories that are not told a device, where a file of ``model_executor``
+    """Refuses factories that are not told a device, where a file of ``IN_WORKERS``
     calls them.
     """
 
@@ -153,7 +153,7 @@ class OnTheDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in FACTORIES and not kwargs.keys() & {"device", "pin_memory"}:
             caller = Path(sys._getframe(1).f_code.co_filename)
-            if "model_executor" in caller.parts:
+            if IN_WORKERS & {*caller.parts}:
                 raise AssertionError(
                     f"{caller.name} calls {func.__name__}{args} and names no device"
                 )
