@@ -36,6 +36,16 @@ def one_line(error: Exception) -> str:
     return text
 
 
+def parsed_json(value: Any) -> Any:
+    """Parse a value that may be JSON, since ``vllm_xargs`` takes neither null nor an
+    object.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+
+
 def is_text(text: str) -> bool:
     """Return True if text can be encoded: Python reads bytes that are not UTF-8 as
     halves of characters.

@@ -1,16 +1,18 @@
-"""Number and order of the tokens that a step unmasks: schedules, policies and rules of
-parallel unmasking, without tensors. ``model_executor/unmasking/`` computes the values
-that policies and rules use."""
+"""Number and order of the tokens that a step unmasks: schedules, policies, and what
+rules of parallel unmasking declare, without tensors. ``model_executor/unmasking/``
+computes the values that policies and rules use."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+from dllm_engine.entry_points import EntryPointGroup
 
 Measure = Literal["probability", "entropy", "margin", "noise", "position"]
 """Value of a position's confidence: the probability of the predicted token, the
@@ -40,16 +42,28 @@ class UnmaskingPolicy:
 
 
 @dataclass(frozen=True)
-class ParallelUnmasking:
-    """Rule that sets the number of positions of a step from their confidences and one
-    value of the request.
+class UnmaskingRule:
+    """Rule of parallel unmasking: it sets the number of positions of a step from their
+    confidences and one value of the request. Its name is that of its entry point
+    (``dllm.unmasking_rules``).
     """
 
-    name: str
     measures: Measure
     """Value that the rule compares; the request's policy must rank positions by the
     same.
     """
+    selects: str
+    """``module:function`` of the rule itself. It gets the confidences ``[..., n]`` of a
+    request in descending order and the request's value, a number or ``[..., 1]``, and
+    returns which of them a step fills, bool ``[..., n]``. Entropies come as negative
+    numbers. It is named, not imported, so that commands do not load PyTorch.
+    """
+    option: Any = None
+    """Type of the request option that has the rule's name, with its limits, such as
+    ``Annotated[float, Field(ge=0, le=1)]``. None: no request names the rule.
+    """
+    meaning: str = ""
+    """What help and docs say of the option; the first sentence alone must make sense."""
     else_counted: bool = False
     """True if policies with another measure keep their fixed count; False if they are
     refused.
@@ -88,35 +102,8 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
         UnmaskingPolicy("origin", "noise", tempered=True, draws_each_position=True),
     )
 }
-PARALLEL_RULES: dict[str, ParallelUnmasking] = {
-    rule.name: rule
-    for rule in (
-        # Fast-dLLM's (arXiv 2505.22618). Its Dream sampler ignores a threshold with
-        # most policies.
-        ParallelUnmasking(
-            "threshold", "probability", else_counted=True, tuned=(0.95, 0.9, 0.8, 0.65)
-        ),
-        ParallelUnmasking("factor", "probability", tuned=(0.5, 1.0, 2.0)),
-        # EB-Sampler's (arXiv 2505.24857)
-        ParallelUnmasking("entropy_bound", "entropy", tuned=(0.1, 0.5, 1.5)),
-        ParallelUnmasking("margin", "margin", tuned=(0.9, 0.75, 0.5)),
-        # d3LLM's (arXiv 2601.07568), for LLaDA and for Dream; requests name the first.
-        ParallelUnmasking(
-            "entropy_threshold", "entropy", untempered=True, tuned=(0.2, 0.5, 1.0)
-        ),
-        ParallelUnmasking(
-            "strict_entropy_threshold", "entropy", untempered=True, may_pass_none=True
-        ),
-        # SDAR's (arXiv 2510.06303)
-        ParallelUnmasking(
-            "entropy_budget", "entropy", least_by_schedule=False, tuned=(0.1, 0.35, 1.0)
-        ),
-        # SlowFast sampling's (arXiv 2506.10848), within a span (``SpanState``).
-        ParallelUnmasking("slow_fast", "probability", untempered=True),
-        # ES-dLLM's (arXiv 2603.10088) in place of `threshold`; no request names it.
-        ParallelUnmasking("exceeded_threshold", "probability", else_counted=True),
-    )
-}
+PARALLEL_RULES = EntryPointGroup("dllm.unmasking_rules", UnmaskingRule)
+"""Rules of parallel unmasking; ours are in ``dllm_engine/unmasking_rules/``."""
 
 
 def split_steps(steps: int, masks: Sequence[int]) -> tuple[int, ...]:

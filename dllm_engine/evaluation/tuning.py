@@ -33,9 +33,17 @@ FACTORS = (
     "rule",
 )
 """Parts of a setting; the rule again, because a cache changes what it may risk."""
-RULES: tuple[Options, ...] = tuple(
-    {name: value} for name, rule in PARALLEL_RULES.items() for value in rule.tuned
-)
+_TUNED = {name: PARALLEL_RULES[name].tuned for name in PARALLEL_OPTIONS}
+_MOST_TUNED = max(map(len, _TUNED.values()))
+RULES: Sequence[Options] = [
+    {name: values[rank]}
+    for rank in range(_MOST_TUNED)
+    for name, values in _TUNED.items()
+    if rank < len(values)
+]
+"""The most careful value of every rule, then the next ones, so that a short search has
+tried each rule.
+"""
 WINDOWS = (0.75, 0.5, 0.1, 0.0)
 """Values of ``block_add_threshold``."""
 BLOCK_LENGTHS = (1 / 8, 1 / 4, 1 / 2, 2, 4)

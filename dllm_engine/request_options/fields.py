@@ -2,24 +2,23 @@
 may have a default for it.
 """
 
-import json
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    create_model,
+)
 
-from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, SlowFast
-from dllm_engine.options import explain
+from dllm_engine.decoding.unmasking_policies import MOST_TOKENS, PARALLEL_RULES
+from dllm_engine.options import EngineOptions
+from dllm_engine.text import parsed_json
 
-PARALLEL_OPTIONS = (
-    *(
-        "threshold",
-        "factor",
-        "entropy_bound",
-        "entropy_budget",
-        "margin",
-        "entropy_threshold",
-        "slow_fast",
-    ),
+PARALLEL_OPTIONS = tuple(
+    name for name, rule in PARALLEL_RULES.items() if rule.option is not None
 )
 """Request options that ask for parallel unmasking, each by the rule of its name; a
 request may set one of them.
@@ -72,30 +71,8 @@ DEFAULTABLE_OPTIONS = (
 """Request options that an engine may have a default for."""
 
 
-def _parsed(value: Any) -> Any:
-    """Parse a value that may be JSON, since ``vllm_xargs`` takes neither null nor an
-    object.
-    """
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is no JSON: {error}") from None
-
-
-def _checked_slow_fast(value: Any) -> Any:
-    given = _parsed(value)
-    try:
-        SlowFast.model_validate({} if given is None else given)
-    except ValidationError as error:
-        raise ValueError(
-            explain(error, "slow_fast option", SlowFast.model_fields)
-        ) from None
-    return given
-
-
-class RequestOptions(BaseModel):
-    """The options that vLLM's ``SamplingParams`` has no field for; they travel in
-    ``extra_args``, over HTTP in ``vllm_xargs``."""
+class ScheduleOptions(BaseModel):
+    """Blocks and schedule of a response, and the policy that ranks positions."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -122,35 +99,44 @@ class RequestOptions(BaseModel):
     """Multiply the confidence of a position by the share of known tokens near it,
     weighted by a Gaussian of this width in tokens (the certainty prior of d2Cache). For
     policies that measure a probability or a margin."""
-    threshold: float | None = Field(default=None, ge=0, le=1)
-    """Parallel unmasking (Fast-dLLM): fill every position of the block with at least
-    this probability. For the policies ``low_confidence`` and ``maskgit_plus``. Other
-    policies, if named, ignore it and keep their fixed count, as in Fast-dLLM's code."""
-    factor: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Parallel unmasking (Fast-dLLM): fill the n most probable positions, for the
-    largest n with (n + 1) · (1 − n-th probability) < ``factor``. For ``low_confidence``
-    and ``maskgit_plus``; other policies are refused."""
-    entropy_bound: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Parallel unmasking (EB-Sampler): fill the lowest-entropy positions while their
-    total, excluding the largest, stays within this bound (in nats). For the policies
-    ``entropy`` and ``low_entropy``."""
-    entropy_budget: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Parallel unmasking (SDAR): fill the lowest-entropy positions while their total,
-    including the last one, stays below this budget (in nats). For the policies
-    ``entropy`` and ``low_entropy``."""
-    margin: float | None = Field(default=None, gt=0, le=1)
-    """Parallel unmasking: fill every position whose two likeliest tokens differ in
-    probability by at least this. For the policy ``topk_margin``."""
-    entropy_threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Parallel unmasking (d3LLM): fill every position whose entropy is at most this (in
-    nats; Dream: below it). For the policy ``low_entropy``."""
-    slow_fast: Annotated[dict[str, Any] | None, BeforeValidator(_checked_slow_fast)] = (
-        None
+
+
+def _rule_fields() -> dict[str, Any]:
+    """Fields for the options that ask for rules, as the rules declare them."""
+    fields = {}
+    for name in PARALLEL_OPTIONS:
+        rule = PARALLEL_RULES[name]
+        kind, *limits = (
+            get_args(rule.option)
+            if get_origin(rule.option) is Annotated
+            else (rule.option,)
+        )
+        description = Field(description=rule.meaning)
+        try:
+            annotation = Annotated[kind | None, *limits, description]  # type: ignore[valid-type]
+            TypeAdapter(annotation)
+        except Exception as error:
+            raise PARALLEL_RULES.error(
+                name, f"option={rule.option!r} is no type with limits: {error}"
+            ) from error
+        if not rule.meaning:
+            raise PARALLEL_RULES.error(name, "the option needs a meaning")
+        fields[name] = annotation, None
+    return fields
+
+
+if TYPE_CHECKING:
+    RuleOptions = ScheduleOptions
+else:
+    RuleOptions = create_model(
+        "RuleOptions", __base__=ScheduleOptions, **_rule_fields()
     )
-    """Parallel unmasking (SlowFast sampling): slow passes find the span in which the
-    model is confident; fast passes fill it and do not compute what is after it. A
-    dictionary of options; those left out are as in the authors' code for the family,
-    and ``{}`` leaves out all. For the policy ``low_confidence``."""
+
+
+class RequestOptions(RuleOptions):
+    """The options that vLLM's ``SamplingParams`` has no field for; they travel in
+    ``extra_args``, over HTTP in ``vllm_xargs``."""
+
     block_add_threshold: float | None = Field(default=None, ge=0, le=1)
     """Several blocks at once (d3LLM): the next block joins the running ones once this
     share of the last one is decided. 0: one more block in every step; 1 or unset: one
@@ -209,9 +195,9 @@ class RequestOptions(BaseModel):
     stream_granularity: Literal["block", "step"] | None = None
     """Content of a streamed response: finished blocks, or also the running block after
     each step (``outputs[i].provisional``)."""
-    response_template: Annotated[list[int | None], BeforeValidator(_parsed)] | None = (
-        None
-    )
+    response_template: (
+        Annotated[list[int | None], BeforeValidator(parsed_json)] | None
+    ) = None
     """The response with given tokens: a token id where one is given, None where the
     model fills one in. ``gen_length`` is only an upper bound then, and may stay unset.
     """
@@ -241,6 +227,12 @@ class RequestOptions(BaseModel):
     """
 
     @property
+    def rules(self) -> dict[str, Any]:
+        """The rules of parallel unmasking that the request names, with their values."""
+        values = {name: getattr(self, name) for name in PARALLEL_OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
     def returned_length(self) -> int | None:
         """Tokens that come back by ``response_template``; None without one."""
         template = self.response_template
@@ -248,6 +240,16 @@ class RequestOptions(BaseModel):
             return None
         return template.count(None) if self.return_given is False else len(template)
 
+
+for _name in PARALLEL_OPTIONS:
+    if _name in {
+        *ScheduleOptions.model_fields,
+        *RequestOptions.__annotations__,
+        *EngineOptions.model_fields,
+    }:
+        raise PARALLEL_RULES.error(
+            _name, "another option has this name; give the rule another name"
+        )
 
 _OTHER_COUNTS = ("steps_per_block", "tokens_per_step", *PARALLEL_OPTIONS)
 _DEFAULTS_LEFT_OUT = {

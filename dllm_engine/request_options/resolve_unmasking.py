@@ -103,7 +103,7 @@ def resolve_unmasking(
             f"{counts[0]} and {counts[1]} both say how many tokens a step unmasks; "
             f"give one"
         )
-    if options.steps_per_block is not None and options.slow_fast is not None:
+    if options.steps_per_block is not None and "slow_fast" in options.rules:
         raise InvalidRequestError(
             f"steps_per_block={options.steps_per_block}: with slow_fast, passes do not "
             f"count; leave one of them unset"
@@ -137,11 +137,7 @@ def _policy_and_rule(
             f"unknown{choices(options.unmasking, UNMASKING_POLICIES)}"
         )
     policy = UNMASKING_POLICIES[options.unmasking or family.default_unmasking]
-    given = [
-        f"{name}={value}"
-        for name in PARALLEL_OPTIONS
-        if (value := getattr(options, name)) is not None
-    ]
+    given = [f"{name}={value}" for name, value in options.rules.items()]
     if len(given) > 1:
         raise InvalidRequestError(
             f"{' and '.join(given)}: a step unmasks by one rule; give one of "
@@ -172,9 +168,7 @@ def _policy_and_rule(
 
 def _rule(options: RequestOptions, family: ModelFamily) -> ParallelRule | None:
     """The rule that a request names, as its family has it."""
-    for kind in PARALLEL_OPTIONS:
-        if (value := getattr(options, kind)) is None:
-            continue
+    for kind, value in options.rules.items():
         if (slow_fast := resolve_slow_fast(options, family)) is not None:
             value = slow_fast.fast_threshold
         if kind == "entropy_threshold" and family.strict_entropy_threshold:
@@ -193,9 +187,9 @@ def resolve_slow_fast(options: RequestOptions, family: ModelFamily) -> SlowFast 
     """The request's options of SlowFast sampling, with the family's defaults; None: it
     decodes otherwise.
     """
-    if options.slow_fast is None:
+    if (given := options.rules.get("slow_fast")) is None:
         return None
-    return SlowFast.model_validate({**family.slow_fast, **options.slow_fast})
+    return SlowFast.model_validate({**family.slow_fast, **given})
 
 
 def check_several_blocks(

@@ -26,11 +26,11 @@ from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.token_prediction import SamplingSettings, TokenPredictor
 from dllm_engine.model_executor.transfer import on_host
 from dllm_engine.model_executor.unmasking.logits import BiasedRows, ConstrainedRows
-from dllm_engine.model_executor.unmasking.rules import (
-    SELECTION_RULES,
+from dllm_engine.model_executor.unmasking.selection import (
     Rule,
     drawn_below,
     first_of_all,
+    parallel_rule,
     select,
 )
 from dllm_engine.model_executor.unmasking.statistics import TokenStatistics, required
@@ -358,7 +358,7 @@ def _held_back(
 def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
     """The rule by which a request's positions are chosen, and its value."""
     if quota.parallel is not None:
-        return SELECTION_RULES[quota.parallel.kind], quota.parallel.value
+        return parallel_rule(quota.parallel.kind), quota.parallel.value
     if UNMASKING_POLICIES[policy].draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count

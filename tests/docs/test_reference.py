@@ -16,7 +16,11 @@ from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli.main import build_parser
 from dllm_engine.cli.models import allowed
 from dllm_engine.decoding.spec import Guidance
-from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES, SlowFast
+from dllm_engine.decoding.unmasking_policies import (
+    PARALLEL_RULES,
+    UNMASKING_POLICIES,
+    SlowFast,
+)
 from dllm_engine.evaluation.paper_tasks import PAPER_TABLES, PAPERS
 from dllm_engine.families import FAMILIES
 from dllm_engine.llm import LLM
@@ -35,10 +39,12 @@ PAGES = {DOCS / "reference.md": 5, DOCS / "papers.md": 1}
 HEAD = ("| option | values | default | meaning |", "|---|---|---|---|")
 # Fields that the engine fills in itself.
 INTERNAL = {"guide_shape"}
+OTHERS = {name for name in PARALLEL_OPTIONS if name not in PARALLEL_RULES.own}
+"""Options that packages installed beside this one add; the pages do not list them."""
 NAMES = {
     "unmasking": UNMASKING_POLICIES,
     "cache_method": CACHE_METHODS,
-    "request_defaults": DEFAULTABLE_OPTIONS,
+    "request_defaults": [name for name in DEFAULTABLE_OPTIONS if name not in OTHERS],
 }
 """The names that an option of no particular type may have."""
 
@@ -76,16 +82,15 @@ def test_methods_names_what_there_is():
         "Layer budgets": options["layer_budget"]["enum"],
         "Head budgets": options["head_budget"]["enum"],
         "Policies": UNMASKING_POLICIES,
-        "Rules": PARALLEL_OPTIONS,
+        "Rules": [name for name in PARALLEL_OPTIONS if name not in OTHERS],
     }.items():
         section = re.search(
             rf"^##+ {heading}\n(.*?)(^#|\Z)", page, re.DOTALL | re.MULTILINE
         )
         assert section is not None, heading
         names = re.findall(r"^\| (\S+)", section[1], re.MULTILINE)
-        assert names[1:] == [f"`{name}`" for name in registry], (
-            heading
-        )  # behind the head of the table
+        # Behind the head of the table.
+        assert sorted(names[1:]) == sorted(f"`{name}`" for name in registry), heading
 
 
 def written(page: str) -> str:
@@ -148,6 +153,7 @@ def request_table() -> list[str]:
         *(
             row(name, schema, defaults.get(name, "off"))
             for name, schema in schemas.items()
+            if name not in OTHERS
         ),
     ]
 

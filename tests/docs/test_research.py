@@ -8,8 +8,8 @@ import pytest
 from dllm_engine import DiffusionParams
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cache_methods.scorers import SCORERS
-from dllm_engine.decoding import unmasking_policies
-from dllm_engine.model_executor.unmasking import rules
+from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
+from dllm_engine.model_executor.unmasking.selection import parallel_rule
 from tests.support.engines import assert_nothing_left, generate
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "research.md"
@@ -67,8 +67,11 @@ def test_the_scorer_chooses_what_is_near(page, engines, tiny_llada, monkeypatch)
 def test_the_rule_fills_what_is_nearly_as_sure_as_the_best(
     page, engines, tiny_llada, monkeypatch
 ):
-    monkeypatch.setitem(rules.SELECTION_RULES, "factor", page["near_the_best"])
-    monkeypatch.setitem(unmasking_policies.PARALLEL_RULES, "factor", page["RELATIVE"])
+    assert page["RELATIVE"].suits(UNMASKING_POLICIES["low_confidence"])
+    monkeypatch.setattr(
+        "dllm_engine.unmasking_rules.selection.within_factor", page["near_the_best"]
+    )
+    parallel_rule.cache_clear()
     llm = engines(tiny_llada)
     assert {
         len(step) for step in figures(llm, factor=1.0)[0].diffusion.unmasked_per_step
@@ -76,3 +79,4 @@ def test_the_rule_fills_what_is_nearly_as_sure_as_the_best(
     assert [
         len(step) for step in figures(llm, factor=0.001)[0].diffusion.unmasked_per_step
     ] == [8, 8]
+    parallel_rule.cache_clear()

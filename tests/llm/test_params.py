@@ -111,7 +111,7 @@ REFUSED = [
     ),
     (
         {"threshold": 0.9, "margin": 0.5},
-        "threshold=0.9 and margin=0.5: a step unmasks by one rule",
+        "margin=0.5 and threshold=0.9: a step unmasks by one rule",
     ),
     ({"factor": math.inf}, "factor=inf: Input should be a finite number"),
     (

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
-from dllm_engine.model_executor.unmasking.rules import (
-    SELECTION_RULES,
+from dllm_engine.model_executor.unmasking.selection import (
     drawn_below,
     first_of_all,
+    parallel_rule,
     select,
 )
 
-RULES = SELECTION_RULES | {"count": first_of_all, "draws": drawn_below}
+OTHERS = {"count": first_of_all, "draws": drawn_below}
 
 
 def pick(
@@ -25,7 +25,7 @@ def pick(
     one = rule in PARALLEL_RULES and not PARALLEL_RULES[rule].may_pass_none
     least = torch.full((len(values),), int(one))
     chosen = select(
-        RULES[rule],
+        OTHERS.get(rule) or parallel_rule(rule),
         table.flatten(),
         requests,
         offsets,

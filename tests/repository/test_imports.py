@@ -70,6 +70,7 @@ def imports_of(
 
 SHARED = (
     "dllm_engine.decoding",
+    "dllm_engine.entry_points",
     "dllm_engine.options",
     "dllm_engine.families",
     "dllm_engine.model_name",
@@ -83,9 +84,14 @@ KERNELS, SCHEDULER, MODEL_EXECUTOR = (
     "dllm_engine.model_executor",
 )
 CACHE_METHODS = "dllm_engine.cache_methods"
-DECODING = ("dllm_engine.decoding", "dllm_engine.families", "dllm_engine.model_name")
+DECODING = (
+    "dllm_engine.decoding",
+    "dllm_engine.entry_points",
+    "dllm_engine.families",
+    "dllm_engine.model_name",
+)
 ALLOWED = {KERNELS: (KERNELS,), SCHEDULER: (SCHEDULER, CACHE_METHODS, *SHARED)}
-ALLOWED["dllm_engine.decoding"] = DECODING[:2]
+ALLOWED["dllm_engine.decoding"] = DECODING[:3]
 ALLOWED[MODEL_EXECUTOR] = (KERNELS, SCHEDULER, MODEL_EXECUTOR, *SHARED)
 ALLOWED[CACHE_METHODS] = (CACHE_METHODS, KERNELS, MODEL_EXECUTOR, *DECODING)
 """What the modules of a room may import of this package. Shared modules

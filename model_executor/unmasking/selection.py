@@ -1,20 +1,22 @@
-"""Choice of the positions that a step fills: rules of parallel unmasking, a fixed
-count, and a draw per position.
-
-A new rule of parallel unmasking is a function here, its name in ``SELECTION_RULES``,
-and its row in ``dllm_engine/decoding/unmasking_policies.py``.
+"""Choice of the positions that a step fills: by a rule of parallel unmasking, a fixed
+count, or a draw per position.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
-from dllm_engine.model_executor.unmasking.statistics import LEAST_CONFIDENT
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 
 Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
-"""(confidences ``[..., n]`` in descending order, the request's value, a number or
-``[..., 1]``) -> bool ``[..., n]``: which of them a step fills. Confidences of rules
-about entropy are negative entropies."""
+"""As ``UnmaskingRule.selects`` says."""
+
+
+@cache
+def parallel_rule(name: str) -> Rule:
+    """The rule of parallel unmasking of a name."""
+    return PARALLEL_RULES.resolve(name, PARALLEL_RULES[name].selects)
 
 
 def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
@@ -28,48 +30,6 @@ drawn_below: Rule = torch.lt
 """For policies that draw each position: those whose number, uniform in (0, 1), is below
 the value.
 """
-
-
-def within_factor(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """Fast-dLLM: the n most confident ones, n the largest with (n + 1) · (1 − n-th
-    confidence) < ``value``.
-    """
-    numbers = torch.arange(1, ordered.shape[-1] + 1, device=ordered.device)
-    # Both factors grow with n, so those that pass come first.
-    return (numbers + 1) * (1 - ordered) < value
-
-
-def within_bound(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """EB-Sampler (arXiv 2505.24857): lowest entropy first while the total, excluding
-    the largest, is at most ``value``."""
-    entropy = -ordered.clamp(max=0)
-    # In ascending order the largest of the first n is the n-th: what counts is the sum
-    # of those before it.
-    before = torch.nn.functional.pad(entropy[..., :-1].cumsum(-1), (1, 0))
-    return (before <= value) & (ordered > LEAST_CONFIDENT)
-
-
-def within_budget(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
-    """SDAR (arXiv 2510.06303): lowest entropy first while the total, with its own, is
-    less than ``value``.
-    """
-    return (-ordered.clamp(max=0)).cumsum(-1) < value
-
-
-SELECTION_RULES: dict[str, Rule] = {
-    "threshold": torch.ge,
-    "factor": within_factor,
-    "entropy_bound": within_bound,
-    "entropy_budget": within_budget,
-    "margin": torch.ge,
-    "slow_fast": torch.ge,
-    "exceeded_threshold": torch.gt,
-    # An entropy of at most the value, or below it.
-    "entropy_threshold": lambda ordered, value: ordered >= -value,
-    "strict_entropy_threshold": lambda ordered, value: ordered > -value,
-}
-"""By the names in ``dllm_engine/decoding/unmasking_policies.py``, which says whose they are, and
-by which of them a step fills one position at least."""
 
 
 def select(
