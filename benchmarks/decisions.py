@@ -27,7 +27,7 @@ def main() -> None:
 
     from dllm_engine import LLM, DiffusionParams
     from dllm_engine.decisions.requests import schema_of
-    from dllm_engine.model_executor.constraints.decision import RunningDecision
+    from dllm_engine.model_executor.constraints.running_decision import RunningDecision
     from dllm_engine.model_executor.denoiser import Denoiser
 
     def timed(original: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:

@@ -9,11 +9,10 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from dllm_engine.constraints.constraint import constraint_of
+from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
-from dllm_engine.model_executor.constraints.constraint import constraint_of
-from dllm_engine.model_executor.constraints.decision import unpacked_decision
-from dllm_engine.model_executor.constraints.lattice import END
 from dllm_engine.options import EngineOptions, shortened
 from dllm_engine.params import check_place
 from dllm_engine.request_options.fields import RequestOptions
@@ -235,7 +234,7 @@ def _check_decision(spec: DecodingSpec) -> None:
     if (
         spec.decision is not None
         and not spec.end_tokens
-        and END in unpacked_decision(spec.decision).lattice.tokens
+        and unpacked_decision(spec.decision).has_shorter_texts
     ):
         raise InvalidRequestError(
             "fields: their texts have different numbers of tokens, and no end token "

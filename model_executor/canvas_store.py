@@ -5,19 +5,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from dllm_engine.constraints.constraint import constraint_of
 from dllm_engine.decoding.messages import NewRequest
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.decoding.spec import Span
 from dllm_engine.decoding.unmasking_policies import SeenOfBlock
 from dllm_engine.kernels.sampling import signed_seed
-from dllm_engine.model_executor.constraints.constraint import (
+from dllm_engine.model_executor.constraints.accepted_texts import accepted_texts
+from dllm_engine.model_executor.constraints.constrained_response import (
     ConstrainedResponse,
-    constraint_of,
 )
-from dllm_engine.model_executor.constraints.decision import (
-    RunningDecision,
-    unpacked_decision,
-)
+from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 from dllm_engine.model_executor.token_prediction import SamplingSettings
 from dllm_engine.model_executor.transfer import on_device
 from dllm_engine.model_executor.unmasking.statistics import TokenLogprobs
@@ -98,7 +96,7 @@ class Canvas:
         self.decision: RunningDecision | None = None
         if spec.decision is not None:
             self.decision = RunningDecision(
-                unpacked_decision(spec.decision), spec.end_tokens, spec.passes
+                accepted_texts(spec.decision), spec.end_tokens, spec.passes
             )
 
     def masked_per_block(self, window: Span) -> list[int]:

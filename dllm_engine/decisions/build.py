@@ -15,15 +15,10 @@ from string import Formatter
 import numpy as np
 from tokenizers import Tokenizer
 
+from dllm_engine.constraints.automaton import Automaton
+from dllm_engine.constraints.decision import Decision
+from dllm_engine.constraints.graph import LITERAL, Graph, edges_between, states_reached
 from dllm_engine.decisions.fields import Field, read_fields
-from dllm_engine.model_executor.constraints.constraint import Automaton
-from dllm_engine.model_executor.constraints.decision import Decision
-from dllm_engine.model_executor.constraints.lattice import (
-    LITERAL,
-    Graph,
-    edges_between,
-    states_reached,
-)
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
 

@@ -11,6 +11,7 @@ from vllm.entrypoints.serve.utils.api_utils import load_aware_call, with_cancell
 from vllm.exceptions import GenerationError, RetryableRequestError
 from vllm.utils import random_uuid
 
+from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.fields import read_fields
 from dllm_engine.decisions.requests import (
     TOP_K,
@@ -19,7 +20,6 @@ from dllm_engine.decisions.requests import (
 )
 from dllm_engine.decoding.unmasking_policies import MOST_TOKENS
 from dllm_engine.infill.http import length_of, set_length
-from dllm_engine.model_executor.constraints.decision import unpacked_decision
 from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
 from dllm_engine.structured_output.requests import reading
 from dllm_engine.vllm_hooks.server.prompts import PromptRequest, prompt_tokens

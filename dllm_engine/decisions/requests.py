@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from vllm import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decisions.build import DecisionInput
 from dllm_engine.figures import DiffusionFigures
-from dllm_engine.model_executor.constraints.decision import unpacked_decision
 from dllm_engine.options import EngineOptions
 from dllm_engine.request_options.sampling_params import DECISION, InvalidRequestError
 from dllm_engine.structured_output.automata import built, when_built

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.constraints.decision import unpacked_decision
 from dllm_engine.decoding.spec import DecodingSpec, TokenBias
 from dllm_engine.families import barred_tokens, every_end_token, model_end_tokens
-from dllm_engine.model_executor.constraints.decision import unpacked_decision
 from dllm_engine.request_options.fields import RequestOptions
 from dllm_engine.request_options.sampling_params import InvalidRequestError
 

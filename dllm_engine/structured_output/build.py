@@ -18,7 +18,7 @@ from typing import Literal
 
 import numpy as np
 
-from dllm_engine.model_executor.constraints.constraint import Automaton, unpacked
+from dllm_engine.constraints.automaton import Automaton, unpacked
 from dllm_engine.model_executor.workers.parent import end_with_parent
 from dllm_engine.structured_output import compiler
 from dllm_engine.structured_output.expression import Either, Expression, literal

@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from dllm_engine.model_executor.constraints.constraint import FAR, Automaton, distances
+from dllm_engine.constraints.automaton import FAR, Automaton, distances
 from dllm_engine.structured_output.expression import (
     Chars,
     Either,

@@ -2,82 +2,15 @@
 positions.
 """
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-END = -1
-"""Number that stands for any end token."""
+from dllm_engine.constraints.graph import Graph
+
 OPEN = -2
 """Number of a position that may hold several tokens."""
-LITERAL = -1
-"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
-EDGE = np.dtype(
-    [(name, np.int32) for name in ("source", "token", "target", "field", "choice")]
-)
-"""An edge between two states of a graph, the number of the field that it belongs to,
-and of the choice that it begins; ``LITERAL`` where there is none."""
-
-
-def edges_between(
-    source: ArrayLike,
-    token: ArrayLike,
-    target: ArrayLike,
-    field: ArrayLike,
-    choice: ArrayLike = LITERAL,
-) -> np.ndarray:
-    """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
-    return np.rec.fromarrays(
-        np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE
-    )
-
-
-def states_reached(
-    sources: np.ndarray, targets: np.ndarray, begins: np.ndarray
-) -> Iterator[np.ndarray]:
-    """States that each number of edges leads to from those of ``begins`` (bool
-    ``[num_states]``), in the same form, as long as there are any."""
-    reached = begins
-    while reached.any():
-        yield reached
-        following = np.zeros_like(reached)
-        following[targets[reached[sources]]] = True
-        reached = following
-
-
-@dataclass(frozen=True, eq=False)
-class Graph:
-    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted
-    sequences, each once.
-    """
-
-    ends: np.ndarray
-    """int64 ``[num_ends]``"""
-    edges: np.ndarray
-    """``EDGE`` ``[num_edges]``"""
-
-    @cached_property
-    def reached(self) -> list[np.ndarray]:
-        """States that each number of tokens leads to, bool ``[num_states]`` each."""
-        start = np.arange(self.edges["target"].max() + 1) == 0
-        return [*states_reached(self.edges["source"], self.edges["target"], start)]
-
-    @cached_property
-    def num_positions(self) -> np.ndarray:
-        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many
-        there are.
-        """
-        return np.sum(self.reached, axis=0)
-
-    @property
-    def size(self) -> int:
-        """Edges that follow each number of tokens, in all: no lattice has more."""
-        return int(self.num_positions[self.edges["source"]].sum())
 
 
 class Level(NamedTuple):
@@ -110,48 +43,33 @@ class Lattice:
     """
 
     def __init__(self, graph: Graph) -> None:
-        final = len(graph.reached[0])
-        closing = [*graph.ends.tolist(), final]
-        edges = np.concatenate(
-            (graph.edges, edges_between(closing, END, final, LITERAL))
+        placed = graph.placed_edges()
+        num_states, self.length = graph.final + 1, graph.length
+        edges = np.concatenate(placed)
+        self.positions = np.repeat(
+            np.arange(self.length), [len(each) for each in placed]
         )
-        edges = edges[np.argsort(edges["source"], kind="stable")]
-        sources, targets, states = (
-            edges["source"],
-            edges["target"],
-            np.arange(final + 1),
-        )
-        self.length = len(graph.reached) - 1
-        reached = np.stack(
-            [*islice(states_reached(sources, targets, states == 0), self.length + 1)]
-        )
-        from_end = states_reached(targets, sources, np.isin(states, closing))
-        completable = np.stack([*islice(from_end, self.length + 1)])[::-1]
-        steps = zip(reached[:-1], completable[1:], strict=True)
-        alive = [np.flatnonzero(now[sources] & later[targets]) for now, later in steps]
-        self.positions = np.repeat(np.arange(self.length), list(map(len, alive)))
         """Position of each edge, ascending."""
-        edges = edges[np.concatenate(alive)]
-        self.tokens, self.fields, self.choices = (
-            edges[name].copy() for name in ("token", "field", "choice")
-        )
+        self.tokens = edges["token"].copy()
+        self.fields = edges["field"].copy()
+        self.choices = edges["choice"].copy()
         """Token, field and choice of each edge, as in the graph."""
-        self.states, self.next_states = (
-            edges["source"].astype(np.int64),
-            edges["target"].astype(np.int64),
-        )
+        self.states = edges["source"].astype(np.int64)
+        self.next_states = edges["target"].astype(np.int64)
         """States of the graph that each edge leads from and to."""
         # At the end all states are one.
         next_states = np.where(
-            self.positions == self.length - 1, final, edges["target"]
+            self.positions == self.length - 1, graph.final, self.next_states
         )
-        is_cut = (reached & completable).sum(axis=1) == 1
-        is_cut[-1] = True
+        num_sources = [len(np.unique(each["source"])) for each in placed]
+        is_cut = np.array([*(number == 1 for number in num_sources), True])
         self.segments = is_cut.cumsum()[self.positions] - 1
         """Segment of each edge."""
-        source_keys = self.positions * len(states) + edges["source"]
-        target_keys = (self.positions + 1) * len(states) + next_states
-        target_keys += (self.length + 1) * len(states) * is_cut[self.positions + 1]
+        source_keys = self.positions * num_states + self.states
+        target_keys = (self.positions + 1) * num_states + next_states
+        # The last node of a segment is another than the first one of the next.
+        closes_segment = is_cut[self.positions + 1]
+        target_keys[closes_segment] += (self.length + 1) * num_states
         keys, nodes = np.unique(
             np.concatenate((source_keys, target_keys)), return_inverse=True
         )
@@ -166,7 +84,7 @@ class Lattice:
         self._backward = [Level.of(edges, self.sources) for edges in reversed(levels)]
         self.opens = np.unique(self.sources[level == 0])
         """First node of each segment."""
-        self.closes = np.unique(self.targets[is_cut[self.positions + 1]])
+        self.closes = np.unique(self.targets[closes_segment])
         """Last node of each segment."""
         following = np.arange(len(keys))
         following[self.closes[:-1]] = self.opens[1:]

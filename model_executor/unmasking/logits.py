@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
+from dllm_engine.constraints.constraint import Constraint
 from dllm_engine.decoding.spec import TokenBias
 from dllm_engine.kernels.token_statistics import token_statistics
-from dllm_engine.model_executor.constraints.constraint import Constraint
 from dllm_engine.model_executor.models.decoder import VocabularyShard
 from dllm_engine.model_executor.transfer import (
     gather_from_ranks,

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from dllm_engine import DiffusionParams
+from dllm_engine.constraints.constraint import Constraint
 from dllm_engine.model_executor import head_chunks
-from dllm_engine.model_executor.constraints.constraint import Constraint
 from tests.oracles.constrained import PlainConstraint
 from tests.oracles.guided import Texts, plain_guided
 from tests.oracles.models import PlainModel

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from dllm_engine.model_executor.constraints.constraint import unpacked
+from dllm_engine.constraints.automaton import unpacked
 
 NOWHERE = -1
 

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 
 from dllm_engine import DiffusionParams
+from dllm_engine.constraints.automaton import unpacked
+from dllm_engine.constraints.constraint import Constraint
 from dllm_engine.families import LLADA, LLADA2
-from dllm_engine.model_executor.constraints.constraint import Constraint, unpacked
 from dllm_engine.request_options.sampling_params import InvalidRequestError
 from tests.support.answers import params_of
 from tests.support.engines import assert_nothing_left, generate, runner_of, scheduler_of

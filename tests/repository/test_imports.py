@@ -69,6 +69,7 @@ def imports_of(
 # passes of cache methods, then the rest of dllm_engine
 
 SHARED = (
+    "dllm_engine.constraints",
     "dllm_engine.decoding",
     "dllm_engine.entry_points",
     "dllm_engine.options",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.constraints.constraint import Automaton, joined
+from dllm_engine.constraints.automaton import Automaton, joined
 from dllm_engine.structured_output.compiler import Vocabulary, reasoning_automaton
 from tests.support.automaton_walks import accepts
 from tests.support.random_requests import random_automaton

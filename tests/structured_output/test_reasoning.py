@@ -18,7 +18,7 @@ from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import StructuredOutputsParams
 
 from dllm_engine import DiffusionParams
-from dllm_engine.model_executor.constraints.constraint import joined
+from dllm_engine.constraints.automaton import joined
 from dllm_engine.request_options.sampling_params import InvalidRequestError
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.requests import (

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from dllm_engine.model_executor.constraints.constraint import Automaton
+from dllm_engine.constraints.automaton import Automaton
 from dllm_engine.structured_output.build import BuildInput, Grammar, build
 from dllm_engine.structured_output.compiler import Vocabulary
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dllm_engine.constraints.automaton import Automaton
+from dllm_engine.constraints.decision import Decision, unpacked_decision
 from dllm_engine.decisions.build import GraphBuilder
-from dllm_engine.model_executor.constraints.constraint import Automaton
-from dllm_engine.model_executor.constraints.decision import Decision, unpacked_decision
 from dllm_engine.request_options.sampling_params import DECISION
 from tests.oracles.decisions import Fields
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from dllm_engine import LLM
+from dllm_engine.constraints.automaton import Automaton
+from dllm_engine.constraints.constraint import Constraint
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
-from dllm_engine.model_executor.constraints.constraint import Automaton, Constraint
 from tests.oracles.decoding import Decoding, Uniform
 from tests.support.answers import Request, answers
 

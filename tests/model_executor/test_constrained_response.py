@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dllm_engine.model_executor.constraints.constraint import (
-    Automaton,
+from dllm_engine.constraints.automaton import Automaton, any_text, unpacked
+from dllm_engine.constraints.constraint import Constraint, constraint_of
+from dllm_engine.model_executor.constraints.constrained_response import (
     ConstrainedResponse,
-    Constraint,
-    any_text,
-    constraint_of,
-    unpacked,
 )
 from tests.oracles.constrained import PlainConstraint
 from tests.support.random_requests import random_automaton

@@ -9,8 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dllm_engine.model_executor.constraints.decision import FieldTexts, RunningDecision
+from dllm_engine.model_executor.constraints.accepted_texts import (
+    AcceptedTexts,
+    FieldTexts,
+)
 from dllm_engine.model_executor.constraints.field_texts import FieldChances
+from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 from tests.oracles.decisions import decide, given_masked
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
@@ -32,7 +36,7 @@ def patterns(seed, **settings):
 
 
 def decided(decision, seed, scale=3.0):
-    running = RunningDecision(decision, ENDS, passes=1)
+    running = RunningDecision(AcceptedTexts(decision), ENDS, passes=1)
     logits = np.random.default_rng(seed).normal(
         0, scale, (len(decision.template), STOP_TOKEN)
     )
@@ -95,7 +99,10 @@ def test_each_field_is_answered_once(passes, monkeypatch):
 
     monkeypatch.setattr(FieldTexts, "answer", counted)
     decision, _, _ = patterns(passes)
-    running, canvas = RunningDecision(decision, ENDS, passes), [*decision.template]
+    running, canvas = (
+        RunningDecision(AcceptedTexts(decision), ENDS, passes),
+        [*decision.template],
+    )
     rng = np.random.default_rng(passes)
     while not running.is_complete:
         positions = [i for i, token in enumerate(canvas) if token is None]

@@ -8,8 +8,10 @@ import random
 import numpy as np
 import pytest
 
-from dllm_engine.model_executor.constraints.decision import Decision, RunningDecision
-from dllm_engine.model_executor.constraints.lattice import Graph, edges_between
+from dllm_engine.constraints.decision import Decision
+from dllm_engine.constraints.graph import Graph, edges_between
+from dllm_engine.model_executor.constraints.accepted_texts import AcceptedTexts
+from dllm_engine.model_executor.constraints.running_decision import RunningDecision
 from tests.oracles.decisions import decide, given_masked
 from tests.support.random_decisions import STOP_TOKEN, listed, random_decision
 
@@ -21,7 +23,10 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
     decision, fields, literals = random_decision(random.Random(seed), most_fields=4)
     rng = np.random.default_rng(seed)
     passes, num_passes = int(rng.integers(1, 6)), 0
-    running, canvas = RunningDecision(decision, ENDS, passes), [*decision.template]
+    running, canvas = (
+        RunningDecision(AcceptedTexts(decision), ENDS, passes),
+        [*decision.template],
+    )
     committed = {}
     while not running.is_complete:
         before = running.answers
@@ -65,10 +70,7 @@ def test_a_pass_is_given_what_earlier_ones_committed(seed):
 
 def test_tokens_of_one_text_count_together():
     graph = Graph(np.array([1]), edges_between([0, 0, 0], [10, 11, 12], 1, field=0))
-    running = RunningDecision(
-        Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False], 10),
-        ENDS,
-        passes=1,
-    )
+    decision = Decision(graph, ["f"], [None], [b"a", b"a", b"b"], 5, [False], 10)
+    running = RunningDecision(AcceptedTexts(decision), ENDS, passes=1)
     running.commit([0], np.zeros((1, len(running.columns))))
     assert listed(running.answers["f"]) == pytest.approx({"a": 2 / 3, "b": 1 / 3})

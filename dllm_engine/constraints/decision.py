@@ -1,0 +1,80 @@
+"""A decision: fields, and the texts that it may write."""
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from dllm_engine.constraints.graph import EDGE, END, Graph, edges_between
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """Fields of a decision, and the texts that it may write."""
+
+    graph: Graph
+    names: Sequence[str]
+    values: Sequence[Sequence[Any] | None]
+    """Choices of each field; None for a field of a pattern."""
+    spellings: Sequence[bytes]
+    """Text of each of ``tokens``; needed where a field has a pattern."""
+    top_k: int
+    """Values that are reported of a field with a pattern."""
+    is_json: Sequence[bool]
+    """True for each field with a pattern whose texts are JSON; its values are what JSON
+    says.
+    """
+    beginnings: int
+    """Beginnings of texts that the search for these values goes on with, from each
+    state of a pattern.
+    """
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Different tokens of the graph, ascending."""
+        return np.unique(self.graph.edges["token"])
+
+    @cached_property
+    def template(self) -> tuple[int | None, ...]:
+        """The response before the first pass, with None for each mask."""
+        choices = [np.unique(edges["token"]) for edges in self.graph.placed_edges()]
+        return tuple(int(tokens[0]) if len(tokens) == 1 else None for tokens in choices)
+
+    @property
+    def has_shorter_texts(self) -> bool:
+        """True if end tokens follow some texts, which are shorter than others."""
+        return any((edges["token"] == END).any() for edges in self.graph.placed_edges())
+
+    @cached_property
+    def packed(self) -> bytes:
+        """To be sent; ``unpacked_decision`` makes it a decision again."""
+        buffer, graph = io.BytesIO(), self.graph
+        spellings = [text.hex() for text in self.spellings]
+        values = [None if each is None else [*each] for each in self.values]
+        settings = [self.top_k, self.is_json, self.beginnings]
+        header = json.dumps([self.names, values, spellings, *settings, self.template])
+        columns = np.stack(
+            [graph.edges[name] for name in EDGE.names or ()]
+        )  # each compresses well alone
+        np.savez_compressed(
+            buffer, ends=graph.ends, columns=columns, header=np.array(header)
+        )
+        return buffer.getvalue()
+
+
+@lru_cache(maxsize=16)
+def unpacked_decision(packed: bytes) -> Decision:
+    """The decision of ``Decision.packed``. Requests with the same fields share it."""
+    with np.load(io.BytesIO(packed), allow_pickle=False) as arrays:
+        graph = Graph(arrays["ends"], edges_between(*arrays["columns"]))
+        names, values, spellings, *settings, template = json.loads(
+            arrays["header"].item()
+        )
+    texts = [bytes.fromhex(text) for text in spellings]
+    decision = Decision(graph, names, values, texts, *settings)
+    vars(decision)["template"] = tuple(template)  # not to be made again
+    return decision

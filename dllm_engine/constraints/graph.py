@@ -1,0 +1,108 @@
+"""Graphs of tokens: the sequences that a decision accepts."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+END = -1
+"""Number that stands for any end token."""
+LITERAL = -1
+"""Field of an edge that belongs to none; choice of an edge that does not begin one."""
+EDGE = np.dtype(
+    [(name, np.int32) for name in ("source", "token", "target", "field", "choice")]
+)
+"""An edge between two states of a graph, the number of the field that it belongs to,
+and of the choice that it begins; ``LITERAL`` where there is none."""
+
+
+def edges_between(
+    source: ArrayLike,
+    token: ArrayLike,
+    target: ArrayLike,
+    field: ArrayLike,
+    choice: ArrayLike = LITERAL,
+) -> np.ndarray:
+    """Edges of these columns, which are broadcast; ``EDGE`` ``[num_edges]``."""
+    return np.rec.fromarrays(
+        np.broadcast_arrays(source, token, target, field, choice), dtype=EDGE
+    )
+
+
+def states_reached(
+    sources: np.ndarray, targets: np.ndarray, begins: np.ndarray
+) -> Iterator[np.ndarray]:
+    """States that each number of edges leads to from those of ``begins`` (bool
+    ``[num_states]``), in the same form, as long as there are any."""
+    reached = begins
+    while reached.any():
+        yield reached
+        following = np.zeros_like(reached)
+        following[targets[reached[sources]]] = True
+        reached = following
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Acyclic graph whose paths from state 0 to one of ``ends`` are the accepted
+    sequences, each once.
+    """
+
+    ends: np.ndarray
+    """int64 ``[num_ends]``"""
+    edges: np.ndarray
+    """``EDGE`` ``[num_edges]``"""
+
+    @cached_property
+    def reached(self) -> list[np.ndarray]:
+        """States that each number of tokens leads to, bool ``[num_states]`` each."""
+        start = np.arange(self.edges["target"].max() + 1) == 0
+        return [*states_reached(self.edges["source"], self.edges["target"], start)]
+
+    @cached_property
+    def num_positions(self) -> np.ndarray:
+        """Numbers of tokens that lead to each state, int64 ``[num_states]``: how many
+        there are.
+        """
+        return np.sum(self.reached, axis=0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest sequence."""
+        return len(self.reached) - 1
+
+    @property
+    def final(self) -> int:
+        """The state of end tokens, which follow a shorter sequence; no edge of the
+        graph leads there.
+        """
+        return len(self.reached[0])
+
+    def placed_edges(self) -> list[np.ndarray]:
+        """For each position of the longest sequence, the edges that accepted sequences
+        have there, ``EDGE``, with end tokens behind the shorter ones; sources ascend.
+        """
+        closing = [*self.ends.tolist(), self.final]
+        edges = np.concatenate(
+            (self.edges, edges_between(closing, END, self.final, LITERAL))
+        )
+        edges = edges[np.argsort(edges["source"], kind="stable")]
+        sources, targets = edges["source"], edges["target"]
+        states = np.arange(self.final + 1)
+        # The state of end tokens leads to itself: both go on without end.
+        from_start = states_reached(sources, targets, states == 0)
+        from_end = states_reached(targets, sources, np.isin(states, closing))
+        reached = [*islice(from_start, self.length)]
+        completable = [*islice(from_end, self.length)][::-1]
+        return [
+            edges[now[sources] & later[targets]]
+            for now, later in zip(reached, completable, strict=True)
+        ]
+
+    @property
+    def size(self) -> int:
+        """Edges that follow each number of tokens, in all: no lattice has more."""
+        return int(self.num_positions[self.edges["source"]].sum())
