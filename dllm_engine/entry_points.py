@@ -5,7 +5,7 @@ come in the same way.
 import importlib.metadata
 import pkgutil
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from importlib.metadata import EntryPoint
 from typing import Any, Generic, TypeVar
@@ -30,9 +30,11 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
     is told at the start.
     """
 
-    def __init__(self, group: str, kind: type[Member]) -> None:
+    def __init__(self, group: str, kind: type[Member], reserved: Sequence[str]) -> None:
+        """``reserved``: names that mean something else where a member is named."""
         self.group = group
         self._kind = kind
+        self._reserved = reserved
 
     def __getitem__(self, name: str) -> Member:
         return self._members[name]
@@ -52,14 +54,14 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         """Names of the members of this package."""
         return [name for name in self if self.package(name) == OWN_PACKAGE]
 
-    def resolve(self, name: str, target: str) -> Any:
-        """Import ``target``, ``module:attribute``, which the member ``name`` names."""
-        try:
-            return pkgutil.resolve_name(target)
-        except Exception as error:
-            raise self.error(
-                name, f"{target!r} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
+    def function(self, name: str, target: str) -> Callable[..., Any]:
+        """Import the function or class that the member ``name`` names as
+        ``module:name``.
+        """
+        function = self._import(name, target)
+        if not callable(function):
+            raise self.error(name, f"{target!r} is no function or class")
+        return function
 
     def error(self, name: str, fault: str) -> PluginError:
         """The error of a member with a fault."""
@@ -71,6 +73,14 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
             f"entry point {name!r} ({self.group}) of the package {_package(entry)}: "
             f"{fault}; {remedy}"
         )
+
+    def _import(self, name: str, target: str) -> Any:
+        try:
+            return pkgutil.resolve_name(target)
+        except Exception as error:
+            raise self.error(
+                name, f"{target!r} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
 
     @cached_property
     def _entries(self) -> dict[str, EntryPoint]:
@@ -95,11 +105,13 @@ class EntryPointGroup(Mapping[str, Member], Generic[Member]):
         return {name: self._load(name, entry) for name, entry in self._entries.items()}
 
     def _load(self, name: str, entry: EntryPoint) -> Member:
-        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        if name in self._reserved or not re.fullmatch("[a-z][a-z0-9_]*", name):
             raise self.error(
-                name, "a name must be lower-case letters, digits and underscores"
+                name,
+                f"a name consists of lower-case letters, digits and underscores, and "
+                f"is none of {', '.join(self._reserved)}",
             )
-        member = self.resolve(name, entry.value)
+        member = self._import(name, entry.value)
         if not isinstance(member, self._kind):
             raise self.error(
                 name,

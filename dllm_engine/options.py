@@ -262,10 +262,19 @@ class EngineOptions(BaseModel):
         return options
 
     @property
-    def method(self) -> CacheMethod:
-        method = CACHE_METHODS[
+    def _method_name(self) -> str:
+        return (
             DEFAULT_METHODS["full"] if self.cache_method == AUTO else self.cache_method
-        ]
+        )
+
+    @property
+    def layer_pass(self) -> Any:
+        """The class of the cache method's layer pass, which is imported."""
+        return CACHE_METHODS.function(self._method_name, self.method.layer_pass)
+
+    @property
+    def method(self) -> CacheMethod:
+        method = CACHE_METHODS[self._method_name]
         # Computed among other rows, keys and values differ in their last bits: nothing
         # is shared or computed again.
         return replace(method, keeps_for_good=False) if self.batch_invariant else method

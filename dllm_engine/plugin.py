@@ -4,6 +4,7 @@ core, workers).
 
 import logging
 
+from dllm_engine.entry_points import PluginError
 from dllm_engine.vllm_hooks import patch, table
 from dllm_engine.vllm_hooks.release import IncompatibleVLLMError, check_release, unfit
 
@@ -11,18 +12,19 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Register our models, or warn that this vLLM is incompatible. It serves other
-    models as before.
+    """Register our models, or warn that this vLLM is incompatible or that a package
+    beside us is broken. vLLM serves other models as before.
     """
     try:
         register_or_raise()
-    except IncompatibleVLLMError as error:
+    except (IncompatibleVLLMError, PluginError) as error:
         logger.warning("%s. The models of dllm-engine are not registered", error)
 
 
 def register_or_raise() -> None:
     """Register our models, their configs and tokenizers, and replace what
-    ``vllm_hooks/table.py`` lists. Idempotent. Raises ``IncompatibleVLLMError``."""
+    ``vllm_hooks/table.py`` lists. Idempotent. Raises ``IncompatibleVLLMError`` and
+    ``PluginError``."""
     check_release()
     try:
         patch.apply(table.EVERY_PROCESS)

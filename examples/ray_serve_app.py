@@ -21,7 +21,7 @@ from ray import serve
 from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.serve import vllm_arguments
 
 

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from pkgutil import resolve_name
 from typing import Any, NoReturn, cast
 
 import torch
@@ -82,9 +81,7 @@ class DiffusionModelRunner:
             vllm_config.parallel_config.tensor_parallel_size,
         )
         self.mask_token_id = self.model_config.hf_config.mask_token_id
-        self.layer_pass_class: type[LayerPass] = resolve_name(
-            self.options.method.layer_pass
-        )
+        self.layer_pass_class: type[LayerPass] = self.options.layer_pass
         self.plan = self.options.method.next_step
         self.store = CanvasStore(device, self.mask_token_id)
         self.canvases = self.store.canvases

@@ -95,11 +95,13 @@ def compare(
 
 
 def answer_checks(device: str) -> Iterator[Check]:
-    """Each cache method; on GPUs with recorded steps too, and on two of them."""
+    """Each cache method of this package; on GPUs with recorded steps too, and on two of
+    them.
+    """
     on_gpu = device == "cuda"
-    for method in CACHE_METHODS:
+    for method in CACHE_METHODS.own:
         yield "answers", method, partial(_compare_answers, method, cuda_graphs=False)
-    for method in CACHE_METHODS if on_gpu else ():
+    for method in CACHE_METHODS.own if on_gpu else ():
         yield (
             "answers, recorded steps",
             method,

@@ -13,6 +13,7 @@ from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
     UNMASKING_POLICIES,
 )
+from dllm_engine.entry_points import OWN_PACKAGE, EntryPointGroup
 from dllm_engine.families import FAMILIES
 from dllm_engine.request_options.fields import (
     PARALLEL_OPTIONS,
@@ -71,12 +72,23 @@ def describe() -> dict[str, Any]:
         },
         "unmasking": list(UNMASKING_POLICIES),
         "parallel_unmasking": rules,
+        "packages": {
+            group.group: {name: group.package(name) for name in group}
+            for group in (CACHE_METHODS, PARALLEL_RULES)
+        },
     }
 
 
 def as_tables(supported: dict[str, Any]) -> str:
-    """The output of ``describe``, one table per kind."""
-    families = supported["families"]
+    """The output of ``describe``, one table per kind. What another package adds has
+    the package behind its name.
+    """
+    families, packages = supported["families"], supported["packages"]
+
+    def named(name: str, group: EntryPointGroup) -> str:
+        package = packages[group.group][name]
+        return name if package == OWN_PACKAGE else f"{name} ({package})"
+
     checkpoints = [("CHECKPOINT", "ARCHITECTURE", "FAMILY")]
     checkpoints += [
         (name, f["architecture"], f["name"])
@@ -94,7 +106,10 @@ def as_tables(supported: dict[str, Any]) -> str:
             for option, schema in options.items()
         ]
         first, *others = lines or [("(no options)", "", "")]
-        methods += [(name, *first), *(("", *line) for line in others)]
+        methods += [
+            (named(name, CACHE_METHODS), *first),
+            *(("", *line) for line in others),
+        ]
     policies = [("UNMASKING POLICY", "DEFAULT FOR")]
     for name in supported["unmasking"]:
         policies.append(
@@ -107,7 +122,10 @@ def as_tables(supported: dict[str, Any]) -> str:
         )
     rules = [("PARALLEL UNMASKING", "VALUES", "WITH POLICIES")]
     for name, rule in supported["parallel_unmasking"].items():
-        rules.append((name, allowed(rule["value"]), ", ".join(rule["policies"])))
+        policies_of_rule = ", ".join(rule["policies"])
+        rules.append(
+            (named(name, PARALLEL_RULES), allowed(rule["value"]), policies_of_rule)
+        )
     return "\n\n".join(
         format_table(rows) for rows in (checkpoints, methods, policies, rules)
     )

@@ -102,7 +102,9 @@ UNMASKING_POLICIES: dict[str, UnmaskingPolicy] = {
         UnmaskingPolicy("origin", "noise", tempered=True, draws_each_position=True),
     )
 }
-PARALLEL_RULES = EntryPointGroup("dllm.unmasking_rules", UnmaskingRule)
+PARALLEL_RULES = EntryPointGroup(
+    "dllm.unmasking_rules", UnmaskingRule, reserved=("guided", "one", "passes")
+)
 """Rules of parallel unmasking; ours are in ``dllm_engine/unmasking_rules/``."""
 
 

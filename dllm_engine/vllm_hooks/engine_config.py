@@ -15,6 +15,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 
 from dllm_engine.admission import unsupported
 from dllm_engine.checkpoints import check_folder
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
 from dllm_engine.families import ModelFamily, barred_tokens, released_defaults
 from dllm_engine.model_executor.guide.sizes import guide_shape
 from dllm_engine.model_executor.guide.text import Retokenizer
@@ -298,6 +299,10 @@ def _settle_engine_options(vllm_config: VllmConfig) -> EngineOptions:
     geometry = options.geometry(
         model_config.hf_config, vllm_config.parallel_config.tensor_parallel_size
     )
+    # Here, so that a broken package is named before any process is started.
+    _ = options.layer_pass
+    for name, rule in PARALLEL_RULES.items():
+        PARALLEL_RULES.function(name, rule.selects)
     options.method.longest_demand(options.cache, geometry, model_config.max_model_len)
     options = options.on_device(
         current_platform.device_type, model_config.enforce_eager

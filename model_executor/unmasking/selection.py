@@ -16,7 +16,7 @@ Rule = Callable[[torch.Tensor, torch.Tensor | float], torch.Tensor]
 @cache
 def parallel_rule(name: str) -> Rule:
     """The rule of parallel unmasking of a name."""
-    return PARALLEL_RULES.resolve(name, PARALLEL_RULES[name].selects)
+    return PARALLEL_RULES.function(name, PARALLEL_RULES[name].selects)
 
 
 def first_of_all(ordered: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:

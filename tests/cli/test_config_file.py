@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.demo import model_path
 

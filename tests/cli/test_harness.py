@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from dllm_engine.cli import evaluate
-from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.commands import build_parser
+from dllm_engine.cli.main import main
 from dllm_engine.evaluation import harness
 from tests.cli.test_evaluate import rows_of
 

@@ -12,8 +12,9 @@ from dllm_engine.batch import BatchRequest
 from dllm_engine.cache_methods import CACHE_METHODS
 from dllm_engine.cli import evaluate, tune
 from dllm_engine.cli.arguments import key_value, positive_int
+from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.engine import json_object
-from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.main import main
 from dllm_engine.cli.models import describe
 from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES
 from dllm_engine.demo import model_path

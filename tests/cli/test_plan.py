@@ -5,7 +5,8 @@ import json
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.commands import build_parser
+from dllm_engine.cli.main import main
 from dllm_engine.cli.serve import vllm_arguments
 from tests.support.plans import FULL_METHODS
 

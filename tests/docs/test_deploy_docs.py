@@ -11,7 +11,8 @@ import yaml
 from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from dllm_engine.cli.main import build_parser, main
+from dllm_engine.cli.commands import build_parser
+from dllm_engine.cli.main import main
 from dllm_engine.cli.serve import vllm_arguments
 from dllm_engine.memory import Deployment, plan
 from dllm_engine.options import EngineOptions

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from dllm_engine.cache_methods import CACHE_METHODS
-from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.models import allowed
 from dllm_engine.decoding.spec import Guidance
 from dllm_engine.decoding.unmasking_policies import (
@@ -43,7 +43,7 @@ OTHERS = {name for name in PARALLEL_OPTIONS if name not in PARALLEL_RULES.own}
 """Options that packages installed beside this one add; the pages do not list them."""
 NAMES = {
     "unmasking": UNMASKING_POLICIES,
-    "cache_method": CACHE_METHODS,
+    "cache_method": CACHE_METHODS.own,
     "request_defaults": [name for name in DEFAULTABLE_OPTIONS if name not in OTHERS],
 }
 """The names that an option of no particular type may have."""
@@ -77,7 +77,7 @@ def test_methods_names_what_there_is():
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
     options = CACHE_METHODS["maskkv"].options.model_json_schema()["properties"]
     for heading, registry in {
-        "Choosing a method": CACHE_METHODS,
+        "Choosing a method": CACHE_METHODS.own,
         "Scorers": options["scorer"]["enum"],
         "Layer budgets": options["layer_budget"]["enum"],
         "Head budgets": options["head_budget"]["enum"],
@@ -184,7 +184,8 @@ def slow_fast_table() -> list[str]:
 
 def cache_tables() -> list[str]:
     lines = []
-    for name, method in CACHE_METHODS.items():
+    for name in CACHE_METHODS.own:
+        method = CACHE_METHODS[name]
         if method.options.model_fields:
             lines += [f"### `{name}`", *HEAD, *rows(method.options), ""]
     return lines[:-1]
@@ -196,15 +197,15 @@ def checkpoint_table() -> list[str]:
     """
     found = {
         checkpoint: {
-            name: method.settings_for(checkpoint, family)[1]
-            for name, method in CACHE_METHODS.items()
+            name: CACHE_METHODS[name].settings_for(checkpoint, family)[1]
+            for name in CACHE_METHODS.own
         }
         for family in FAMILIES.values()
         for checkpoint in family.checkpoints
     }
     methods = [
         method
-        for method in CACHE_METHODS
+        for method in CACHE_METHODS.own
         if any(settings[method] for settings in found.values())
     ]
     lines = [

@@ -40,7 +40,7 @@ def figures(llm, **params):
 def test_the_cache_method_runs_and_keeps_what_it_says(
     page, engines, tiny_llada, monkeypatch
 ):
-    monkeypatch.setitem(CACHE_METHODS, "local", page["LOCAL"])
+    monkeypatch.setitem(CACHE_METHODS._members, "local", page["LOCAL"])
     short, long = figures(
         engines(tiny_llada, cache_method="local", cache_options={"radius": 10})
     )

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from dllm_engine import playground
-from dllm_engine.cli.main import build_parser
+from dllm_engine.cli.commands import build_parser
 from dllm_engine.cli.serve import merged_config
 from dllm_engine.families import LLADA, SDAR
 from dllm_engine.options import EngineOptions

@@ -45,7 +45,7 @@ LLAMA = str(DEMO_GUIDE_DIR)
         ),
         (
             {"cache_method": "best"},
-            "cache_method='best': unknown cache method; choose one of auto, none",
+            "cache_method='best': unknown cache method; choose one of auto, block",
         ),
         ({"trace": "often"}, "trace='often'"),
         (

@@ -71,7 +71,7 @@ def test_a_method_that_does_not_suit_the_attention_is_refused_by_name(method, fa
         with pytest.raises(
             ValueError,
             match=(
-                f"^cache_method='{method}' does not suit {family.name}: .* choose none"
+                f"^cache_method='{method}' does not suit {family.name}: .* choose .*none"
             ),
         ):
             options.with_paper_settings("model", family)
