@@ -84,10 +84,13 @@ def _observed(batch: Any, layer_pass: Any, masked: dict[str, int]) -> ObservedPa
     ]
     specs = [canvas.spec for canvas in batch.canvases]
     canvases = [
-        spec.visible(plan.window).size
+        spec.layout.visible(plan.window).size
         for spec, plan in zip(specs, batch.plans, strict=True)
     ]
-    blocks = [spec.block_length if spec.is_block_causal else None for spec in specs]
+    blocks = [
+        spec.layout.block_length if spec.layout.is_block_causal else None
+        for spec in specs
+    ]
     return ObservedPass(
         list(batch.plans),
         PassShape.of_plans(batch.plans, rows, canvases, head_rows, blocks),

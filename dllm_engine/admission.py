@@ -124,21 +124,30 @@ def check_request(
     spec = with_tokens(
         resolve_decoding(params, prompt_length, family, engine), params, hf_config
     )
-    _check_given(spec.template, spec.end_tokens, hf_config)
+    _check_given(spec.layout.template, spec.ends.tokens, hf_config)
     _check_decision(spec)
     if (
-        spec.response_span.stop > max_model_len
-        or spec.canvas_length > family.longest_canvas(max_model_len)
+        spec.layout.response_span.stop > max_model_len
+        or spec.layout.canvas_length > family.longest_canvas(max_model_len)
     ):
         fits = (
-            spec.response_span.stop <= max_model_len
+            spec.layout.response_span.stop <= max_model_len
         )  # but for the end of its last block
-        shorten = f"lower block_length={spec.block_length}" if fits else "shorten one"
+        shorten = (
+            f"lower block_length={spec.layout.block_length}" if fits else "shorten one"
+        )
         raise _too_long(
-            prompt_length, spec.gen_length, spec.canvas_length, max_model_len, shorten
+            prompt_length,
+            spec.layout.gen_length,
+            spec.layout.canvas_length,
+            max_model_len,
+            shorten,
         )
     _check_constraint(spec, params.min_tokens, engine.max_automaton_search)
-    if spec.streams_steps and params.output_kind is RequestOutputKind.FINAL_ONLY:
+    if (
+        spec.reports.streams_steps
+        and params.output_kind is RequestOutputKind.FINAL_ONLY
+    ):
         raise InvalidRequestError(
             "stream_granularity='step' needs a response that is streamed: set stream "
             "to true, or in Python use vLLM's AsyncLLM; leave stream_granularity unset "
@@ -233,8 +242,8 @@ def _check_given(
 def _check_decision(spec: DecodingSpec) -> None:
     if (
         spec.decision is not None
-        and not spec.end_tokens
-        and unpacked_decision(spec.decision).has_shorter_texts
+        and not spec.ends.tokens
+        and unpacked_decision(spec.decision.packed).has_shorter_texts
     ):
         raise InvalidRequestError(
             "fields: their texts have different numbers of tokens, and no end token "
@@ -243,21 +252,29 @@ def _check_decision(spec: DecodingSpec) -> None:
 
 
 def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> None:
-    if not spec.is_constrained:
+    if not spec.text.is_constrained:
         return
     ends, constraint = (
-        spec.end_tokens,
-        constraint_of(spec.constraint, spec.end_tokens, spec.reasoning),
+        spec.ends.tokens,
+        constraint_of(spec.text.constraint, spec.ends.tokens, spec.text.reasoning),
     )
     # What the text may be behind a block depends on all that is given there, and
     # without an end token on the length.
-    is_whole = bool(spec.template) or not ends or spec.block_add_threshold is not None
-    positions = spec.gen_length if is_whole else min(spec.block_length, spec.gen_length)
+    is_whole = (
+        bool(spec.layout.template)
+        or not ends
+        or spec.schedule.block_add_threshold is not None
+    )
+    positions = (
+        spec.layout.gen_length
+        if is_whole
+        else min(spec.layout.block_length, spec.layout.gen_length)
+    )
     if (size := constraint.search_size) * positions > max_search:
         shorten = (
             "gen_length (max_tokens)"
             if is_whole
-            else f"block_length={spec.block_length}"
+            else f"block_length={spec.layout.block_length}"
         )
         raise InvalidRequestError(
             f"structured_outputs: a step searches {positions} positions of an "
@@ -265,28 +282,31 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
             f"max_automaton_search is {max_search}: lower {shorten}, simplify the "
             f"expression or schema, or raise max_automaton_search"
         )
-    budget, first_end = spec.thinking_budget, spec.first_end - spec.prompt_length
-    if constraint.completable(spec.response_template, first_end, budget)[0][0]:
+    budget, first_end = (
+        spec.text.thinking_budget,
+        spec.ends.earliest - spec.layout.prompt_length,
+    )
+    if constraint.completable(spec.layout.response_template, first_end, budget)[0][0]:
         return
     with_reasoning = (
         ""
-        if spec.reasoning is None
+        if spec.text.reasoning is None
         else ", with the marker that ends reasoning before it"
     )
     if (
         budget is not None
-        and constraint.completable(spec.response_template, first_end)[0][0]
+        and constraint.completable(spec.layout.response_template, first_end)[0][0]
     ):
         reason = (
             f"thinking_token_budget={budget}: no response with such short reasoning is "
             f"possible; raise it"
         )
-    elif min_tokens and constraint.completable(spec.response_template)[0][0]:
+    elif min_tokens and constraint.completable(spec.layout.response_template)[0][0]:
         reason = (
             f"min_tokens={min_tokens}: no text that structured_outputs accepts is so "
             f"long; lower min_tokens"
         )
-    elif spec.template:
+    elif spec.layout.template:
         reason = (
             "no text that structured_outputs accepts has the given tokens at their "
             "places and fills its holes"
@@ -298,12 +318,12 @@ def _check_constraint(spec: DecodingSpec, min_tokens: int, max_search: int) -> N
         )
     elif not ends:
         reason = (
-            f"no text that structured_outputs accepts has exactly {spec.gen_length} "
+            f"no text that structured_outputs accepts has exactly {spec.layout.gen_length} "
             f"tokens, and none may end it"
         )
     else:
         reason = (
-            f"gen_length={spec.gen_length} (max_tokens) is too short for "
+            f"gen_length={spec.layout.gen_length} (max_tokens) is too short for "
             f"structured_outputs: the shortest text that it accepts has {fewest} tokens"
         )
     raise InvalidRequestError(reason + with_reasoning)

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PageKind
-from dllm_engine.decoding.spec import Span
 from dllm_engine.decoding.step_plan import Scope
 from dllm_engine.kernels.paged_attention import PagedTokens
 from dllm_engine.kernels.pages import feature_rows
@@ -234,7 +234,7 @@ class HeadTables(BatchTables):
         )
         """``[num_layers, num_requests, num_kv_heads]``"""
         gen_lengths = on_device(
-            [canvas.spec.gen_length for canvas in batch.canvases], device
+            [canvas.spec.layout.gen_length for canvas in batch.canvases], device
         )
         lengths = (self.kept + gen_lengths[:, None]).int()
         in_order = lengths.transpose(0, 1)
@@ -245,12 +245,12 @@ class HeadTables(BatchTables):
         """
         self.requests = batch.requests
         starts = np.repeat(
-            [canvas.spec.prompt_length for canvas in batch.canvases], batch.sizes
+            [canvas.spec.layout.prompt_length for canvas in batch.canvases], batch.sizes
         )
         self.response_index = on_device(batch.host_positions - starts, device)
         """Position of each row in its response; negative in the prompt."""
         unread = [
-            c.spec.canvas_length - plan.read
+            c.spec.layout.canvas_length - plan.read
             for c, plan in zip(batch.canvases, batch.plans, strict=True)
         ]
         self.head_len = lengths - on_device(unread, device, torch.int32)[:, None]
@@ -260,7 +260,9 @@ class HeadTables(BatchTables):
         self.token_stride = torch.ones(
             len(batch.plans), dtype=torch.int32, device=device
         )
-        self.max_head_len = max(canvas.spec.canvas_length for canvas in batch.canvases)
+        self.max_head_len = max(
+            canvas.spec.layout.canvas_length for canvas in batch.canvases
+        )
         self.prompts = [
             i
             for i, plan in enumerate(batch.plans)
@@ -278,14 +280,14 @@ class HeadTables(BatchTables):
         state.kept[layer] = kept
         state.numbers.append(numbers.T.int())
         spec = self.batch.canvases[index].spec
-        self.kept[layer, index], lengths = kept, kept + spec.gen_length
+        self.kept[layer, index], lengths = kept, kept + spec.layout.gen_length
         self.head_len[layer, index] = kept + (
-            self.batch.plans[index].read - spec.prompt_length
+            self.batch.plans[index].read - spec.layout.prompt_length
         )
         first = (
             self.starts[layer - 1, index, -1]
             + self.kept[layer - 1, index, -1]
-            + spec.gen_length
+            + spec.layout.gen_length
             if layer
             else 0
         )

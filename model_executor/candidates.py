@@ -62,7 +62,7 @@ class BatchCandidates:
         ]
         parts = [np.empty(0, dtype=np.int64)]
         for i in members:
-            edits = canvases[i].spec.edit_threshold is not None
+            edits = canvases[i].spec.unmasking.edit_threshold is not None
             parts.append(
                 np.flatnonzero(
                     (canvases[i].known[slice(*plans[i].quota.predicted)] < 0) | edits
@@ -72,7 +72,7 @@ class BatchCandidates:
             np.array(members, dtype=np.int64), [len(part) for part in parts[1:]]
         )
         offsets = np.concatenate(parts)
-        longest = max(canvas.spec.canvas_length for canvas in canvases)
+        longest = max(canvas.spec.layout.canvas_length for canvas in canvases)
         per_request = [
             (
                 plan.quota.candidates.start,
@@ -87,7 +87,7 @@ class BatchCandidates:
         start, canvas_start, first_fed, num_fillable = np.array(per_request)[requests].T
         positions = start + offsets
         predicting = np.maximum(
-            positions - int(canvases[0].spec.shifts_logits), first_fed
+            positions - int(canvases[0].spec.layout.shifts_logits), first_fed
         )
         # Rows ascend by request and position, and so do these keys.
         keys = (
@@ -154,14 +154,15 @@ class BatchCandidates:
         sigmas = {
             i: sigma
             for i in self.members
-            if (sigma := self.batch.canvases[i].spec.certainty_sigma) is not None
+            if (sigma := self.batch.canvases[i].spec.unmasking.certainty_sigma)
+            is not None
         }
         if not sigmas:
             return None
         weights = np.ones(self.columns.shape[1], dtype=np.float32)
         for i, sigma in sigmas.items():
             canvas, mine = self.batch.canvases[i], slice(*self.bounds[i : i + 2])
-            start = canvas.spec.prompt_length
+            start = canvas.spec.layout.prompt_length
             weights[mine] = certainty_density(canvas.known[start:] >= 0, sigma)[
                 self.columns[2, mine] - start
             ]
@@ -172,11 +173,15 @@ class BatchCandidates:
         """Request and place of every position of the responses that delay end tokens,
         int64 ``[2, n]``; None: none does."""
         canvases = self.batch.canvases
-        delaying = [i for i in self.members if canvases[i].spec.delay_eos]
+        delaying = [i for i in self.members if canvases[i].spec.ends.delay_eos]
         if not delaying:
             return None
-        starts = [canvases[i].start + canvases[i].spec.prompt_length for i in delaying]
-        owners, places = ranges(starts, [canvases[i].spec.gen_length for i in delaying])
+        starts = [
+            canvases[i].start + canvases[i].spec.layout.prompt_length for i in delaying
+        ]
+        owners, places = ranges(
+            starts, [canvases[i].spec.layout.gen_length for i in delaying]
+        )
         return on_device(
             np.stack((np.array(delaying)[owners], places)), self.table.device
         )
@@ -187,7 +192,7 @@ class BatchCandidates:
         return [
             BiasedRows((self.requests == i) & (self.positions < bias.stop), bias)
             for i in self.members
-            for bias in self.batch.canvases[i].spec.token_biases
+            for bias in self.batch.canvases[i].spec.sampling.token_biases
         ]
 
     def split(

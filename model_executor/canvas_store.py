@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from dllm_engine.constraints.constraint import constraint_of
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.messages import NewRequest
 from dllm_engine.decoding.page_layout import PageKind
-from dllm_engine.decoding.spec import Span
 from dllm_engine.decoding.unmasking_policies import SeenOfBlock
 from dllm_engine.kernels.sampling import signed_seed
 from dllm_engine.model_executor.constraints.accepted_texts import accepted_texts
@@ -62,15 +62,17 @@ class Canvas:
         self.seed = signed_seed(request.seed)
         """Key of its random numbers, as the int64 of the same bits."""
         self.settings = SamplingSettings.of(spec)
-        response = [-1 if token is None else token for token in spec.response_template]
-        behind = [-1] * (spec.canvas_length - spec.response_span.stop)
+        response = [
+            -1 if token is None else token for token in spec.layout.response_template
+        ]
+        behind = [-1] * (spec.layout.canvas_length - spec.layout.response_span.stop)
         self.known = np.array([*request.prompt_token_ids, *response, *behind])
         """``[canvas_length]`` int64 on the host: the tokens after the last step that
         was reported, −1 where masked. With it the host lays out a step without asking
         the device."""
-        self.sent = spec.prompt_length
+        self.sent = spec.layout.prompt_length
         """The response up to this canvas position has been reported to be sent."""
-        self.committed_at = np.zeros(spec.canvas_length, dtype=np.int64)
+        self.committed_at = np.zeros(spec.layout.canvas_length, dtype=np.int64)
         """``[canvas_length]``: forward pass, counted from 1, that filled each position;
         0 where none did.
         """
@@ -83,26 +85,30 @@ class Canvas:
         self.guide_text: list[int] = []
         """The guide's tokens whose keys and values its pages hold."""
         self.constrained: ConstrainedResponse | None = None
-        if spec.is_constrained:
-            constraint = constraint_of(spec.constraint, spec.end_tokens, spec.reasoning)
-            template, first_end = spec.response_template, spec.first_end
+        if spec.text.is_constrained:
+            constraint = constraint_of(
+                spec.text.constraint, spec.ends.tokens, spec.text.reasoning
+            )
+            template, first_end = spec.layout.response_template, spec.ends.earliest
             self.constrained = ConstrainedResponse(
                 constraint,
-                spec.prompt_length,
+                spec.layout.prompt_length,
                 template,
                 first_end,
-                spec.thinking_budget,
+                spec.text.thinking_budget,
             )
         self.decision: RunningDecision | None = None
         if spec.decision is not None:
             self.decision = RunningDecision(
-                accepted_texts(spec.decision), spec.end_tokens, spec.passes
+                accepted_texts(spec.decision.packed),
+                spec.ends.tokens,
+                spec.decision.passes,
             )
 
     def masked_per_block(self, window: Span) -> list[int]:
         """Masked tokens left in each of the blocks that make up ``window``."""
         is_masked = self.known[slice(*window)] < 0
-        length = self.spec.block_length
+        length = self.spec.layout.block_length
         return [
             int(np.count_nonzero(is_masked[i : i + length]))
             for i in range(0, window.size, length)
@@ -136,7 +142,7 @@ class Canvas:
         """Canvas positions to send now, within the response and before ``final``:
         decided positions with no mask before them, up to the first end token or the
         last complete block."""
-        last = min(final, self.spec.response_span.stop)
+        last = min(final, self.spec.layout.response_span.stop)
         if (
             self.sent < last and self.known[self.sent] < 0
         ):  # after most steps, and quickly told
@@ -145,31 +151,36 @@ class Canvas:
         decided = self.sent + int(masked[0]) if masked.size else last
         tokens = self.known[self.sent : decided].tolist()
         end = next(
-            (i for i, token in enumerate(tokens) if token in self.spec.end_tokens), None
+            (i for i, token in enumerate(tokens) if token in self.spec.ends.tokens),
+            None,
         )
         if end is not None:
             stop = self.sent + end + 1
         elif masked.size:
-            stop = decided - (decided - self.spec.blocks_start) % self.spec.block_length
+            stop = (
+                decided
+                - (decided - self.spec.layout.blocks_start)
+                % self.spec.layout.block_length
+            )
         else:
             stop = decided
         start, self.sent = self.sent, max(stop, self.sent)
         positions = np.arange(start, self.sent)
-        if self.spec.return_given:
+        if self.spec.layout.return_given:
             return positions
         return positions[
-            [not self.spec.is_given(position) for position in positions.tolist()]
+            [not self.spec.layout.is_given(position) for position in positions.tolist()]
         ]
 
     def give_up_behind_end(self) -> bool:
         """Replace all tokens behind the first end token of the response by end tokens;
         return True if there is one.
         """
-        response = self.known[self.spec.prompt_length :]
-        ends = np.flatnonzero(np.isin(response, list(self.spec.end_tokens)))
+        response = self.known[self.spec.layout.prompt_length :]
+        ends = np.flatnonzero(np.isin(response, list(self.spec.ends.tokens)))
         if not ends.size:
             return False
-        behind = slice(self.spec.prompt_length + int(ends[0]) + 1, None)
+        behind = slice(self.spec.layout.prompt_length + int(ends[0]) + 1, None)
         token = int(response[ends[0]])
         if (self.known[behind] != token).any():
             self.known[behind] = token
@@ -199,8 +210,8 @@ class CanvasStore:
         gives.
         """
         spec, device, canvas = request.spec, self.tokens.device, Canvas(request)
-        if self._end + spec.canvas_length > self.tokens.numel():
-            self._make_room(spec.canvas_length)
+        if self._end + spec.layout.canvas_length > self.tokens.numel():
+            self._make_room(spec.layout.canvas_length)
         self._place(canvas)
         canvas.tokens.copy_(
             on_device(
@@ -208,11 +219,13 @@ class CanvasStore:
             )
         )
         canvas.masked.copy_(on_device(canvas.known < 0, device))
-        if spec.num_logprobs_kept is not None:
-            canvas.logprobs = TokenLogprobs.empty(canvas.tokens, spec.num_logprobs_kept)
-        if spec.streams_steps:
+        if spec.reports.num_logprobs_kept is not None:
+            canvas.logprobs = TokenLogprobs.empty(
+                canvas.tokens, spec.reports.num_logprobs_kept
+            )
+        if spec.reports.streams_steps:
             canvas.confidences = torch.full(
-                (spec.canvas_length,), torch.nan, device=device
+                (spec.layout.canvas_length,), torch.nan, device=device
             )
         self.canvases[request_id] = canvas
 
@@ -229,7 +242,7 @@ class CanvasStore:
         # Twice what is needed, so that a canvas moves a bounded number of times as
         # others come and go.
         size = 2 * (
-            canvas_length + sum(canvas.spec.canvas_length for canvas in canvases)
+            canvas_length + sum(canvas.spec.layout.canvas_length for canvas in canvases)
         )
         if size > self.tokens.numel():
             self.tokens, self.masked = (
@@ -252,6 +265,9 @@ class CanvasStore:
         self._end = SPARE + 1
 
     def _place(self, canvas: Canvas) -> None:
-        canvas.start, self._end = self._end, self._end + canvas.spec.canvas_length
+        canvas.start, self._end = (
+            self._end,
+            self._end + canvas.spec.layout.canvas_length,
+        )
         canvas.tokens = self.tokens[canvas.start : self._end]
         canvas.masked = self.masked[canvas.start : self._end]

@@ -223,8 +223,8 @@ def select_guided(draft: Draft, *, first_needed: bool) -> dict[int, int]:
     # leaves a constraint.
     guided = [
         own
-        if spec.is_constrained
-        or (token in spec.end_tokens and position < spec.last_given)
+        if spec.text.is_constrained
+        or (token in spec.ends.tokens and position < spec.layout.last_given)
         else token
         for token, own, position in zip(
             draft.guided, drafted, draft.positions, strict=True
@@ -262,7 +262,9 @@ def _constrained_rows(group: BatchCandidates) -> list[ConstrainedRows]:
     for index in group.members:
         canvas, rows = canvases[index], slice(*group.bounds[index : index + 2].tolist())
         assert canvas.constrained is not None
-        stop = min(group.batch.plans[index].window.stop, canvas.spec.response_span.stop)
+        stop = min(
+            group.batch.plans[index].window.stop, canvas.spec.layout.response_span.stop
+        )
         constraint = canvas.constrained.constraint
         choose = partial(
             canvas.constrained.classes, canvas.known, stop, positions[rows]

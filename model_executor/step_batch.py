@@ -8,7 +8,7 @@ from itertools import accumulate, takewhile
 import numpy as np
 import torch
 
-from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import Scope, StepPlan
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.transfer import on_device
@@ -236,9 +236,9 @@ class StepBatch(RowBounds):
 
     def _limits(self) -> torch.Tensor | None:
         specs = [canvas.spec for canvas in self.canvases]
-        if any(spec.attention == "full" for spec in specs):
+        if any(spec.layout.attention == "full" for spec in specs):
             return None
-        lengths = np.array([spec.block_length for spec in specs])
+        lengths = np.array([spec.layout.block_length for spec in specs])
         bounds = np.array(self.bounds)
         firsts, lasts = (
             self.host_positions[bounds[:-1]],

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsLists
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.messages import (
     Commits,
     RequestFailure,
@@ -17,7 +18,6 @@ from dllm_engine.decoding.messages import (
     StepResult,
     failure_of,
 )
-from dllm_engine.decoding.spec import Span
 from dllm_engine.decoding.step_plan import StepPlan, must_fill, revises
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.passes.base import LayerPass
@@ -89,12 +89,12 @@ class Reporter:
                 "no_progress",
                 f"forward pass {number} unmasked no token, although it has to",
             )
-        ends = spec.early_stop and canvas.give_up_behind_end()
+        ends = spec.ends.early_stop and canvas.give_up_behind_end()
         canvas.next_rows = layer_pass.next_rows(index)
         masked = canvas.masked_per_block(plan.window)
         still_revises = revises(plan, spec, sum(masked), len(edited))
         sent = canvas.take_sendable(
-            plan.window.start if still_revises else spec.canvas_length
+            plan.window.start if still_revises else spec.layout.canvas_length
         )
         tokens = canvas.known[sent].tolist()
         return StepReport(
@@ -105,7 +105,7 @@ class Reporter:
             num_edited=len(edited),
             revises=still_revises,
             seen=canvas.seen(plan.window, outcome.farthest.get(index, -1))
-            if spec.slow_fast
+            if spec.unmasking.slow_fast
             else None,
             tokens=tokens or None,
             trace=_trace(canvas, plan, rows, edited) | layer_pass.record(index)
@@ -114,14 +114,16 @@ class Reporter:
             ends=ends,
             kv_slots=layer_pass.kv_slots(index),
             logprobs=_logprobs(canvas, sent)
-            if tokens and spec.num_logprobs is not None
+            if tokens and spec.reports.num_logprobs is not None
             else None,
-            commits=_commits(canvas, sent) if tokens and spec.return_order else None,
+            commits=_commits(canvas, sent)
+            if tokens and spec.reports.return_order
+            else None,
             decision=canvas.decision.answers
             if canvas.decision is not None and not sum(masked)
             else None,
             shown=_shown(canvas, plan.window, self.mask_token_id)
-            if spec.streams_steps and not plan.prefills
+            if spec.reports.streams_steps and not plan.prefills
             else None,
         )
 
@@ -131,11 +133,13 @@ def _trace(
 ) -> dict[str, Any]:
     """Trace entries of a step, by the names of ``DiffusionFigures.trace``."""
     spec = canvas.spec
-    whole = rows.size == spec.canvas_length == spec.response_span.stop
+    whole = rows.size == spec.layout.canvas_length == spec.layout.response_span.stop
     return {
         "refresh_states": plan.state.value,
         "unmasked_per_step": canvas.last_unmasked,
-        **({} if spec.edit_threshold is None else {"edited_per_step": edited}),
+        **(
+            {} if spec.unmasking.edit_threshold is None else {"edited_per_step": edited}
+        ),
         "windows": tuple(plan.window),
         "computed_positions": None if whole else rows.tolist(),
     }
@@ -163,8 +167,8 @@ def _commits(canvas: Canvas, sent: np.ndarray) -> Commits:
 
 def _shown(canvas: Canvas, window: Span, mask_token_id: int) -> ShownWindow:
     start, here = (
-        canvas.spec.prompt_length,
-        slice(window.start, min(window.stop, canvas.spec.response_span.stop)),
+        canvas.spec.layout.prompt_length,
+        slice(window.start, min(window.stop, canvas.spec.layout.response_span.stop)),
     )
     known, confidences = canvas.known[here], required(canvas.confidences)[here].tolist()
     return ShownWindow(

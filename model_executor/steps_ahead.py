@@ -51,7 +51,7 @@ def steps_known_ahead(
     behind = {
         i: replace(progress[i])
         for i, first in plans.items()
-        if first.quota.may_fall_short or specs[i].delay_eos
+        if first.quota.may_fall_short or specs[i].ends.delay_eos
     }
     last_plans = plans
     for _ in range(1, math.ceil(most)):
@@ -98,12 +98,16 @@ def steps_known_ahead(
 def _is_known_ahead(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if the host needs no result of a step to plan the next."""
     whole_window = plan.quota.candidates == plan.window
-    asks = spec.early_stop or spec.streams_steps or spec.certainty_sigma is not None
+    asks = (
+        spec.ends.early_stop
+        or spec.reports.streams_steps
+        or spec.unmasking.certainty_sigma is not None
+    )
     asks |= plan.post_step > 0  # whether its block ends is its result
     return (
         whole_window
         and not asks
-        and not spec.is_constrained
+        and not spec.text.is_constrained
         and spec.decision is None
         and spec.guidance is None
     )
@@ -120,8 +124,8 @@ def _depends_on_no_count(
     """
     by_rule = (
         plan.quota.parallel is not None
-        and spec.block_add_threshold is None
-        and spec.slow_fast is None
+        and spec.schedule.block_add_threshold is None
+        and spec.unmasking.slow_fast is None
     )
     if not by_rule or progress.num_masked < 2:
         return False

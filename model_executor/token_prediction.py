@@ -17,7 +17,7 @@ import torch
 from vllm.distributed.parallel_state import GroupCoordinator
 
 from dllm_engine.decoding.spec import DecodingSpec
-from dllm_engine.decoding.unmasking_policies import UNMASKING_POLICIES, Measure
+from dllm_engine.decoding.unmasking_policies import Measure
 from dllm_engine.kernels.sampling import (
     Counters,
     filtered_logits,
@@ -68,16 +68,20 @@ class SamplingSettings:
         requests share the head.
         """
         greedy_unfiltered = (
-            spec.temperature == 0 and spec.top_p >= 1.0 and spec.top_k == 0
+            spec.sampling.temperature == 0
+            and spec.sampling.top_p >= 1.0
+            and spec.sampling.top_k == 0
         )
-        tempered = UNMASKING_POLICIES[spec.unmasking].tempered and not greedy_unfiltered
+        tempered = spec.unmasking.policy.tempered and not greedy_unfiltered
         # The most likely token survives every filter.
         filters = (
             (1.0, 0)
-            if spec.temperature == 0 and not tempered
-            else (spec.top_p, spec.top_k)
+            if spec.sampling.temperature == 0 and not tempered
+            else (spec.sampling.top_p, spec.sampling.top_k)
         )
-        return cls(spec.temperature, *filters, tempered, spec.least_confident)
+        return cls(
+            spec.sampling.temperature, *filters, tempered, spec.sampling.least_confident
+        )
 
     @property
     def filters(self) -> bool:

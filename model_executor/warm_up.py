@@ -60,8 +60,12 @@ class WarmUp:
         )
         spec = resolve_decoding(params, prompt_length, self.family, self.runner.options)
         # Each block takes a first step and others.
-        steps = min(max(2 * spec.num_blocks, spec.steps // TOKENS_PER_STEP), spec.steps)
-        return replace(spec, steps=steps, block_add_threshold=None)
+        steps = min(
+            max(2 * spec.layout.num_blocks, spec.schedule.steps // TOKENS_PER_STEP),
+            spec.schedule.steps,
+        )
+        schedule = replace(spec.schedule, steps=steps, block_add_threshold=None)
+        return replace(spec, schedule=schedule)
 
     def compile(self) -> None:
         """Answer requests until every kernel was launched: requests alone and together,
@@ -165,13 +169,13 @@ class WarmUp:
         runner, method = self.runner, self.runner.options.method
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
-        draw = torch.Generator().manual_seed(spec.canvas_length)
+        draw = torch.Generator().manual_seed(spec.layout.canvas_length)
         free_pages = iter(range(1, self.num_pages + 1))
         progress = {}
         for number in range(num_requests):
             request_id = f"warm-up-{number}"
             prompt = torch.randint(
-                runner.mask_token_id, (spec.prompt_length,), generator=draw
+                runner.mask_token_id, (spec.layout.prompt_length,), generator=draw
             ).tolist()
             output.new_requests[request_id] = NewRequest(prompt, spec, seed=number)
             output.page_tables[request_id] = {
@@ -198,7 +202,7 @@ class WarmUp:
                         report.advance(progress[request_id], spec)
                     if (
                         not isinstance(report, StepReport)
-                        or progress[request_id].num_unmasked == spec.num_masks
+                        or progress[request_id].num_unmasked == spec.layout.num_masks
                     ):
                         del progress[request_id]
                         runner.forget(request_id)

@@ -69,7 +69,7 @@ class DiffusionScheduler(RequestQueue):
             with self._failing_alone(state, output):
                 # A part of a long prompt takes what the others leave, and one that was
                 # left out a block at least.
-                block_length = state.spec.block_length
+                block_length = state.spec.layout.block_length
                 is_short = plan.max_rows <= 2 * block_length
                 plan = self._fitted(
                     plan,
@@ -205,7 +205,7 @@ class DiffusionScheduler(RequestQueue):
             or output.plans.keys() != canvases.keys()
             or sum(canvases.values()) > self.max_rows
             or self.refreshes.binds(canvases)
-            or any(state.spec.streams_steps for state in self.running)
+            or any(state.spec.reports.streams_steps for state in self.running)
         ):
             return
         output.num_steps = self.options.steps_per_dispatch
@@ -217,7 +217,9 @@ class DiffusionScheduler(RequestQueue):
 
     def _canvases(self) -> dict[str, int]:
         """Canvas lengths of the running requests."""
-        return {state.request_id: state.spec.canvas_length for state in self.running}
+        return {
+            state.request_id: state.spec.layout.canvas_length for state in self.running
+        }
 
     def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
         """Keys of the pages that a request's first tokens fill for good, without those
@@ -228,7 +230,7 @@ class DiffusionScheduler(RequestQueue):
         size = self.geometry.page_size
         pages = range(self.pages.num_keyed[state.request_id], num_tokens // size)
         return prefix_keys(
-            state.request.block_hashes, size, state.spec.block_length, pages
+            state.request.block_hashes, size, state.spec.layout.block_length, pages
         )
 
     def _plans_in_order(

@@ -136,7 +136,7 @@ class EngineStats:
         self.num_committed_tokens += report.num_unmasked
         self.tokens_computed += report.rows_computed
         if plan.state is RefreshState.UPDATE:
-            visible = spec.visible(plan.window).size
+            visible = spec.layout.visible(plan.window).size
             outside = visible - plan.window.size
             self.eviction_candidates += outside if plan.retained <= outside else visible
             self.eviction_retained += plan.retained

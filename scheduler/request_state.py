@@ -63,7 +63,7 @@ class RequestState:
                 )
             if (
                 self.request.status is RequestStatus.FINISHED_STOPPED
-                and report.tokens[-1] not in spec.end_tokens
+                and report.tokens[-1] not in spec.ends.tokens
             ):
                 shown |= {COMPLETE_KEY: True}
             return self._output(report.tokens, report, shown)
@@ -98,15 +98,15 @@ class RequestState:
         request, params = self.request, self.request.sampling_params
         assert params is not None
         request.append_output_token_ids(tokens)
-        if tokens[-1] in self.spec.end_tokens:
+        if tokens[-1] in self.spec.ends.tokens:
             request.status = RequestStatus.FINISHED_STOPPED
             if tokens[-1] in (params.stop_token_ids or ()):
                 request.stop_reason = tokens[-1]
-        elif request.num_output_tokens >= self.spec.num_sent:
+        elif request.num_output_tokens >= self.spec.layout.num_sent:
             # By the end of the response a constraint or a decision has a whole text,
             # also without an end token.
             is_whole = (
-                self.spec.constraint is not None or self.spec.decision is not None
+                self.spec.text.constraint is not None or self.spec.decision is not None
             )
             request.status = (
                 RequestStatus.FINISHED_STOPPED

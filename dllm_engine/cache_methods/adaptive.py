@@ -8,9 +8,10 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from dllm_engine.cache_methods.base import plan_on_canvas
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 
@@ -81,7 +82,9 @@ def plan_adaptive(spec: DecodingSpec, progress: Progress) -> StepPlan:
     prompt_due = _due(options.prompt_refresh_interval, spec, progress)
     response_due = _due(options.response_refresh_interval, spec, progress)
     span = (
-        spec.canvas_span if prompt_due else Span(live_start(spec), spec.canvas_length)
+        spec.layout.canvas_span
+        if prompt_due
+        else Span(live_start(spec), spec.layout.canvas_length)
     )
     scope = {
         (True, True): Scope.ALL,
@@ -94,7 +97,7 @@ def plan_adaptive(spec: DecodingSpec, progress: Progress) -> StepPlan:
     if response_due or options.update_ratio == 0:
         return plan
     plan.own = AdaptiveStep(
-        int((plan.span.stop - spec.prompt_length) * options.update_ratio)
+        int((plan.span.stop - spec.layout.prompt_length) * options.update_ratio)
     )
     return plan
 
@@ -108,7 +111,7 @@ def _due(interval: int, spec: DecodingSpec, progress: Progress) -> bool:
     any number of them.
     """
     if AdaptiveOptions.of(spec).interval_unit == "passes" or (
-        spec.parallel is None and spec.guidance is None
+        spec.unmasking.parallel is None and spec.guidance is None
     ):
         return progress.num_forwards % interval == 0
     return progress.num_forwards == 0 or progress.passed_multiple_of(interval)
@@ -120,13 +123,13 @@ def live_start(spec: DecodingSpec) -> int:
     except that with shifted logits the last one predicts the response's first token."""
     if not AdaptiveOptions.of(spec).exclude_prompt_states:
         return 0
-    return max(spec.prompt_length - spec.shifts_logits, 0)
+    return max(spec.layout.prompt_length - spec.layout.shifts_logits, 0)
 
 
 def feature_pages(spec: DecodingSpec, geometry: PoolGeometry) -> list[int]:
     """A layer that recomputes every live row in every step needs no features."""
     features = [
-        geometry.feature_pages(spec.canvas_length - live_start(spec))
+        geometry.feature_pages(spec.layout.canvas_length - live_start(spec))
     ] * geometry.num_layers
     return (
         [0, *features[1:]] if AdaptiveOptions.of(spec).refresh_first_layer else features

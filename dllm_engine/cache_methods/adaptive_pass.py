@@ -17,7 +17,7 @@ import torch
 from vllm.distributed import tensor_model_parallel_all_reduce
 
 from dllm_engine.cache_methods.adaptive import AdaptiveOptions, live_start
-from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.step_plan import RefreshState, Scope
 from dllm_engine.kernels.pages import add_or_renew_features
 from dllm_engine.kernels.sampling import NO_TOKEN, uniform
@@ -64,7 +64,7 @@ class AdaptivePass(LayerPass):
         in the authors' code, so that changed tokens enter all other layers."""
         device = batch.device
         kept = [
-            Span(live_start(canvas.spec), canvas.spec.canvas_length)
+            Span(live_start(canvas.spec), canvas.spec.layout.canvas_length)
             for canvas in batch.canvases
         ]
         self.features = FeatureTables(batch, pages, kept, pages.geometry.hidden_size)
@@ -74,7 +74,8 @@ class AdaptivePass(LayerPass):
         for i, plan in enumerate(batch.plans):
             first, stop = batch.bounds[i : i + 2]
             response = Span(
-                stop - (plan.span.stop - batch.canvases[i].spec.prompt_length), stop
+                stop - (plan.span.stop - batch.canvases[i].spec.layout.prompt_length),
+                stop,
             )
             scopes = {
                 Scope.ALL: Span(first, stop),
@@ -129,7 +130,8 @@ class AdaptivePass(LayerPass):
         less."""
         keeps_all = isinstance(self.tables, TokenTables)
         alone = [
-            size == canvas.spec.canvas_length and (keeps_all or plan.forward == 0)
+            size == canvas.spec.layout.canvas_length
+            and (keeps_all or plan.forward == 0)
             for size, canvas, plan in zip(
                 sizes, self.batch.canvases, self.batch.plans, strict=True
             )

@@ -6,15 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from dllm_engine.decoding.canvas_layout import Blocks, CanvasLayout, Span
 from dllm_engine.decoding.page_layout import PageCounts, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import (
-    Blocks,
-    CacheOptions,
-    DecodingSpec,
-    Guidance,
-    Span,
-)
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance, Schedule
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
@@ -130,7 +125,7 @@ class CacheMethod:
         """Plans of all steps, each with the progress before it, if steps unmask the
         schedule's count. The progress is one object that advances."""
         progress = Progress.begin(spec)
-        while progress.num_unmasked < spec.num_masks:
+        while progress.num_unmasked < spec.layout.num_masks:
             plan = self.next_step(spec, progress)
             yield plan, progress
             progress.advance(
@@ -158,7 +153,7 @@ class CacheMethod:
     def page_demand(self, spec: DecodingSpec, geometry: PoolGeometry) -> int:
         """The most pages a request holds at any time of its life."""
         # What is left out behind a window would only make it hold less.
-        spec = replace(spec, suffix_blocks=None)
+        spec = replace(spec, layout=replace(spec.layout, suffix_blocks=None))
         return max(
             self.num_held(spec, running, geometry) for running in spec.extreme_windows
         )
@@ -171,7 +166,7 @@ class CacheMethod:
         keep the running blocks."""
         if not self.keeps_for_good:
             return self.page_demand(spec, geometry)
-        following = min(running.stop, spec.num_blocks - 1)
+        following = min(running.stop, spec.layout.num_blocks - 1)
         return self.num_held(spec, Blocks(following, following + 1), geometry)
 
     def longest_demand(
@@ -192,13 +187,14 @@ class CacheMethod:
 
         def demand(gen_length: int, block_length: int) -> int:
             spec = DecodingSpec(
-                prompt_length=max_model_len - gen_length,
-                gen_length=gen_length,
-                block_length=block_length,
-                steps=gen_length,
-                shifts_logits=True,
+                CanvasLayout(
+                    prompt_length=max_model_len - gen_length,
+                    gen_length=gen_length,
+                    block_length=block_length,
+                    shifts_logits=True,
+                ),
+                Schedule(steps=gen_length, block_add_threshold=0.0),
                 guidance=Guidance() if geometry.guide is not None else None,
-                block_add_threshold=0.0,
                 cache=self.largest(options),
             )
             return self.page_demand(spec, geometry)
@@ -212,7 +208,7 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
     predicts beyond the last token.
     """
     return (
-        geometry.guide_pages(spec.canvas_length - 1)
+        geometry.guide_pages(spec.layout.canvas_length - 1)
         if spec.guidance is not None
         else {}
     )
@@ -223,7 +219,7 @@ def guide_pages(spec: DecodingSpec, geometry: PoolGeometry) -> PageCounts:
 
 def plan_whole(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """A step that computes all that the running blocks can see, and touches no page."""
-    visible = spec.visible(spec.span_of(progress.running))
+    visible = spec.layout.visible(spec.layout.span_of(progress.running))
     return step_plan(
         spec, progress, RefreshState.FULL, Scope.ALL, visible, window_alone=False
     )
@@ -273,7 +269,7 @@ def plan_on_canvas(
     """A step of a method that keeps every position, as the last step left it that
     computed it.
     """
-    kept = spec.visible(spec.span_of(progress.running))
+    kept = spec.layout.visible(spec.layout.span_of(progress.running))
     read = cut(progress, kept).stop
     plan = step_plan(
         spec, progress, state, scope, span, window_alone=window_alone, read=read
@@ -287,4 +283,4 @@ def hold_tokens(retained: Callable[[DecodingSpec, Blocks], int]) -> HeldPages:
     return lambda spec, running, geometry: geometry.uniform(retained(spec, running))
 
 
-hold_canvas = hold_tokens(lambda spec, running: spec.canvas_length)
+hold_canvas = hold_tokens(lambda spec, running: spec.layout.canvas_length)

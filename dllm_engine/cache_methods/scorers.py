@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.kernels.attention_scores import voting_scores
 from dllm_engine.kernels.sampling import uniform
 from dllm_engine.model_executor.canvas_store import Canvas
@@ -101,14 +101,14 @@ def masked_voters(first_quarter: int, stop_quarter: int, layer: ScoredLayer) -> 
 
 def last_prompt_voters(layer: ScoredLayer) -> Rows:
     """The last prompt tokens (SnapKV, arXiv 2404.14469)."""
-    length = layer.canvas.spec.prompt_length
+    length = layer.canvas.spec.layout.prompt_length
     return slice(max(length - layer.observation_window, 0), length)
 
 
 def prompt_voters(layer: ScoredLayer) -> Rows:
     """The prompt (MaskKV, Table 13). By its votes H2O (arXiv 2306.14048) chooses its
     heavy hitters, here of a model whose attention is not causal."""
-    return slice(layer.canvas.spec.prompt_length)
+    return slice(layer.canvas.spec.layout.prompt_length)
 
 
 def random(layer: ScoredLayer, tokens: torch.Tensor) -> torch.Tensor:

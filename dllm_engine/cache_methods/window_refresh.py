@@ -10,8 +10,9 @@ from typing import Literal
 
 from pydantic import Field
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
@@ -45,7 +46,7 @@ def refresh_then_reuse(
     """Plan of a step since a block joined: ``update_step`` steps that compute what is
     refreshed, one UPDATE that computes it once more and retains tokens, then steps over
     the window alone."""
-    window = spec.span_of(progress.running)
+    window = spec.layout.span_of(progress.running)
     if progress.step > update_step:
         return step_plan(
             spec,
@@ -58,7 +59,7 @@ def refresh_then_reuse(
     old, new = retain(spec, window)
     if whole_is_due(spec, progress, update_step):
         span, scope, read, adds, waits = (
-            spec.visible(window),
+            spec.layout.visible(window),
             Scope.ALL,
             0,
             [old, *new],
@@ -95,11 +96,13 @@ def whole_is_due(spec: DecodingSpec, progress: Progress, update_step: int) -> bo
 
 def refreshed(spec: DecodingSpec, window: Span) -> Span:
     """Span that a refresh computes for a window if the whole canvas is not due."""
-    visible = spec.visible(window)
+    visible = spec.layout.visible(window)
     if RefreshOptions.of(spec).refresh == "all":
         return visible
     # With shifted logits the prompt's last row predicts the first token.
-    return Span(max(spec.prompt_length - spec.shifts_logits, 0), visible.stop)
+    return Span(
+        max(spec.layout.prompt_length - spec.layout.shifts_logits, 0), visible.stop
+    )
 
 
 def split(spec: DecodingSpec, window: Span) -> tuple[Span, tuple[Span, Span]]:

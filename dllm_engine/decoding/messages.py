@@ -126,7 +126,9 @@ class StepReport:
         )
         if retained is not None and self.num_edited:
             # The running block's keys and values are those of the tokens before.
-            retained = min(retained, spec.from_block_start(self.plan.window).start)
+            retained = min(
+                retained, spec.layout.from_block_start(self.plan.window).start
+            )
         if progress.span is not None and self.seen is not None:
             progress.span = progress.span.after(self.seen)
         progress.num_edited += self.num_edited
@@ -216,10 +218,12 @@ def provisional_message(
     return {
         PROVISIONAL_KEY: {
             "block": progress.running.first,
-            "num_blocks": spec.num_blocks,
-            "gen_length": spec.gen_length,
-            "block_length": spec.block_length,
-            "first_block_length": min(spec.block_span(0).size, spec.gen_length),
+            "num_blocks": spec.layout.num_blocks,
+            "gen_length": spec.layout.gen_length,
+            "block_length": spec.layout.block_length,
+            "first_block_length": min(
+                spec.layout.block_span(0).size, spec.layout.gen_length
+            ),
             "step": progress.step + 1,
             "forward_pass": progress.num_forwards + 1,
             **asdict(shown),

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from dllm_engine.decoding.spec import FIRST_BLOCK, Blocks, DecodingSpec
+from dllm_engine.decoding.canvas_layout import FIRST_BLOCK, Blocks
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.unmasking_policies import SpanState
 
 
@@ -63,10 +64,12 @@ class Progress:
 
     @classmethod
     def begin(cls, spec: DecodingSpec) -> "Progress":
-        running = FIRST_BLOCK if spec.decision is None else Blocks(0, spec.num_blocks)
+        running = (
+            FIRST_BLOCK if spec.decision is None else Blocks(0, spec.layout.num_blocks)
+        )
         progress = cls(
             running,
-            masked=list(spec.masks_per_block[slice(*running)]),
+            masked=list(spec.layout.masks_per_block[slice(*running)]),
             span=spec.first_span(0),
         )
         progress._settle(spec)
@@ -134,11 +137,12 @@ class Progress:
         it joins.
         """
         joining, left = self.running.stop, self.masked[-1]
-        if joining == spec.num_blocks or self.ended or self.revises:
+        if joining == spec.layout.num_blocks or self.ended or self.revises:
             return False
-        enough = spec.block_add_threshold
+        enough = spec.schedule.block_add_threshold
         if left and (
-            enough is None or 1 - left / spec.block_span(joining - 1).size < enough
+            enough is None
+            or 1 - left / spec.layout.block_span(joining - 1).size < enough
         ):
             return False
         if self.step:
@@ -151,7 +155,7 @@ class Progress:
         first = self.leftmost
         self.masked = [
             *self.masked[first - self.running.first :],
-            spec.masks_per_block[joining],
+            spec.layout.masks_per_block[joining],
         ]
         self.running, self.span = Blocks(first, joining + 1), spec.first_span(joining)
         return True

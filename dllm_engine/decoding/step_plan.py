@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import DecodingSpec, ParallelRule, Span
+from dllm_engine.decoding.spec import DecodingSpec, ParallelRule
 from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
-    UNMASKING_POLICIES,
     timestep_count,
     timestep_ratio,
     uniform_count,
@@ -148,10 +148,7 @@ def fills_fixed_count(plan: StepPlan, spec: DecodingSpec) -> bool:
     """Return True if the number of positions that a step fills is known
     before it runs.
     """
-    return (
-        plan.quota.parallel is None
-        and not UNMASKING_POLICIES[spec.unmasking].draws_each_position
-    )
+    return plan.quota.parallel is None and not spec.unmasking.policy.draws_each_position
 
 
 def may_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
@@ -171,7 +168,7 @@ def must_fill(plan: StepPlan, spec: DecodingSpec) -> bool:
         return False
     if plan.quota.parallel is not None or spec.guidance is not None:
         return True
-    by_chance = UNMASKING_POLICIES[spec.unmasking].draws_each_position
+    by_chance = spec.unmasking.policy.draws_each_position
     return plan.quota.ratio >= 1 if by_chance else plan.quota.count > 0
 
 
@@ -181,10 +178,12 @@ def revises(
     """Return True if decided tokens of the running block may still change after a step
     that left ``num_masked`` masks and replaced ``num_edited`` tokens (LLaDA2.1's loop,
     arXiv 2602.08676)."""
-    if spec.edit_threshold is None:
+    if spec.unmasking.edit_threshold is None:
         return False
     settled = plan.post_step > 0 and not num_edited
-    return num_masked > 0 or (not settled and plan.post_step < spec.max_post_steps)
+    return num_masked > 0 or (
+        not settled and plan.post_step < spec.unmasking.max_post_steps
+    )
 
 
 def unmask_quota(
@@ -199,17 +198,24 @@ def unmask_quota(
     without a cache if there are several blocks), or with several running blocks as
     well.
     """
-    window, step, span = spec.span_of(progress.running), progress.step, progress.span
-    begins_masked = step == 0 and not spec.is_given(window.start)
+    window, step, span = (
+        spec.layout.span_of(progress.running),
+        progress.step,
+        progress.span,
+    )
+    begins_masked = step == 0 and not spec.layout.is_given(window.start)
     quota = UnmaskQuota(window, progress.num_masked, 1.0)
-    quota.first_needed = window_alone and spec.shifts_logits and begins_masked
+    quota.first_needed = window_alone and spec.layout.shifts_logits and begins_masked
     if spec.guidance is not None or spec.decision is not None:
         # The guide, or the probabilities of fields, decide how many; schedules have no
         # say.
         return quota
-    quota.parallel, quota.least = spec.parallel, spec.tokens_per_step or 0
-    if spec.block_add_threshold is not None:
-        quota.guaranteed = spec.block_span(progress.leftmost)
+    quota.parallel, quota.least = (
+        spec.unmasking.parallel,
+        spec.schedule.tokens_per_step or 0,
+    )
+    if spec.schedule.block_add_threshold is not None:
+        quota.guaranteed = spec.layout.block_span(progress.leftmost)
         return quota
     if span is not None:
         threshold, quota.enough = span.passing
@@ -221,26 +227,33 @@ def unmask_quota(
         return quota
     quota.first_needed = False  # here such a step fills that position alone, or all
     steps = spec.steps_per_block[progress.running.first]
-    in_blocks = window_alone or (spec.num_blocks > 1 and spec.tokens_per_step is None)
-    if spec.schedule == "timestep" and in_blocks and begins_masked and steps != 1:
+    in_blocks = window_alone or (
+        spec.layout.num_blocks > 1 and spec.schedule.tokens_per_step is None
+    )
+    if spec.schedule.kind == "timestep" and in_blocks and begins_masked and steps != 1:
         return UnmaskQuota(Span(window.start, window.start + 1), 1, 1.0)
-    if spec.parallel is not None and PARALLEL_RULES[spec.parallel.kind].may_pass_none:
+    if (
+        spec.unmasking.parallel is not None
+        and PARALLEL_RULES[spec.unmasking.parallel.kind].may_pass_none
+    ):
         quota.guaranteed = window
-    if spec.tokens_per_step is not None:
-        quota.count = min(spec.tokens_per_step, progress.num_masked)
-    elif step < steps - 1 and spec.schedule == "uniform":
+    if spec.schedule.tokens_per_step is not None:
+        quota.count = min(spec.schedule.tokens_per_step, progress.num_masked)
+    elif step < steps - 1 and spec.schedule.kind == "uniform":
         quota.count = uniform_count(
             spec.scheduled_per_block[progress.running.first], steps, step
         )
     elif step < steps - 1:
         quota.count = timestep_count(progress.num_masked, steps, step)
-    by_time_grid = spec.schedule == "timestep" and spec.tokens_per_step is None
+    by_time_grid = (
+        spec.schedule.kind == "timestep" and spec.schedule.tokens_per_step is None
+    )
     quota.ratio = (
         timestep_ratio(steps, step)
         if by_time_grid
         else quota.count / max(progress.num_masked, 1)
     )
-    if spec.block_steps and spec.parallel is not None:
+    if spec.schedule.block_steps and spec.unmasking.parallel is not None:
         quota.least = quota.count
     return quota
 
@@ -276,11 +289,11 @@ def step_plan(
         scope=scope,
         span=span,
         max_rows=span.size,
-        window=spec.span_of(progress.running),
+        window=spec.layout.span_of(progress.running),
         quota=unmask_quota(spec, progress, window_alone),
         forward=progress.num_denoised,
         post_step=progress.post_steps + 1
-        if spec.edit_threshold is not None and not progress.num_masked
+        if spec.unmasking.edit_threshold is not None and not progress.num_masked
         else 0,
         read=read,
         retained=read + sum(retention.count for retention in adds),

@@ -8,9 +8,21 @@ from typing import Any
 
 from vllm.sampling_params import SamplingParams
 
+from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.page_layout import PoolGeometry
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Guidance
-from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES
+from dllm_engine.decoding.spec import (
+    CacheOptions,
+    DecodingSpec,
+    Ends,
+    Guidance,
+    PackedDecision,
+    Reports,
+    Sampling,
+    Schedule,
+    TextPattern,
+    Unmasking,
+)
+from dllm_engine.decoding.unmasking_policies import PARALLEL_RULES, UNMASKING_POLICIES
 from dllm_engine.families import FAMILIES, ModelFamily, released_defaults
 from dllm_engine.options import (
     OPTIONS_KEY,
@@ -59,24 +71,6 @@ request.
 """
 _POST_STEPS = 16
 """Default of ``max_post_steps`` (LLaDA2.1's code)."""
-_KEPT = {
-    *(
-        "tokens_per_step",
-        "certainty_sigma",
-        "alg_temp",
-        "block_add_threshold",
-        *END_OPTIONS,
-    ),
-    *(
-        "edit_threshold",
-        "suffix_blocks",
-        "delay_eos",
-        "return_given",
-        "return_order",
-        "passes",
-    ),
-}
-"""Request options that ``DecodingSpec`` has under the same names, as they are."""
 
 
 def check_request_defaults(engine: EngineOptions) -> None:
@@ -316,45 +310,72 @@ def resolve_decoding(
         )
     scheduled = parallel is None or PARALLEL_RULES[parallel.kind].least_by_schedule
     spec = DecodingSpec(
-        **options.model_dump(include=_KEPT, exclude_none=True),
-        prompt_length=prompt_length,
-        gen_length=gen_length,
-        block_length=block_length,
-        # A rule of parallel unmasking ends a block by itself; what else counts on steps
-        # counts a token each.
-        steps=steps if parallel is None else positions,
-        block_steps=options.steps_per_block if scheduled else None,
-        schedule=family.schedule,
-        attention=family.attention,
-        whole_blocks=family.whole_blocks,
-        shifts_logits=family.shifts_logits,
-        unmasking=unmasking,
-        temperature=params.temperature,
-        top_p=top_p,
-        top_k=top_k,
-        parallel=parallel,
-        slow_fast=resolve_slow_fast(options, family),
-        max_post_steps=0 if options.edit_threshold is None else max_post_steps,
-        guidance=guidance,
-        # A block attends to nothing behind it: giving up what is behind an end token
-        # changes nothing before it.
-        early_stop=bool(options.early_stop) and has_end and family.attention == "full",
-        template=template,
-        constraint=bytes_in(params, CONSTRAINT),
-        reasoning=bytes_in(params, REASONING),
-        thinking_budget=params.thinking_token_budget,
-        decision=decision,
+        layout=CanvasLayout(
+            prompt_length,
+            gen_length,
+            block_length,
+            attention=family.attention,
+            whole_blocks=family.whole_blocks,
+            shifts_logits=family.shifts_logits,
+            suffix_blocks=options.suffix_blocks,
+            template=template,
+            return_given=options.return_given is not False,
+        ),
+        schedule=Schedule(
+            # A rule of parallel unmasking ends a block by itself; what else counts on
+            # steps counts a token each.
+            steps=steps if parallel is None else positions,
+            kind=family.schedule,
+            block_steps=options.steps_per_block if scheduled else None,
+            tokens_per_step=options.tokens_per_step,
+            block_add_threshold=options.block_add_threshold,
+        ),
+        unmasking=Unmasking(
+            policy=UNMASKING_POLICIES[unmasking],
+            parallel=parallel,
+            slow_fast=resolve_slow_fast(options, family),
+            certainty_sigma=options.certainty_sigma,
+            alg_temp=options.alg_temp or 0.0,
+            edit_threshold=options.edit_threshold,
+            max_post_steps=0 if options.edit_threshold is None else max_post_steps,
+        ),
+        sampling=Sampling(params.temperature, top_p, top_k),
+        ends=Ends(
+            # A block attends to nothing behind it: giving up what is behind an end
+            # token changes nothing before it.
+            early_stop=bool(options.early_stop)
+            and has_end
+            and family.attention == "full",
+            delay_eos=bool(options.delay_eos),
+            confidence_eos_eot_inf=bool(options.confidence_eos_eot_inf),
+            logits_eos_inf=bool(options.logits_eos_inf),
+        ),
+        text=TextPattern(
+            constraint=bytes_in(params, CONSTRAINT),
+            reasoning=bytes_in(params, REASONING),
+            thinking_budget=params.thinking_token_budget,
+        ),
+        reports=Reports(
+            num_logprobs=params.logprobs,
+            return_order=bool(options.return_order),
+            streams_steps=options.stream_granularity == "step",
+        ),
         cache=_resolve_cache(options, engine),
-        num_logprobs=params.logprobs,
-        streams_steps=options.stream_granularity == "step",
+        guidance=guidance,
+        decision=None
+        if decision is None
+        else PackedDecision(decision, options.passes or 1),
     )
     if engine.method.keeps(spec) and (reason := engine.method.refusal(spec)):
         raise InvalidRequestError(reason)
-    if spec.parallel is None and (spec.tokens_per_step or spec.block_steps):
-        return replace(spec, steps=sum(spec.steps_per_block))
-    if spec.parallel is None and spec.steps < spec.num_blocks:
+    if spec.unmasking.parallel is None and (
+        spec.schedule.tokens_per_step or spec.schedule.block_steps
+    ):
+        schedule = replace(spec.schedule, steps=sum(spec.steps_per_block))
+        return replace(spec, schedule=schedule)
+    if spec.unmasking.parallel is None and spec.schedule.steps < spec.layout.num_blocks:
         raise InvalidRequestError(
-            f"steps={spec.steps} is out of range: each of the {spec.num_blocks} blocks "
+            f"steps={spec.schedule.steps} is out of range: each of the {spec.layout.num_blocks} blocks "
             f"of {block_length} tokens needs at least one; raise steps or block_length"
         )
     return spec
@@ -371,8 +392,8 @@ def check_room(
     steps go in parts, or if the pool could never hold its pages. ``num_pages``: those
     of the pool; None: not known yet."""
     if spec.decision is not None:
-        num_rows = spec.canvas_length - (
-            spec.blocks_start if engine.method.keeps_for_good else 0
+        num_rows = spec.layout.canvas_length - (
+            spec.layout.blocks_start if engine.method.keeps_for_good else 0
         )
         what, remedy = (
             f"the {num_rows} positions of a decision's pass",
@@ -380,14 +401,14 @@ def check_room(
         )
     elif engine.method.shortened is None:
         num_rows, what, remedy = (
-            spec.canvas_length,
-            f"a canvas of {spec.canvas_length}",
+            spec.layout.canvas_length,
+            f"a canvas of {spec.layout.canvas_length}",
             "shorten prompt or response",
         )
     else:
         num_rows, what, remedy = (
-            spec.block_length,
-            f"block_length={spec.block_length}",
+            spec.layout.block_length,
+            f"block_length={spec.layout.block_length}",
             "lower block_length",
         )
     if num_rows > max_rows:

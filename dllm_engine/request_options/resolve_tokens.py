@@ -99,14 +99,14 @@ def with_tokens(
     """``spec`` with the request's end tokens, and what is added to the logits of which
     tokens.
     """
-    if params.min_tokens > spec.num_sent:
+    if params.min_tokens > spec.layout.num_sent:
         raise InvalidRequestError(
-            f"min_tokens={params.min_tokens} is out of range: {spec.num_sent} tokens "
-            f"come back; it must be 0 … {spec.num_sent}"
+            f"min_tokens={params.min_tokens} is out of range: {spec.layout.num_sent} tokens "
+            f"come back; it must be 0 … {spec.layout.num_sent}"
         )
     ends, first_end = (
         end_token_ids(params, hf_config),
-        spec.place_of_sent(params.min_tokens),
+        spec.layout.place_of_sent(params.min_tokens),
     )
     # Also those that `ignore_eos` lets pass, as in vLLM.
     every_end = ends.union(every_end_token(hf_config), params.all_stop_token_ids)
@@ -114,23 +114,26 @@ def with_tokens(
         (token, number) for token, number in (params.logit_bias or {}).items() if number
     )
     biases = (
-        TokenBias.barring(ends if spec.template else (), spec.last_given),
+        TokenBias.barring(ends if spec.layout.template else (), spec.layout.last_given),
         TokenBias.barring(every_end if params.min_tokens else (), first_end),
-        TokenBias.barring(barred_tokens(hf_config), spec.canvas_length),
+        TokenBias.barring(barred_tokens(hf_config), spec.layout.canvas_length),
         TokenBias.barring(
-            model_end_tokens(hf_config) if spec.logits_eos_inf else (),
-            spec.canvas_length,
+            model_end_tokens(hf_config) if spec.ends.logits_eos_inf else (),
+            spec.layout.canvas_length,
         ),
-        TokenBias(spec.canvas_length, tuple(given)),
+        TokenBias(spec.layout.canvas_length, tuple(given)),
+    )
+    sampling = replace(
+        spec.sampling,
+        token_biases=tuple(bias for bias in biases if bias.values),
+        least_confident=frozenset(
+            every_end_token(hf_config) if spec.ends.confidence_eos_eot_inf else ()
+        ),
     )
     return replace(
         spec,
-        end_tokens=ends,
-        token_biases=tuple(bias for bias in biases if bias.values),
-        least_confident=frozenset(
-            every_end_token(hf_config) if spec.confidence_eos_eot_inf else ()
-        ),
-        first_end=first_end,
+        sampling=sampling,
+        ends=replace(spec.ends, tokens=ends, earliest=first_end),
     )
 
 

@@ -240,7 +240,7 @@ class StepGraphs:
         specs = [group.batch.canvases[index].spec for index in group.members]
         num_candidates, delayed = (
             group.positions.numel(),
-            sum(spec.gen_length for spec in specs if spec.delay_eos),
+            sum(spec.layout.gen_length for spec in specs if spec.ends.delay_eos),
         )
         rows, width, positions = (
             padded(num_candidates),

@@ -20,9 +20,9 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.messages import Failures, RequestFailure, failure_of
 from dllm_engine.decoding.page_layout import PageKind
-from dllm_engine.decoding.spec import Span
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.guide.sizes import guide_config
@@ -156,7 +156,7 @@ class Guide:
         text = draft.canvas.known[: draft.positions[-1] + 1].copy()
         text[draft.positions] = draft.tokens
         draft.reading = self.reader.read(text.tolist(), draft.positions)
-        room = self.shape.num_tokens(draft.canvas.spec.canvas_length - 1)
+        room = self.shape.num_tokens(draft.canvas.spec.layout.canvas_length - 1)
         # Token t is judged by row t - 1, so that t of them are kept in pages.
         judged = sorted(
             {t for span in draft.reading.spelling for t in range(*span) if t > 0}

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.families import every_end_token
 
 if TYPE_CHECKING:

@@ -61,9 +61,9 @@ def _commit(
         return np.stack(
             [np.full_like(positions, value) for value in (index, 0, 0, NOT_FINITE)]
         )
-    decision, start = canvas.decision, canvas.spec.prompt_length
+    decision, start = canvas.decision, canvas.spec.layout.prompt_length
     assert decision is not None
-    in_response = positions < canvas.spec.response_span.stop
+    in_response = positions < canvas.spec.layout.response_span.stop
     places, with_logprobs = (
         (positions[in_response] - start).tolist(),
         canvas.logprobs is not None,
@@ -94,7 +94,10 @@ def _keep_logprobs(
 ) -> None:
     """Keep log-probabilities among accepted texts."""
     for position, token in tokens.items():
-        place, (names, values) = canvas.spec.prompt_length + position, options[position]
+        place, (names, values) = (
+            canvas.spec.layout.prompt_length + position,
+            options[position],
+        )
         own = values[names == token].max()
         # Fewer tokens than asked for may follow; the rest stays out of sight as
         # repetitions of the first.

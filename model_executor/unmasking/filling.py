@@ -17,8 +17,8 @@ import torch
 from dllm_engine.decoding.step_plan import StepPlan, UnmaskQuota
 from dllm_engine.decoding.unmasking_policies import (
     PARALLEL_RULES,
-    UNMASKING_POLICIES,
     Measure,
+    UnmaskingPolicy,
 )
 from dllm_engine.kernels.sampling import NO_TOKEN, Counters, gumbel_of, uniform
 from dllm_engine.model_executor.candidates import UNFINISHED, BatchCandidates
@@ -190,8 +190,8 @@ def fill_work(
     for i in group.members:
         spec, quota = specs[i], plans[i].quota
         if spec.guidance is None:
-            rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking)
-            choice = UNMASKING_POLICIES[spec.unmasking].measures, rule
+            rule, floats[Number.VALUE, i] = _rule(quota, spec.unmasking.policy)
+            choice = spec.unmasking.policy.measures, rule
             numbers[Number.CHOICE, i] = choices.setdefault(choice, len(choices))
         if quota.first_needed and canvases[i].known[quota.candidates.start] < 0:
             numbers[Number.GUARANTEED, i] = 1
@@ -205,23 +205,23 @@ def fill_work(
                 quota.least if may_pass_none else max(quota.least, 1)
             )
         numbers[Number.ENOUGH, i] = quota.enough if quota.enough > 2 else 0
-        numbers[Number.DELAYS_EOS, i] = spec.delay_eos
-        floats[Number.ALG_TEMP, i] = spec.alg_temp
+        numbers[Number.DELAYS_EOS, i] = spec.ends.delay_eos
+        floats[Number.ALG_TEMP, i] = spec.unmasking.alg_temp
         if quota.observed is not None:
             floats[Number.OBSERVED, i] = quota.observed
-        if spec.edit_threshold is not None:
-            floats[Number.EDITED, i] = spec.edit_threshold
+        if spec.unmasking.edit_threshold is not None:
+            floats[Number.EDITED, i] = spec.unmasking.edit_threshold
             numbers[Number.BEGINS_DECIDED, i] = plans[i].post_step > 0
     uses = {number for number in _SWITCHED if numbers[number].any()}
     uses.update(number for number in _BOUNDS if (floats[number] < np.inf).any())
     if len(choices) > 1 or (numbers[Number.CHOICE, group.members] < 0).any():
         uses.add(Number.CHOICE)
     members = [specs[i] for i in group.members]
-    measures = frozenset(
-        UNMASKING_POLICIES[spec.unmasking].measures for spec in members
-    )
+    measures = frozenset(spec.unmasking.policy.measures for spec in members)
     kept = [
-        spec.num_logprobs_kept for spec in members if spec.num_logprobs_kept is not None
+        spec.reports.num_logprobs_kept
+        for spec in members
+        if spec.reports.num_logprobs_kept is not None
     ]
     settings = canvases[group.members[0]].settings
     work = FillWork(
@@ -355,10 +355,10 @@ def _held_back(
     return torch.isin(tokens, end_tokens) & after_mask & delayed[inputs.table[0]]
 
 
-def _rule(quota: UnmaskQuota, policy: str) -> tuple[Rule, float]:
+def _rule(quota: UnmaskQuota, policy: UnmaskingPolicy) -> tuple[Rule, float]:
     """The rule by which a request's positions are chosen, and its value."""
     if quota.parallel is not None:
         return parallel_rule(quota.parallel.kind), quota.parallel.value
-    if UNMASKING_POLICIES[policy].draws_each_position:
+    if policy.draws_each_position:
         return drawn_below, quota.ratio
     return first_of_all, quota.count

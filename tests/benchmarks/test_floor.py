@@ -59,7 +59,10 @@ def test_where_attention_goes_by_blocks_keys_are_a_mean_over_the_rows():
     )
     plans = [plan for plan, _ in CACHE_METHODS["block"].steps(spec)]
     seen = [
-        (plan.max_rows, attended_keys(plan, plan.max_rows, spec.canvas_length, 4))
+        (
+            plan.max_rows,
+            attended_keys(plan, plan.max_rows, spec.layout.canvas_length, 4),
+        )
         for plan in plans
     ]
     assert seen == [(12, 8), (4, 12), (8, 14), *[(4, 16)] * 3]

@@ -84,7 +84,11 @@ def test_a_row_is_found_by_its_name_and_servable_with_every_cache_method(row, fa
             task.decoding, family, method, **task.cache_options.get(method, {})
         )
         length = row["gen_length"]
-        assert (spec.gen_length, spec.steps, spec.block_length) == (
+        assert (
+            spec.layout.gen_length,
+            spec.schedule.steps,
+            spec.layout.block_length,
+        ) == (
             length,
             length,
             row.get("block_length", length),

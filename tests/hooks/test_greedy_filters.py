@@ -41,9 +41,10 @@ def specs(demo, monkeypatch):
 )
 def test_in_python(demo, specs, make):
     generate(demo, [[5, 6]], make())
-    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [
-        (0, 0.5, 7)
-    ]
+    assert [
+        (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k)
+        for spec in specs
+    ] == [(0, 0.5, 7)]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,10 @@ def test_in_python(demo, specs, make):
 def test_over_http(client, demo, specs, way):
     body = {"model": "demo", "prompt": [5, 6], "max_tokens": 8, "temperature": 0} | way
     assert client.post("/v1/completions", json=body).status_code == 200
-    assert [(spec.temperature, spec.top_p, spec.top_k) for spec in specs] == [
-        (0, 0.5, 7)
-    ]
+    assert [
+        (spec.sampling.temperature, spec.sampling.top_p, spec.sampling.top_k)
+        for spec in specs
+    ] == [(0, 0.5, 7)]
 
 
 def test_families_whose_confidences_do_not_depend_on_them_share_the_head(demo, specs):

@@ -205,4 +205,4 @@ def test_tokens_of_a_guide_have_no_logprob():
         resolved(LLADA, guided, gen_length=8, return_order=True)
     assert resolved(
         LLADA, guided, gen_length=8, return_order=True, guide_fallback="draft"
-    ).return_order
+    ).reports.return_order

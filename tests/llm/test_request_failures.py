@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dllm_engine import DiffusionParams
+from dllm_engine.decoding.canvas_layout import CanvasLayout
 from dllm_engine.decoding.messages import failure_of
 from dllm_engine.model_executor import step_report
 from dllm_engine.model_executor.unmasking import filling
@@ -227,10 +228,10 @@ SEED, BAD_LENGTH = 4242, 5
 def is_bad(*arguments) -> bool:
     """Whether a call is for that request."""
     for argument in arguments:
-        if (
-            getattr(argument, "seed", None) == SEED
-            or getattr(argument, "prompt_length", None) == BAD_LENGTH
-        ):
+        if getattr(argument, "seed", None) == SEED:
+            return True
+        layout = getattr(argument, "layout", None)
+        if isinstance(layout, CanvasLayout) and layout.prompt_length == BAD_LENGTH:
             return True
     return False
 

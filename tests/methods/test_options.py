@@ -194,10 +194,12 @@ def test_a_rule_goes_with_the_policies_that_measure_what_it_needs(family, rule):
         }
         if unmasking is None or unmasking in suited:
             spec = resolved(family, **asked)
-            assert spec.parallel is not None
-            assert spec.unmasking == (unmasking or suited[0 if family is LLADA else -1])
+            assert spec.unmasking.parallel is not None
+            assert spec.unmasking.policy.name == (
+                unmasking or suited[0 if family is LLADA else -1]
+            )
         elif rule == "threshold":  # which leaves others to their count
-            assert resolved(family, **asked).parallel is None
+            assert resolved(family, **asked).unmasking.parallel is None
         else:
             with pytest.raises(
                 InvalidRequestError,

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dllm_engine.decoding.spec import Span
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.model_executor.guide.text import Retokenizer
 from tests.oracles.guided import Texts
 from tests.support.byte_level_tokenizers import NOTE, TALE, spelled, train_tokenizer

@@ -180,7 +180,7 @@ def test_a_step_is_laid_out_again_if_a_request_that_fails_has_moved_its_canvas(
         starts.update(
             c.start
             for c in store.canvases.values()
-            if c.spec.prompt_length == len(PROMPTS[1])
+            if c.spec.layout.prompt_length == len(PROMPTS[1])
         )
 
     run = run_in_steps(llm, PROMPTS[:3], params, joins=[0, 0, 12], after_step=see)

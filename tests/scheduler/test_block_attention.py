@@ -18,8 +18,8 @@ from tests.support.plans import resolved
 def test_a_block_is_longer_than_the_response_only_where_attention_goes_by_it(
     family, expected
 ):
-    assert resolved(family, gen_length=3).block_length == expected
-    assert resolved(SDAR, gen_length=3, block_length=16).canvas_length == 16, (
+    assert resolved(family, gen_length=3).layout.block_length == expected
+    assert resolved(SDAR, gen_length=3, block_length=16).layout.canvas_length == 16, (
         "where a request names another length, too"
     )
 
@@ -53,7 +53,7 @@ def test_an_engine_does_not_start_with_what_it_must_refuse(tiny_sdar):
 
 
 def test_steps_are_counted_with_what_the_last_block_adds():
-    assert resolved(SDAR, gen_length=8, steps=10).steps == 10
+    assert resolved(SDAR, gen_length=8, steps=10).schedule.steps == 10
     with pytest.raises(
         InvalidRequestError,
         match=r"steps=11 .* here 8 and 2 behind it in its last block",

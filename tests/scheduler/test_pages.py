@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.page_layout import PoolGeometry
-from dllm_engine.decoding.spec import Blocks
 from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 from tests.support.plans import FULL_METHODS, draw_cache_options, spec_of
@@ -142,8 +142,12 @@ def test_no_request_needs_more_pages_than_the_longest_or_holds_more_than_it_need
         assert demand <= engine.method.longest_demand(
             engine.cache, geometry, max_model_len
         ), seed
-        first = draw.randrange(request.num_blocks)
-        most = first + 1 if request.block_add_threshold is None else request.num_blocks
+        first = draw.randrange(request.layout.num_blocks)
+        most = (
+            first + 1
+            if request.schedule.block_add_threshold is None
+            else request.layout.num_blocks
+        )
         held = engine.method.held(
             request, Blocks(first, draw.randint(first + 1, most)), geometry
         )

@@ -2,10 +2,12 @@
 
 import random
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from dllm_engine.cache_methods import CACHE_METHODS, methods_for
-from dllm_engine.decoding.spec import DecodingSpec
+from dllm_engine.decoding.canvas_layout import CanvasLayout
+from dllm_engine.decoding.spec import DecodingSpec, Schedule
 from dllm_engine.families import LLADA, ModelFamily
 from dllm_engine.options import EngineOptions
 from dllm_engine.params import DiffusionParams
@@ -59,10 +61,27 @@ WAYS += [
 
 def spec_of(**changes: Any) -> DecodingSpec:
     """A prompt of 10 tokens and a response of 21 in three blocks, the last of 5."""
-    return DecodingSpec(
-        **{"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11}
-        | changes
-    )
+    flat = {"prompt_length": 10, "gen_length": 21, "block_length": 8, "steps": 11}
+    flat |= changes
+    groups = {
+        name: group(
+            **{f.name: flat.pop(f.name) for f in fields(group) if f.name in flat}
+        )
+        for name, group in (("layout", CanvasLayout), ("schedule", Schedule))
+    }
+    return DecodingSpec(**groups, **flat)
+
+
+def settings_of(spec: DecodingSpec) -> dict[str, Any]:
+    """All settings by the names of the request options."""
+    groups = (getattr(spec, field.name) for field in fields(spec))
+    settings = spec.cache.model_dump()
+    for group in filter(is_dataclass, groups):
+        settings |= {field.name: getattr(group, field.name) for field in fields(group)}
+    return settings | {
+        "unmasking": spec.unmasking.policy.name,
+        "steps_per_block": spec.steps_per_block,
+    }
 
 
 def resolved(

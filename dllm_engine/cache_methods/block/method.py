@@ -9,8 +9,9 @@ has kept is final, and the next block feeds that no more.
 from dataclasses import replace
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_tokens
+from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import (
     RefreshState,
     Retention,
@@ -26,7 +27,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     prompt, or the block before), keeps that, and predicts the block in the same pass.
     The others feed the block alone."""
     block, kept = (
-        spec.from_block_start(spec.span_of(progress.running)),
+        spec.layout.from_block_start(spec.layout.span_of(progress.running)),
         progress.retained,
     )
     final = block.start if progress.num_masked else tokens_kept(spec, progress.running)
@@ -52,7 +53,9 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
     """A part of what ``plan`` keeps, whole blocks of at most ``max_rows``; it fills
     nothing. None where no block fits."""
     start, kept = plan.span.start, plan.retained
-    stop = min((start + max_rows) // spec.block_length * spec.block_length, kept)
+    stop = min(
+        (start + max_rows) // spec.layout.block_length * spec.layout.block_length, kept
+    )
     if stop <= start:
         return None
     part = Span(start, stop)
@@ -70,8 +73,11 @@ def shortened(plan: StepPlan, spec: DecodingSpec, max_rows: int) -> StepPlan | N
 def tokens_kept(spec: DecodingSpec, running: Blocks) -> int:
     """The most tokens that pages hold while a block runs: those before it, and with
     token editing its own, unless it is the last."""
-    block = spec.from_block_start(spec.span_of(running))
-    keeps_own = spec.edit_threshold is not None and running.stop < spec.num_blocks
+    block = spec.layout.from_block_start(spec.layout.span_of(running))
+    keeps_own = (
+        spec.unmasking.edit_threshold is not None
+        and running.stop < spec.layout.num_blocks
+    )
     return block.stop if keeps_own else block.start
 
 

@@ -20,7 +20,6 @@ from vllm.distributed import (
 from dllm_engine.cache_methods.d2_cache.method import D2CacheOptions
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
 from dllm_engine.decoding.unmasking_policies import (
-    UNMASKING_POLICIES,
     WEIGHTED_MEASURES,
 )
 from dllm_engine.kernels.attention_scores import summed_probabilities
@@ -89,7 +88,7 @@ class RolloutPass(LayerPass):
     def __init__(self, batch: StepBatch, pages: PageMemory) -> None:
         self.batch, self.pages = batch, pages
         num_rows, sizes = batch.bounds[-1], batch.sizes
-        lengths = [canvas.spec.canvas_length for canvas in batch.canvases]
+        lengths = [canvas.spec.layout.canvas_length for canvas in batch.canvases]
         self.tables = TokenTables(batch, pages)
         self.num_tokens = max(lengths)
         """Positions of a canvas, at most. It and numbers of rows are rounded up where
@@ -116,7 +115,8 @@ class RolloutPass(LayerPass):
         the batch.
         """
         self.known_before = [
-            canvas.known[canvas.spec.prompt_length :] >= 0 for canvas in batch.canvases
+            canvas.known[canvas.spec.layout.prompt_length :] >= 0
+            for canvas in batch.canvases
         ]
         """Tokens of each response that are known when the pass begins, bool."""
         for canvas, length in zip(batch.canvases, lengths, strict=True):
@@ -201,7 +201,7 @@ class RolloutPass(LayerPass):
     ) -> None:
         canvas, plan = self.batch.canvases[index], self.batch.plans[index]
         if plan.quota.predicts is not None:
-            measure = UNMASKING_POLICIES[canvas.spec.unmasking].measures
+            measure = canvas.spec.unmasking.policy.measures
             confidence = statistics.confidence(
                 measure if measure in WEIGHTED_MEASURES else "probability"
             )
@@ -219,8 +219,8 @@ class RolloutPass(LayerPass):
         canvas = self.batch.canvases[index]
         spec, options = canvas.spec, D2CacheOptions.of(canvas.spec)
         start, shift, known = (
-            spec.prompt_length,
-            int(spec.shifts_logits),
+            spec.layout.prompt_length,
+            int(spec.layout.shifts_logits),
             canvas.known >= 0,
         )
         if known.all():
@@ -229,7 +229,7 @@ class RolloutPass(LayerPass):
         chosen = start + self._masked_to_predict(
             index, known[start:], confidence[start:]
         )
-        computed = np.zeros(spec.canvas_length, dtype=bool)
+        computed = np.zeros(spec.layout.canvas_length, dtype=bool)
         computed[np.maximum(chosen - shift, 0)] = True
         # The prompt's last row, which predicts the first token, has no say in what
         # rollout chooses.
@@ -257,19 +257,19 @@ class RolloutPass(LayerPass):
         spec, window = self.batch.canvases[index].spec, self.batch.plans[index].window
         options, masked = D2CacheOptions.of(spec), np.flatnonzero(~known)
         first, stop = (
-            window.start - spec.prompt_length,
-            window.stop - spec.prompt_length,
+            window.start - spec.layout.prompt_length,
+            window.stop - spec.layout.prompt_length,
         )
-        if spec.block_add_threshold is not None:
-            first = masked[0] // spec.block_length * spec.block_length
-            stop = min(first + spec.block_length, spec.gen_length)
-        preferred, unit = np.arange(first, stop), spec.block_length
+        if spec.schedule.block_add_threshold is not None:
+            first = masked[0] // spec.layout.block_length * spec.layout.block_length
+            stop = min(first + spec.layout.block_length, spec.layout.gen_length)
+        preferred, unit = np.arange(first, stop), spec.layout.block_length
         if options.range_unit == "masks":
             preferred = preferred[~self.known_before[index][first:stop]]
             first, unit = preferred[0], len(preferred)
         scores = confidence * certainty_density(known, options.sigma)
         scores[preferred] += scores.max()
-        if spec.delay_eos or spec.slow_fast is not None:
+        if spec.ends.delay_eos or spec.unmasking.slow_fast is not None:
             # Elsewhere an end token may be held back, or lie behind the span; the pass
             # must unmask something.
             scores[masked[0]] = np.inf

@@ -7,8 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from dllm_engine.cache_methods.base import CacheMethod, hold_canvas, plan_on_canvas
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 
@@ -48,19 +49,21 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         if whole
         else (RefreshState.REUSE, Scope.ACTIVE)
     )
-    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
+    plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
     # Also in passes that fill a span alone, rows are chosen from the whole canvas.
     plan.span, plan.max_rows, plan.read = (
-        spec.canvas_span,
-        spec.canvas_length,
-        spec.canvas_length,
+        spec.layout.canvas_span,
+        spec.layout.canvas_length,
+        spec.layout.canvas_length,
     )
-    if spec.slow_fast is None:
+    if spec.unmasking.slow_fast is None:
         # Where the schedule asks for a position by name, its row may not be among those
         # computed.
         plan.quota.candidates = plan.window
     if whole or options.confidence == "latest":
-        plan.quota.predicts = Span(plan.quota.candidates.start, spec.canvas_length)
+        plan.quota.predicts = Span(
+            plan.quota.candidates.start, spec.layout.canvas_length
+        )
     if not whole:
         plan.max_rows = _most_rows(options, spec, progress)
     return plan
@@ -69,13 +72,15 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
 def _most_rows(options: D2CacheOptions, spec: DecodingSpec, progress: Progress) -> int:
     """The most rows that a step can have been given."""
     predicting = (
-        min(options.masked_rows, spec.num_masks - progress.num_unmasked)
+        min(options.masked_rows, spec.layout.num_masks - progress.num_unmasked)
         + progress.last_unmasked
     )
     # The most important of n positions have a larger share of the importance than of
     # the positions.
-    chosen = predicting + int(options.rollout_p * spec.canvas_length) + 1
-    return min(chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.canvas_length)
+    chosen = predicting + int(options.rollout_p * spec.layout.canvas_length) + 1
+    return min(
+        chosen + (chosen - 1) * max(options.gap_fill - 1, 0), spec.layout.canvas_length
+    )
 
 
 D2_CACHE = CacheMethod(

@@ -41,7 +41,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         keeping = end if keeps <= number else keeping
         waits = waits or arrives <= number < keeps
     renews = keeping == kept and (waits or number % options.refresh_interval == 0)
-    stop = spec.visible(spec.span_of(progress.running)).stop
+    stop = spec.layout.visible(spec.layout.span_of(progress.running)).stop
     return plan_behind_prefix(
         spec, progress, 0 if renews else kept, stop, keep=keeping, window_alone=False
     )
@@ -54,22 +54,22 @@ def _schedule(
     wait, and the pass that keeps it, counted from 1. In LLaDA a block waits once the
     block before it is kept, in Dream at once."""
     kept_before = max(1, delay)
-    schedule = [(spec.prompt_length, 0, kept_before)]
+    schedule = [(spec.layout.prompt_length, 0, kept_before)]
     for block, completed_at in enumerate(progress.completed_at):
         arrives = (
             completed_at + 1
-            if spec.shifts_logits
+            if spec.layout.shifts_logits
             else max(completed_at + 1, kept_before)
         )
         kept_before = arrives + delay
-        schedule.append((spec.block_span(block).stop, arrives, kept_before))
+        schedule.append((spec.layout.block_span(block).stop, arrives, kept_before))
     return schedule
 
 
 DELAYED = CacheMethod(
     plan,
     # At most what lies before the last running block is finished.
-    hold_tokens(lambda spec, running: spec.block_span(running.stop - 1).start),
+    hold_tokens(lambda spec, running: spec.layout.block_span(running.stop - 1).start),
     DelayedOptions,
     trims_suffix=True,
     tuned={"cache_delay": (0, 1, 2)},

@@ -25,7 +25,7 @@ class MaskedRowsPass(OverwritePass):
         self.follows = self.repeats = all(plan.own == DKVStep() for plan in batch.plans)
         if not self.follows:
             return
-        shift = int(batch.canvases[0].spec.shifts_logits)
+        shift = int(batch.canvases[0].spec.layout.shifts_logits)
         masked = []
         for index, canvas in enumerate(batch.canvases):
             positions = batch.host_positions[batch.rows(index)]
@@ -40,7 +40,7 @@ class MaskedRowsPass(OverwritePass):
         span = LayerPass.positions(plan, canvas)
         if plan.own is None:
             return span
-        shift = int(canvas.spec.shifts_logits)
+        shift = int(canvas.spec.layout.shifts_logits)
         was_masked = canvas.known < 0
         was_masked[canvas.last_unmasked] = True
         # The last row of a canvas predicts nothing with shifted logits.

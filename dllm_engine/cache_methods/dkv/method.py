@@ -38,21 +38,21 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """
     options = DKVOptions.of(spec)
     whole = progress.step % options.refresh_interval == 0 or (
-        progress.step == 1 and not spec.shifts_logits
+        progress.step == 1 and not spec.layout.shifts_logits
     )
     state, scope = (
         (RefreshState.UPDATE, Scope.ALL)
         if whole
         else (RefreshState.REUSE, Scope.ACTIVE)
     )
-    plan = plan_on_canvas(spec, progress, state, scope, spec.canvas_span)
+    plan = plan_on_canvas(spec, progress, state, scope, spec.layout.canvas_span)
     if whole:
         return plan
     # At most the window and all behind it was masked when the window began.
     plan.max_rows = plan.span.stop - plan.window.start
     # The last row predicts no token, so nothing says when it is final; it is taken to
     # be after the second step.
-    plan.own = DKVStep(last_row=spec.shifts_logits and progress.step == 1)
+    plan.own = DKVStep(last_row=spec.layout.shifts_logits and progress.step == 1)
     if plan.own.last_row:
         plan.max_rows += 1
     return plan

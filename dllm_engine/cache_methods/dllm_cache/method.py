@@ -8,8 +8,9 @@ from dllm_engine.cache_methods.adaptive import (
     plan_adaptive,
 )
 from dllm_engine.cache_methods.base import CacheMethod
+from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
-from dllm_engine.decoding.spec import Blocks, DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec
 
 
 class DLLMCacheOptions(AdaptiveOptions):
@@ -19,7 +20,7 @@ class DLLMCacheOptions(AdaptiveOptions):
 def hold_canvas_and_features(
     spec: DecodingSpec, running: Blocks, geometry: PoolGeometry
 ) -> PageCounts:
-    return geometry.uniform(spec.canvas_length) | {
+    return geometry.uniform(spec.layout.canvas_length) | {
         PageKind.FEATURES: feature_pages(spec, geometry)
     }
 

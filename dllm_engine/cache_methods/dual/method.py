@@ -9,8 +9,9 @@ from dllm_engine.cache_methods.window_refresh import (
     split,
     whole_is_due,
 )
+from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, Retention, Scope, StepPlan
 
 
@@ -31,8 +32,8 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     options = DualOptions.of(spec)
     if options.refresh != "near":
         return refresh_then_reuse(spec, progress, 0, retain_all)
-    window = spec.span_of(progress.running)
-    visible = spec.visible(window)
+    window = spec.layout.span_of(progress.running)
+    visible = spec.layout.visible(window)
     state, scope, span = RefreshState.UPDATE, Scope.ACTIVE, window
     if progress.step:
         state = RefreshState.REUSE
@@ -42,7 +43,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         # What becomes visible where a suffix is left out has not been computed before.
         stop = (
             window.stop + options.near_tokens
-            if spec.suffix_blocks is None
+            if spec.layout.suffix_blocks is None
             else visible.stop
         )
         span = Span(max(window.start - options.near_tokens, 0), min(stop, visible.stop))
@@ -57,8 +58,8 @@ def retain_all(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retent
 
 def num_retained(spec: DecodingSpec, running: Blocks) -> int:
     """Everything outside the window; with ``refresh="near"`` the window too."""
-    window = spec.span_of(running)
-    kept = spec.visible(window).size
+    window = spec.layout.span_of(running)
+    kept = spec.layout.visible(window).size
     return kept if DualOptions.of(spec).refresh == "near" else kept - window.size
 
 

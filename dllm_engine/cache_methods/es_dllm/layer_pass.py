@@ -26,8 +26,8 @@ from dllm_engine.cache_methods.es_dllm.method import (
     ESDLLMOptions,
     RetainedCopy,
 )
+from dllm_engine.decoding.canvas_layout import Span
 from dllm_engine.decoding.page_layout import PageKind
-from dllm_engine.decoding.spec import Span
 from dllm_engine.decoding.step_plan import Scope, StepPlan
 from dllm_engine.kernels.attention_scores import (
     mean_query_scores,
@@ -78,13 +78,13 @@ class EarlySkipPass(LayerPass):
         options = ESDLLMOptions.of(batch.canvases[0].spec)
         self.batch, self.pages, self.options = batch, pages, options
         device, plans, sizes = batch.device, batch.plans, batch.sizes
-        self.shift = int(batch.canvases[0].spec.shifts_logits)
+        self.shift = int(batch.canvases[0].spec.layout.shifts_logits)
         for canvas in batch.canvases:
             if canvas.cache_state is None:
                 # One more than there are positions: with shifted logits, the last row
                 # predicts none.
                 canvas.cache_state = torch.zeros(
-                    canvas.spec.canvas_length + 1, device=device
+                    canvas.spec.layout.canvas_length + 1, device=device
                 )
 
         self.tables = TokenTables(batch, pages)
@@ -110,7 +110,7 @@ class EarlySkipPass(LayerPass):
         # Of a canvas that is computed as a whole, the pages would give back what was
         # just computed.
         alone = [
-            size == canvas.spec.canvas_length and not reads and not skips
+            size == canvas.spec.layout.canvas_length and not reads and not skips
             for size, canvas, reads, skips in zip(
                 sizes, batch.canvases, self.reading, self.skips, strict=True
             )
@@ -162,7 +162,7 @@ class EarlySkipPass(LayerPass):
                 else 1
             )
             predicting = [
-                Span(*(end - self.shift for end in c.spec.response_span))
+                Span(*(end - self.shift for end in c.spec.layout.response_span))
                 for c in batch.canvases
             ]
             self.features = FeatureTables(
@@ -197,7 +197,7 @@ class EarlySkipPass(LayerPass):
     def _copied(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions outside the window, of which some are copied, and of the window."""
         first, stop = (end - self.shift for end in self.batch.plans[index].window)
-        canvas = np.arange(self.batch.canvases[index].spec.canvas_length)
+        canvas = np.arange(self.batch.canvases[index].spec.layout.canvas_length)
         outside, window = np.delete(canvas, slice(first, stop)), canvas[first:stop]
         return on_device(outside, self.batch.device), on_device(
             window, self.batch.device
@@ -252,7 +252,7 @@ class EarlySkipPass(LayerPass):
     def positions(plan: StepPlan, canvas: Canvas) -> np.ndarray:
         start = plan.span.start
         if plan.own.from_last_unmasked and canvas.last_unmasked:
-            shift = int(canvas.spec.shifts_logits)
+            shift = int(canvas.spec.layout.shifts_logits)
             start = min(start, max(canvas.last_unmasked[0] - shift, 0))
         return np.arange(start, plan.span.stop)
 
@@ -445,7 +445,7 @@ class EarlySkipPass(LayerPass):
     ) -> None:
         confidences = statistics.probability
         canvas = self.batch.canvases[index]
-        if statistics.held_back is not None and not canvas.spec.shifts_logits:
+        if statistics.held_back is not None and not canvas.spec.layout.shifts_logits:
             # As in the authors' code: LLaDA forgets how confident an end token was that
             # came too early, Dream does not.
             confidences = confidences.masked_fill(statistics.held_back, 0.0)

@@ -10,9 +10,10 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from dllm_engine.cache_methods.base import CacheMethod, plan_on_canvas
+from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.page_layout import PageCounts, PageKind, PoolGeometry
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec, Span
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, Scope, StepPlan
 
 
@@ -138,11 +139,11 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
             if progress.step == options.update_delay
             else RetainedCopy.READ
         )
-    rows = spec.predicting_span(progress.running)
+    rows = spec.layout.predicting_span(progress.running)
     skips = from_last_unmasked = False
     if progress.num_forwards == 0 or (progress.step == 0 and not options.skips):
         plan = plan_on_canvas(
-            spec, progress, RefreshState.UPDATE, Scope.ALL, spec.canvas_span
+            spec, progress, RefreshState.UPDATE, Scope.ALL, spec.layout.canvas_span
         )
     elif prompt_due:
         plan = plan_on_canvas(
@@ -155,7 +156,9 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
         skips = options.skips and not whole
         from_last_unmasked = progress.step == 0
         if from_last_unmasked:
-            plan.max_rows = rows.stop - spec.predicting_span(progress.before).start
+            plan.max_rows = (
+                rows.stop - spec.layout.predicting_span(progress.before).start
+            )
     num_copied = (
         0 if copying is RetainedCopy.NONE else copied_tokens(spec, progress.running)
     )
@@ -177,8 +180,8 @@ def _due(
     Several blocks have no such clock: intervals then count unmasked tokens, and a
     window is computed as a whole when a block has joined.
     """
-    if spec.block_add_threshold is None:
-        clock = progress.running.first * spec.block_length + progress.step
+    if spec.schedule.block_add_threshold is None:
+        clock = progress.running.first * spec.layout.block_length + progress.step
         return (
             clock % options.block_refresh_interval == 0,
             clock % options.prompt_refresh_interval == 0,
@@ -192,7 +195,7 @@ def _due(
 def copied_tokens(spec: DecodingSpec, running: Blocks) -> int:
     """Tokens outside the window that its retained copy holds."""
     return int(
-        (spec.canvas_length - spec.span_of(running).size)
+        (spec.layout.canvas_length - spec.layout.span_of(running).size)
         * ESDLLMOptions.of(spec).retention_ratio
     )
 
@@ -204,15 +207,15 @@ def hold_canvas_and_copy(
     are dropped the features of those that predict the response: no other row is ever in
     a step that skips."""
     options = ESDLLMOptions.of(spec)
-    counts = geometry.uniform(spec.canvas_length)
+    counts = geometry.uniform(spec.layout.canvas_length)
     cuts = options.cuts(geometry.num_layers)
     if options.keeps_features and cuts:
-        pages = geometry.feature_pages(spec.gen_length)
+        pages = geometry.feature_pages(spec.layout.gen_length)
         counts[PageKind.FEATURES] = [
             pages if layer in cuts else 0 for layer in range(geometry.num_layers)
         ]
     if options.evicts:
-        copied = copied_tokens(spec, running) + spec.span_of(running).size
+        copied = copied_tokens(spec, running) + spec.layout.span_of(running).size
         counts[PageKind.RETAINED] = [geometry.kv_pages(copied)] * geometry.num_layers
     return counts
 

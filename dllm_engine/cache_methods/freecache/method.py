@@ -9,8 +9,9 @@ from dllm_engine.cache_methods.base import (
     hold_tokens,
     plan_behind_prefix,
 )
+from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, CacheOptions, DecodingSpec
+from dllm_engine.decoding.spec import CacheOptions, DecodingSpec
 from dllm_engine.decoding.step_plan import StepPlan
 
 
@@ -33,8 +34,11 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     first step after that keeps it. Its last row then predicts the window's first
     position where logits are shifted.
     """
-    window, clean = spec.span_of(progress.running), clean_tokens(spec, progress.running)
-    visible = spec.visible(window)
+    window, clean = (
+        spec.layout.span_of(progress.running),
+        clean_tokens(spec, progress.running),
+    )
+    visible = spec.layout.visible(window)
     if progress.num_forwards == 0:
         return plan_behind_prefix(spec, progress, 0, visible.stop, keep=clean)
     start = clean_tokens(spec, progress.before) if progress.step == 0 else clean
@@ -46,9 +50,9 @@ def clean_tokens(spec: DecodingSpec, running: Blocks) -> int:
     """Tokens that are kept while these blocks run: the prompt, and whole cache blocks
     before them.
     """
-    finished = spec.span_of(running).start - spec.prompt_length
-    together = FreeCacheOptions.of(spec).cache_block_length or spec.block_length
-    return spec.prompt_length + finished - finished % together
+    finished = spec.layout.span_of(running).start - spec.layout.prompt_length
+    together = FreeCacheOptions.of(spec).cache_block_length or spec.layout.block_length
+    return spec.layout.prompt_length + finished - finished % together
 
 
 def refusal(spec: DecodingSpec) -> str | None:
@@ -56,10 +60,14 @@ def refusal(spec: DecodingSpec) -> str | None:
     prompt.
     """
     length = FreeCacheOptions.of(spec).cache_block_length
-    if length is None or spec.num_blocks == 1 or length % spec.block_length == 0:
+    if (
+        length is None
+        or spec.layout.num_blocks == 1
+        or length % spec.layout.block_length == 0
+    ):
         return None
     return (
-        f"block_length={spec.block_length} does not divide the engine's "
+        f"block_length={spec.layout.block_length} does not divide the engine's "
         f"cache_block_length={length}; choose one that does, or start the engine with "
         f"another cache_block_length"
     )

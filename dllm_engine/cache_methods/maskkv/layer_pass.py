@@ -113,7 +113,7 @@ class MaskKVPass(AdaptivePass):
         if index not in self.voting:
             return None
         response = (
-            self.batch.canvases[index].spec.gen_length
+            self.batch.canvases[index].spec.layout.gen_length
             * self.num_layers
             * self.pages.num_kv_heads
         )
@@ -191,12 +191,12 @@ class MaskKVPass(AdaptivePass):
         scored = ScoredLayer(
             q, k, lse, canvas, self.batch.plans[index].window, layer, first_head
         )
-        tokens = torch.arange(spec.prompt_length, device=q.device)
+        tokens = torch.arange(spec.layout.prompt_length, device=q.device)
         scores = scorer.score(scored, tokens)
         all_scores = self._of_all_heads(scores)
-        if average_budget(spec) == spec.prompt_length:
+        if average_budget(spec) == spec.layout.prompt_length:
             all_kept = torch.full(
-                all_scores.shape[:1], spec.prompt_length, device=q.device
+                all_scores.shape[:1], spec.layout.prompt_length, device=q.device
             )
         else:
             budget = self.budgets[index][layer]
@@ -204,7 +204,7 @@ class MaskKVPass(AdaptivePass):
                 options.head_budget, all_scores, budget, base_share=options.alpha
             )
         kept = all_kept[first_head : first_head + heads]
-        recent = tokens >= spec.prompt_length - scorer.num_recent(kept)[:, None]
+        recent = tokens >= spec.layout.prompt_length - scorer.num_recent(kept)[:, None]
         pooled = max_pooled(scores.masked_fill(recent, 0), scorer.pool_kernel_size)
         ranking = (
             pooled.masked_fill(recent, torch.inf)

@@ -11,6 +11,7 @@ from dllm_engine.cache_methods.adaptive import (
     plan_adaptive,
 )
 from dllm_engine.cache_methods.base import CacheMethod, ScorerName
+from dllm_engine.decoding.canvas_layout import Blocks
 from dllm_engine.decoding.page_layout import (
     PageCounts,
     PageKind,
@@ -18,7 +19,7 @@ from dllm_engine.decoding.page_layout import (
     pages_for,
 )
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, DecodingSpec
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import Scope, StepPlan
 
 LayerBudgetName = Literal["uniform", "boundary", "pyramid", "squeeze"]
@@ -81,7 +82,7 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     A pass that refreshes
     the prompt alone reuses the response as it is."""
     plan = plan_adaptive(spec, progress)
-    plan.retained = average_budget(spec) + spec.gen_length
+    plan.retained = average_budget(spec) + spec.layout.gen_length
     if plan.scope is Scope.PROMPT:
         plan.own = None
     return plan
@@ -92,7 +93,7 @@ def average_budget(spec: DecodingSpec) -> int:
     where nothing is evicted.
     """
     options = MaskKVOptions.of(spec)
-    average = int(spec.prompt_length * options.retention_ratio)
+    average = int(spec.layout.prompt_length * options.retention_ratio)
     return average if options.kv_budget is None else min(average, options.kv_budget)
 
 
@@ -102,7 +103,7 @@ def measures_layers(spec: DecodingSpec) -> bool:
     """
     return (
         MaskKVOptions.of(spec).layer_budget in MEASURED_IMPORTANCE
-        and 0 < average_budget(spec) < spec.prompt_length
+        and 0 < average_budget(spec) < spec.layout.prompt_length
     )
 
 
@@ -114,9 +115,10 @@ def hold_budget_and_features(
     prompt; so the most is held where layers have equal budgets."""
     heads = geometry.num_kv_heads
     prompt = min(
-        spec.prompt_length * heads, average_budget(spec) * geometry.total_kv_heads
+        spec.layout.prompt_length * heads,
+        average_budget(spec) * geometry.total_kv_heads,
     )
-    slots = geometry.num_layers * (prompt + spec.gen_length * heads)
+    slots = geometry.num_layers * (prompt + spec.layout.gen_length * heads)
     return {
         PageKind.KV: [pages_for(slots, geometry.page_size * heads)],
         PageKind.FEATURES: feature_pages(spec, geometry),

@@ -14,15 +14,15 @@ def plan(spec: DecodingSpec, progress: Progress) -> StepPlan:
     """The first step of a window keeps what lies before it; the others compute the
     window and all behind it.
     """
-    window = spec.span_of(progress.running)
+    window = spec.layout.span_of(progress.running)
     start = window.start if progress.step else 0
     return plan_behind_prefix(
-        spec, progress, start, spec.visible(window).stop, keep=window.start
+        spec, progress, start, spec.layout.visible(window).stop, keep=window.start
     )
 
 
 PREFIX = CacheMethod(
     plan,
-    hold_tokens(lambda spec, running: spec.span_of(running).start),
+    hold_tokens(lambda spec, running: spec.layout.span_of(running).start),
     trims_suffix=True,
 )

@@ -12,8 +12,9 @@ from dllm_engine.cache_methods.window_refresh import (
     refresh_then_reuse,
     split,
 )
+from dllm_engine.decoding.canvas_layout import Blocks, Span
 from dllm_engine.decoding.progress import Progress
-from dllm_engine.decoding.spec import Blocks, DecodingSpec, Span
+from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import Retention, StepPlan
 
 
@@ -84,7 +85,7 @@ def retain(spec: DecodingSpec, window: Span) -> tuple[Retention, list[Retention]
 
 
 def num_retained(spec: DecodingSpec, running: Blocks) -> int:
-    old, new = retain(spec, spec.span_of(running))
+    old, new = retain(spec, spec.layout.span_of(running))
     return old.count + sum(retention.count for retention in new)
 
 

@@ -1,0 +1,206 @@
+"""The positions of a request's canvas."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from dllm_engine.families import Attention
+
+
+class Span(NamedTuple):
+    """Canvas positions ``start`` … ``stop - 1``."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class Blocks(NamedTuple):
+    """Blocks ``first`` … ``stop - 1`` of a response."""
+
+    first: int
+    stop: int
+
+
+FIRST_BLOCK = Blocks(0, 1)
+
+
+@dataclass(frozen=True)
+class CanvasLayout:
+    """Prompt, response and blocks of a canvas: which positions each block has, which
+    rows a step may see, and which tokens are given.
+    """
+
+    prompt_length: int
+    gen_length: int
+    block_length: int
+    attention: Attention = "full"
+    """``block_causal``: attention by blocks of ``block_length``. Blocks are counted
+    from the start of the canvas; the first block of the response begins behind the
+    prompt."""
+    whole_blocks: bool = True
+    """Where attention goes by blocks: True if the canvas ends with a whole block, and
+    ``Schedule.block_steps`` are the steps of a whole block, even if a part of it is in
+    the prompt (SDAR, LLaDA2)."""
+    shifts_logits: bool = False
+    """True if position ``p`` is predicted by row ``p - 1`` (Dream) instead of its own
+    row.
+    """
+    suffix_blocks: int | None = None
+    template: tuple[int | None, ...] = ()
+    """The response before its first step: given tokens, and None for each mask. Empty:
+    all masks.
+    """
+    return_given: bool = True
+
+    @property
+    def response_span(self) -> Span:
+        return Span(self.prompt_length, self.prompt_length + self.gen_length)
+
+    @cached_property
+    def canvas_length(self) -> int:
+        """End of the response, or of its last block: positions between the two are
+        decoded and never sent.
+        """
+        stop = self.response_span.stop
+        return (
+            self.blocks_start + self.num_blocks * self.block_length
+            if self.fills_blocks
+            else stop
+        )
+
+    @property
+    def is_block_causal(self) -> bool:
+        return self.attention == "block_causal"
+
+    @property
+    def fills_blocks(self) -> bool:
+        return self.is_block_causal and self.whole_blocks
+
+    @cached_property
+    def blocks_start(self) -> int:
+        """First canvas position of the response's first block; it may lie in the
+        prompt.
+        """
+        return (
+            self.prompt_length
+            - self.prompt_length % self.block_length * self.is_block_causal
+        )
+
+    @property
+    def canvas_span(self) -> Span:
+        return Span(0, self.canvas_length)
+
+    def visible(self, window: Span) -> Span:
+        """Canvas positions computed with ``window``: not blocks too far behind it, or
+        that attention does not reach.
+        """
+        if self.is_block_causal:
+            return Span(0, window.stop)
+        if self.suffix_blocks is None:
+            return self.canvas_span
+        return Span(
+            0,
+            min(
+                window.stop + self.suffix_blocks * self.block_length, self.canvas_length
+            ),
+        )
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return -(-(self.response_span.stop - self.blocks_start) // self.block_length)
+
+    def block_span(self, block: int) -> Span:
+        """Canvas positions of a block, within the response; the first and the last
+        block may be shorter.
+        """
+        start = self.blocks_start + block * self.block_length
+        return Span(
+            max(start, self.prompt_length),
+            min(start + self.block_length, self.canvas_length),
+        )
+
+    def span_of(self, blocks: Blocks) -> Span:
+        """Canvas positions of neighbouring blocks."""
+        if blocks not in self._spans:
+            self._spans[blocks] = Span(
+                self.block_span(blocks.first).start,
+                self.block_span(blocks.stop - 1).stop,
+            )
+        return self._spans[blocks]
+
+    @cached_property
+    def _spans(self) -> dict[Blocks, Span]:
+        """Results of ``span_of``, which every step calls several times."""
+        return {}
+
+    def from_block_start(self, window: Span) -> Span:
+        """``window``, from the first position of its block on; attention by blocks
+        computes blocks whole.
+        """
+        return Span(window.start - window.start % self.block_length, window.stop)
+
+    def predicting_span(self, blocks: Blocks) -> Span:
+        start, stop = self.span_of(blocks)
+        return Span(max(start - self.shifts_logits, 0), stop - self.shifts_logits)
+
+    @property
+    def response_template(self) -> tuple[int | None, ...]:
+        """The response before its first step, with None for each mask."""
+        return self.template or (None,) * self.gen_length
+
+    def is_given(self, position: int) -> bool:
+        """Return True if a canvas position of the response holds a token from the
+        start.
+        """
+        return (
+            bool(self.template)
+            and self.template[position - self.prompt_length] is not None
+        )
+
+    @cached_property
+    def last_given(self) -> int:
+        """The last canvas position that holds a token from the start. Masks before it
+        cannot end the response.
+        """
+        given = (
+            i
+            for i in range(len(self.template) - 1, -1, -1)
+            if self.template[i] is not None
+        )
+        return self.prompt_length + next(given, -1)
+
+    @cached_property
+    def masks_per_block(self) -> tuple[int, ...]:
+        canvas = (
+            *self.response_template,
+            *[None] * (self.canvas_length - self.response_span.stop),
+        )
+        spans = (self.block_span(block) for block in range(self.num_blocks))
+        return tuple(
+            canvas[start - self.prompt_length : stop - self.prompt_length].count(None)
+            for start, stop in spans
+        )
+
+    def place_of_sent(self, number: int) -> int:
+        """Canvas position behind the first ``number`` tokens that are sent of a
+        response.
+        """
+        sent = [
+            i
+            for i, token in enumerate(self.response_template)
+            if self.return_given or token is None
+        ]
+        return self.prompt_length + (sent[number - 1] + 1 if number else 0)
+
+    @property
+    def num_masks(self) -> int:
+        return sum(self.masks_per_block)
+
+    @property
+    def num_sent(self) -> int:
+        """Tokens of a response that no end token cuts."""
+        return self.gen_length if self.return_given else self.num_masks
