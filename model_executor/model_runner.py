@@ -26,7 +26,6 @@ from dllm_engine.decoding.messages import (
     RequestFailure,
     StepReport,
     StepResult,
-    failure_of,
 )
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.step_plan import StepPlan
@@ -41,6 +40,7 @@ from dllm_engine.model_executor import probes
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import CanvasStore
 from dllm_engine.model_executor.denoiser import Denoiser
+from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.graphs.recording import Record
 from dllm_engine.model_executor.graphs.step import StepGraphs
 from dllm_engine.model_executor.guide.model import Guide

@@ -16,10 +16,10 @@ from dllm_engine.decoding.messages import (
     ShownWindow,
     StepReport,
     StepResult,
-    failure_of,
 )
 from dllm_engine.decoding.step_plan import StepPlan, must_fill, revises
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.passes.base import LayerPass
 from dllm_engine.model_executor.step_batch import StepBatch
 from dllm_engine.model_executor.unmasking.filling import StepOutcome

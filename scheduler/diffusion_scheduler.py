@@ -3,18 +3,24 @@ with which pages.
 """
 
 import itertools
+import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.sched.interface import PauseState
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState, SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.utils import remove_all
-from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from dllm_engine.cache_methods.base import guide_pages
 from dllm_engine.decoding.messages import (
@@ -23,14 +29,25 @@ from dllm_engine.decoding.messages import (
     NewRequest,
     RequestFailure,
     StepReport,
+    failure_of,
 )
-from dllm_engine.decoding.page_layout import PageCounts, PageKind, pages_for
+from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState, StepPlan
-from dllm_engine.scheduler.page_pool import prefix_keys
-from dllm_engine.scheduler.request_queue import RequestQueue
-from dllm_engine.scheduler.request_state import RequestState
-from dllm_engine.scheduler.step_shares import StepShares
+from dllm_engine.options import EngineOptions
+from dllm_engine.scheduler.client_outputs import ClientOutputs
+from dllm_engine.scheduler.engine_stats import EngineStats
+from dllm_engine.scheduler.model_weights import ModelWeights
+from dllm_engine.scheduler.page_pool import PagePool
+from dllm_engine.scheduler.page_tables import PageTables
+from dllm_engine.scheduler.refresh_budget import RefreshBudget
+from dllm_engine.scheduler.request_resolver import RequestResolver
+from dllm_engine.scheduler.request_state import RequestState, failed_output
+from dllm_engine.scheduler.step_rows import StepRows
+from dllm_engine.scheduler.waiting_queue import WaitingQueue
+from dllm_engine.text import readable_size
+
+logger = init_logger(f"vllm.{__name__}")
 
 _KEPT_FREE = 0.25
 """Share of sequences, rows and pages that a source leaves to others, where it has more
@@ -38,7 +55,7 @@ than one sequence.
 """
 
 
-class DiffusionScheduler(RequestQueue):
+class DiffusionScheduler(SchedulerInterface):
     """Continuous batching of requests at different denoising steps.
 
     A running request costs its plan's rows in every step. Requests are admitted, first
@@ -47,6 +64,192 @@ class DiffusionScheduler(RequestQueue):
     newest one is preempted.
     """
 
+    # Read by EngineCore.
+    connector = None
+    ec_connector = None
+    pause_state = PauseState.UNPAUSED
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        structured_output_manager: Any,
+        block_size: int,
+        hash_block_size: int,
+        mm_registry: Any = None,
+        include_finished_set: bool = False,
+        log_stats: bool = False,
+    ) -> None:
+        """Arguments are vLLM's; ``structured_output_manager``, ``block_size`` and
+        ``mm_registry`` are not used.
+        """
+        hf_config = vllm_config.model_config.hf_config
+        scheduling = vllm_config.scheduler_config
+        self.options = EngineOptions.from_vllm_config(vllm_config)
+        self.method = self.options.method
+        if not scheduling.enable_chunked_prefill:
+            # A prompt waits until a step has room for all of it.
+            self.method = replace(self.method, shortened=None)
+        self.geometry = self.options.geometry(
+            hf_config, vllm_config.parallel_config.tensor_parallel_size
+        )
+        self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
+        self.max_rows = scheduling.max_num_batched_tokens
+        self.refreshes = RefreshBudget(
+            self.options.refresh_ratio if "full" in self.method.attention else None
+        )
+        shares_prefixes = (
+            self.method.keeps_for_good
+            and vllm_config.cache_config.enable_prefix_caching
+        )
+        if shares_prefixes and hash_block_size != self.geometry.page_size:
+            raise ValueError(
+                f"block_size={hash_block_size}: prefixes are shared by pages of "
+                f"page_size={self.geometry.page_size} tokens; leave block_size unset"
+            )
+        self.pages = PagePool(
+            kv_cache_config.num_blocks, hash_block_size, shares=shares_prefixes
+        )
+        self.tables = PageTables(
+            self.pages, self.geometry, shares_prefixes=shares_prefixes
+        )
+        self.watermark = 0
+        """Pages left for running requests to grow into, when another one is admitted
+        beside them.
+        """
+        if self.method.keeps_for_good:
+            self.watermark = int(scheduling.watermark * self.pages.num_pages)
+        self.resolver = RequestResolver(
+            self.options,
+            hf_config,
+            self.geometry,
+            self.max_rows,
+            self.pages.num_pages,
+            # Seeded, so that one engine run is repeatable.
+            random.Random(vllm_config.model_config.seed),
+        )
+        policy = SchedulingPolicy(scheduling.policy)
+        self.by_priority = policy is SchedulingPolicy.PRIORITY
+        self.waiting = WaitingQueue(by_priority=self.by_priority)
+        self.running: list[RequestState] = []
+        self.states: dict[str, RequestState] = {}
+        self.finished_req_ids: set[str] = set()
+        self.weights = ModelWeights()
+        self.outputs = ClientOutputs(tells_ended=include_finished_set)
+        self.log_stats = log_stats
+        self.stats = EngineStats()
+        self._num_steps = 0
+        page_bytes = sum(
+            group.kv_cache_spec.page_size_bytes
+            for group in kv_cache_config.kv_cache_groups
+        )
+        logger.info("%s", self._what_is_kept(page_bytes))
+
+    # Requests come and go
+
+    def add_request(self, request: Request) -> None:
+        try:
+            state = self._new_state(request)
+        except Exception as error:
+            # The front end has checked the same rules (admission.py): a ValueError is
+            # of a client that bypasses it.
+            is_refused = isinstance(error, ValueError)
+            failure = (
+                RequestFailure("refused", str(error))
+                if is_refused
+                else failure_of(request.request_id, error)
+            )
+            logger.error("request %s refused: %s", request.request_id, failure.message)
+            self._send_error(request, failure, Progress())
+            return
+        self.states[request.request_id] = state
+        self.waiting.add(request, state.source)
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.QUEUED)
+
+    def _new_state(self, request: Request) -> RequestState:
+        if self.pause_state == PauseState.UNPAUSED:
+            self.weights.require()
+        if request.request_id in self.states:
+            raise ValueError(
+                f"request id {request.request_id!r} is running already; choose another"
+            )
+        return self.resolver.resolve(request)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        assert RequestStatus.is_finished(finished_status)
+        if isinstance(request_ids, str):
+            request_ids = [request_ids]
+        ids = dict.fromkeys(self.states if request_ids is None else request_ids)
+        states = [self.states[i] for i in ids if i in self.states]
+        for state in states:
+            state.request.status = finished_status
+            self._end(state)
+        return [state.request for state in states]
+
+    def _end(self, state: RequestState) -> None:
+        """Free all that a request has, wherever it is: what failed may have been on its
+        way from one place to another.
+        """
+        request = state.request
+        self.running = remove_all(self.running, {state})
+        self.waiting.remove([request])
+        del self.states[request.request_id]
+        if self.log_stats:  # else nobody empties its lists
+            self.stats.add_ended(state.progress)
+        self.pages.free(request.request_id)
+        self.refreshes.forget(request.request_id)
+        self.finished_req_ids.add(request.request_id)
+        self.outputs.end(request)
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take a running request's pages. The runner keeps its tokens, from which it
+        fills new pages later.
+        """
+        request = state.request
+        self.running = remove_all(self.running, {state})
+        self.tables.take_away(state)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.PREEMPTED)
+        self.waiting.prepend(request, state.source)
+
+    def _fail(
+        self,
+        state: RequestState,
+        failure: RequestFailure,
+        output: DiffusionSchedulerOutput | None = None,
+    ) -> None:
+        """End a request with an error. ``output``: the step that it may be part of."""
+        logger.error("request %s failed: %s", state.request_id, failure.message)
+        if output is not None:
+            output.leave_out(state.request_id)
+        self._end(state)
+        self._send_error(state.request, failure, state.progress)
+
+    @contextmanager
+    def _failing_alone(
+        self, state: RequestState, output: DiffusionSchedulerOutput | None = None
+    ) -> Iterator[None]:
+        """End a request whose work raises an error; the others go on. ``output`` as for
+        ``_fail``.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._fail(state, failure_of(state.request_id, error), output)
+
+    def _send_error(
+        self, request: Request, failure: RequestFailure, progress: Progress
+    ) -> None:
+        self.stats.requests_failed[failure.cause] += 1
+        self.outputs.add(request, failed_output(request, failure, progress))
+
+    # A step: who runs
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         output = DiffusionSchedulerOutput.make_empty()
         assert isinstance(output, DiffusionSchedulerOutput)
@@ -54,132 +257,36 @@ class DiffusionScheduler(RequestQueue):
         if self.pause_state == PauseState.PAUSED_ALL:
             return output
         self._num_steps += 1
-        self._being_filled.clear()
+        self.tables.begin_step()
         self.refreshes.begin_step(self._canvases())
-        budget = self.max_rows
         if self.method.keeps_for_good:
             output.preempted_req_ids = self._make_room()
         planned = self._plans_in_order(output)
-        shares = StepShares(
+        rows = StepRows(
             ((state.source, plan.max_rows) for state, plan in planned), self.max_rows
         )
-        due = sum(plan.max_rows for _, plan in planned)
-        for state, plan in planned:
-            due -= plan.max_rows
-            with self._failing_alone(state, output):
-                # A part of a long prompt takes what the others leave, and one that was
-                # left out a block at least.
-                block_length = state.spec.layout.block_length
-                is_short = plan.max_rows <= 2 * block_length
-                plan = self._fitted(
-                    plan,
-                    state.spec,
-                    budget if is_short else max(budget - due, block_length),
-                )
-                has_room = plan.max_rows <= budget and shares.allow(
-                    state.source, plan.max_rows
-                )
-                if has_room and self.refreshes.allows(state.request_id, plan):
-                    self._schedule_one(state, plan, output)
-                    shares.take(state.source, plan.max_rows)
-                    budget -= plan.max_rows
+        self._run_planned(planned, rows, output)
         if not throttle_prefills and not output.preempted_req_ids:
-            self._admit(output, budget, shares)
+            self._admit(rows, output)
         canvases = self._canvases()
         self.refreshes.end_step(output.plans, canvases)
         self._run_on(output, canvases)
         output.total_num_scheduled_tokens = sum(output.num_scheduled_tokens.values())
         return output
 
-    def _admit(
-        self, output: DiffusionSchedulerOutput, budget: int, shares: StepShares
-    ) -> None:
-        full: set[str] = set()
-        """Sources that have all that one may have: others find room beside them."""
-        num_running = Counter(state.source for state in self.running)
-        while len(self.running) < self.max_num_running and (
-            state := self._next_waiting(full)
-        ):
-            with self._failing_alone(state, output):
-                kept_free = _KEPT_FREE if num_running[state.source] else 0.0
-                if len(self.running) >= self.max_num_running - int(
-                    kept_free * self.max_num_running
-                ):
-                    full.add(state.source)
-                    continue
-                request, spec, progress = state.request, state.spec, state.progress
-                keys = (
-                    []
-                    if request.skip_reading_prefix_cache
-                    else self._new_keys(state, request.num_tokens)
-                )
-                shared = self.pages.find(keys, self.geometry.num_layers)
-                num_shared = len(shared[0]) if shared else 0
-                if self._being_filled.intersection(keys[num_shared : num_shared + 1]):
-                    break  # another request fills the next page in this step
-                progress.retained = num_shared * self.geometry.page_size
-                demand = self.method.admission_demand(
-                    spec, progress.running, self.geometry
-                )
-                spare = max(
-                    self.watermark if self.running else 0,
-                    int(kept_free * self.pages.num_pages),
-                )
-                room = budget - int(kept_free * self.max_rows)
-                plan = self._fitted(self.method.next_step(spec, progress), spec, room)
-                if (
-                    not self.pages.can_reserve(demand + spare, shared)
-                    or plan.max_rows > room
-                ):
-                    if not kept_free:
-                        break
-                    full.add(state.source)
-                    continue
-                if not shares.allow(state.source, plan.max_rows):
-                    full.add(state.source)
-                    continue
-                self.pages.reserve(state.request_id, demand, shared)
-                self._begin(state, output)
-                self._schedule_one(state, plan, output)
-                shares.admit(state.source, plan.max_rows)
-                budget -= plan.max_rows
-                num_running[state.source] += 1
-
-    def _begin(self, state: RequestState, output: DiffusionSchedulerOutput) -> None:
-        """Let a waiting request run, with the pages that were found for it."""
-        request, resumes = state.request, state.request.num_preemptions > 0
-        if self.shares_prefixes and not request.skip_reading_prefix_cache:
-            self.prefix_stats.record(
-                request.num_tokens, state.progress.retained, preempted=resumes
-            )
-        self.waiting.remove([request])
-        request.status = RequestStatus.RUNNING
-        self.running.append(state)
-        if self.log_stats:
-            request.record_event(EngineCoreEventType.SCHEDULED)
-        if resumes:
-            return
-        if request.prefill_stats is not None:
-            request.prefill_stats.set(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=state.progress.retained,
-                num_external_cached_tokens=0,
-            )
-        assert request.prompt_token_ids is not None
-        output.new_requests[state.request_id] = NewRequest(
-            request.prompt_token_ids, state.spec, state.seed
-        )
+    def _canvases(self) -> dict[str, int]:
+        """Canvas lengths of the running requests."""
+        return {
+            state.request_id: state.spec.layout.canvas_length for state in self.running
+        }
 
     def _make_room(self) -> set[str]:
         """Reserve what the running blocks of requests add to pages, for the oldest or
         most urgent one first. Where the pool has no room, the last of them are
         preempted; returns their ids."""
-        by_priority = self.policy == SchedulingPolicy.PRIORITY
-        kept = (
-            sorted(self.running, key=lambda state: state.request)
-            if by_priority
-            else list(self.running)
-        )
+        kept = list(self.running)
+        if self.by_priority:
+            kept.sort(key=lambda state: state.request)
         number, preempted = 0, set()
         while number < len(kept):
             state = kept[number]
@@ -191,6 +298,88 @@ class DiffusionScheduler(RequestQueue):
                 self._preempt(kept.pop())
             number += 1
         return preempted
+
+    def _plans_in_order(
+        self, output: DiffusionSchedulerOutput
+    ) -> list[tuple[RequestState, StepPlan]]:
+        """The next step of each running request, in the order in which they get rows of
+        the budget.
+        """
+        planned = []
+        for state in list(self.running):
+            with self._failing_alone(state, output):
+                planned.append(
+                    (state, self.method.next_step(state.spec, state.progress))
+                )
+        # Those left out of the last steps first: a row budget too small for all must
+        # not starve anyone. Among them the short ones, if long ones can be cut.
+        if self.method.shortened is not None:
+            planned.sort(key=lambda pair: pair[1].max_rows)
+        planned.sort(key=lambda pair: pair[0].last_scheduled)
+        # Sources take turns: each one's first, then each one's second.
+        numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        turns = {state.request_id: next(numbers[state.source]) for state, _ in planned}
+        return sorted(planned, key=lambda pair: turns[pair[0].request_id])
+
+    def _run_planned(
+        self,
+        planned: list[tuple[RequestState, StepPlan]],
+        rows: StepRows,
+        output: DiffusionSchedulerOutput,
+    ) -> None:
+        """Run the steps that find room among the rows of the step."""
+        due = sum(plan.max_rows for _, plan in planned)
+        for state, plan in planned:
+            due -= plan.max_rows
+            with self._failing_alone(state, output):
+                # A part of a long prompt takes what the others leave, and one that was
+                # left out a block at least.
+                block_length, room = state.spec.layout.block_length, rows.left
+                if plan.max_rows > 2 * block_length:
+                    room = max(rows.left - due, block_length)
+                plan = self._fitted(plan, state.spec, room)
+                has_room = rows.allow(state.source, plan.max_rows)
+                if has_room and self.refreshes.allows(state.request_id, plan):
+                    self._schedule_one(state, plan, output)
+                    rows.take(state.source, plan.max_rows)
+
+    def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
+        """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of
+        a request that runs alone.
+        """
+        return self.method.fitted(
+            plan, spec, self.max_rows if self.options.batch_invariant else room
+        )
+
+    def _schedule_one(
+        self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput
+    ) -> None:
+        state.last_scheduled = self._num_steps
+        output.plans[state.request_id] = plan
+        # What it reads without having written it, other requests wrote.
+        needs_pages = plan.state is RefreshState.UPDATE or (
+            plan.read > 0 and not state.page_counts
+        )
+        self._hold_pages(state, output, needs_pages=needs_pages)
+        if plan.state is RefreshState.UPDATE:
+            self.tables.fill(state, plan.retained)
+        output.num_scheduled_tokens[state.request_id] = plan.max_rows
+
+    def _hold_pages(
+        self,
+        state: RequestState,
+        output: DiffusionSchedulerOutput,
+        *,
+        needs_pages: bool,
+    ) -> None:
+        """``needs_pages``: also what a step of the running blocks writes."""
+        counts = state.page_counts | guide_pages(state.spec, self.geometry)
+        if needs_pages and not state.pages_settled:
+            counts |= self.method.held(
+                state.spec, state.progress.running, self.geometry
+            )
+        if (tables := self.tables.hold(state, counts)) is not None:
+            output.page_tables[state.request_id] = tables
 
     def _run_on(
         self, output: DiffusionSchedulerOutput, canvases: dict[str, int]
@@ -215,160 +404,219 @@ class DiffusionScheduler(RequestQueue):
                 self._hold_pages(state, output, needs_pages=True)
                 output.progress[state.request_id] = replace(state.progress, trace={})
 
-    def _canvases(self) -> dict[str, int]:
-        """Canvas lengths of the running requests."""
-        return {
-            state.request_id: state.spec.layout.canvas_length for state in self.running
-        }
+    # Who begins
 
-    def _new_keys(self, state: RequestState, num_tokens: int) -> list[BlockHash]:
-        """Keys of the pages that a request's first tokens fill for good, without those
-        that others can find already.
+    @property
+    def admits(self) -> bool:
+        """True if requests may begin: the engine is not paused, and has all of its
+        weights.
         """
-        if not self.shares_prefixes:
-            return []
-        size = self.geometry.page_size
-        pages = range(self.pages.num_keyed[state.request_id], num_tokens // size)
-        return prefix_keys(
-            state.request.block_hashes, size, state.spec.layout.block_length, pages
+        return (
+            self.pause_state == PauseState.UNPAUSED
+            and self.weights.incomplete_since is None
         )
 
-    def _plans_in_order(
-        self, output: DiffusionSchedulerOutput
-    ) -> list[tuple[RequestState, StepPlan]]:
-        """The next step of each running request, in the order in which they get rows of
-        the budget.
-        """
-        planned = []
-        for state in list(self.running):
+    def _admit(self, rows: StepRows, output: DiffusionSchedulerOutput) -> None:
+        """Let waiting requests begin in their order, while there is room."""
+        full: set[str] = set()
+        """Sources that have all that one may have: others find room beside them."""
+        num_running = Counter(state.source for state in self.running)
+        while len(self.running) < self.max_num_running and (
+            state := self._next_waiting(full)
+        ):
             with self._failing_alone(state, output):
-                planned.append(
-                    (state, self.method.next_step(state.spec, state.progress))
-                )
-        # Those left out of the last steps first: a row budget too small for all must
-        # not starve anyone.
-        by_rows = self.method.shortened is not None
-        planned.sort(
-            key=lambda pair: (pair[0].last_scheduled, by_rows * pair[1].max_rows)
-        )
-        # Sources take turns: each one's first, then each one's second.
-        numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        turns = {state.request_id: next(numbers[state.source]) for state, _ in planned}
-        return sorted(planned, key=lambda pair: turns[pair[0].request_id])
+                kept_free = _KEPT_FREE if num_running[state.source] else 0.0
+                if self._begin_if_room(state, rows, kept_free, output):
+                    num_running[state.source] += 1
+                elif num_running[state.source]:
+                    full.add(state.source)
+                else:
+                    break
 
-    def _fitted(self, plan: StepPlan, spec: DecodingSpec, room: int) -> StepPlan:
-        """The part of a step that fits ``room`` rows; with ``batch_invariant``, that of
-        a request that runs alone.
-        """
-        return self.method.fitted(
-            plan, spec, self.max_rows if self.options.batch_invariant else room
-        )
+    def _next_waiting(self, full: Collection[str]) -> RequestState | None:
+        """The request to admit next, of another source than those of ``full``. While
+        none may begin, those that were preempted go on."""
+        for request in self.waiting:
+            state = self.states[request.request_id]
+            if (self.admits or request.num_preemptions) and state.source not in full:
+                return state
+        return None
 
-    def _schedule_one(
-        self, state: RequestState, plan: StepPlan, output: DiffusionSchedulerOutput
-    ) -> None:
-        state.last_scheduled = self._num_steps
-        output.plans[state.request_id] = plan
-        # What it reads without having written it, other requests wrote.
-        needs_pages = plan.state is RefreshState.UPDATE or (
-            plan.read > 0 and not state.page_counts
-        )
-        self._hold_pages(state, output, needs_pages=needs_pages)
-        if plan.state is RefreshState.UPDATE:
-            self._being_filled.update(self._new_keys(state, plan.retained))
-        output.num_scheduled_tokens[state.request_id] = plan.max_rows
-
-    def _hold_pages(
+    def _begin_if_room(
         self,
         state: RequestState,
+        rows: StepRows,
+        kept_free: float,
         output: DiffusionSchedulerOutput,
-        *,
-        needs_pages: bool,
-    ) -> None:
-        """``needs_pages``: also what a step of the running blocks writes."""
-        counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if needs_pages and not state.pages_settled:
-            counts |= self.method.held(
-                state.spec, state.progress.running, self.geometry
-            )
-        if counts != state.page_counts:
-            output.page_tables[state.request_id] = self._resize_tables(state, counts)
-        state.progress.pages_held = max(
-            state.progress.pages_held, sum(map(sum, counts.values()))
-        )
-
-    def _resize_tables(
-        self, state: RequestState, counts: PageCounts
-    ) -> dict[PageKind, list[list[int]]]:
-        state.page_counts = counts
-        tables = iter(
-            self.pages.resize(
-                state.request_id,
-                [n for per_layer in counts.values() for n in per_layer],
-            )
-        )
-        return {
-            kind: [next(tables) for _ in per_layer]
-            for kind, per_layer in counts.items()
-        }
-
-    def _settle_pages(self, state: RequestState, kv_slots: int) -> None:
-        """Give back what was reserved for the worst case. The table loses its last
-        pages only, which hold nothing.
+    ) -> bool:
+        """Let a request begin in this step if its pages and rows are there, beside the
+        share of all that it has to leave free.
         """
-        slots_per_page = self.geometry.page_size * self.geometry.num_kv_heads
-        self._resize_tables(
-            state,
-            state.page_counts | {PageKind.KV: [pages_for(kv_slots, slots_per_page)]},
+        sequences_free = self.max_num_running - len(self.running)
+        if sequences_free <= int(kept_free * self.max_num_running):
+            return False
+        shared = self.tables.find_prefix(state)
+        if shared is None:
+            return False
+        spec, progress = state.spec, state.progress
+        demand = self.method.admission_demand(spec, progress.running, self.geometry)
+        spare = max(
+            self.watermark if self.running else 0,
+            int(kept_free * self.pages.num_pages),
         )
-        self.pages.settle(state.request_id)
-        state.pages_settled = True
+        room = rows.left - int(kept_free * self.max_rows)
+        plan = self._fitted(self.method.next_step(spec, progress), spec, room)
+        if (
+            plan.max_rows > room
+            or not rows.allow(state.source, plan.max_rows)
+            or not self.pages.can_reserve(demand + spare, shared)
+        ):
+            return False
+        self.pages.reserve(state.request_id, demand, shared)
+        self._begin(state, output)
+        self._schedule_one(state, plan, output)
+        rows.admit(state.source, plan.max_rows)
+        return True
+
+    def _begin(self, state: RequestState, output: DiffusionSchedulerOutput) -> None:
+        """Let a waiting request run, with the pages that were found for it."""
+        request = state.request
+        self.tables.record_prefix(state)
+        self.waiting.remove([request])
+        request.status = RequestStatus.RUNNING
+        self.running.append(state)
+        if self.log_stats:
+            request.record_event(EngineCoreEventType.SCHEDULED)
+        if request.num_preemptions:
+            return
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=state.progress.retained,
+                num_external_cached_tokens=0,
+            )
+        assert request.prompt_token_ids is not None
+        output.new_requests[state.request_id] = NewRequest(
+            request.prompt_token_ids, state.spec, state.seed
+        )
+
+    # A step: what it did
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        outputs: dict[int, list[EngineCoreOutput]] = defaultdict(list)
-        reports = (
-            model_runner_output.reports
-            if isinstance(model_runner_output, DiffusionRunnerOutput)
-            else []
-        )
-        self._stats.engine_steps += len(reports)
-        for request_id, result in itertools.chain.from_iterable(
-            step.items() for step in reports
-        ):
-            state = self.states.get(request_id)
-            if (
-                state is None
-            ):  # aborted while the step ran, or ended in a step before this one
-                continue
-            if isinstance(result, RequestFailure):
-                self._fail(state, result)
-                continue
-            with self._failing_alone(state):
-                output = self._take_in(state, result)
-                if (failure := state.no_progress()) is not None:
-                    self._fail(state, failure)
-                elif output is not None:
-                    outputs[state.request.client_index].append(output)
-            if state.request.is_finished() and request_id in self.states:
-                self.running = remove_all(self.running, {state})
-                self._free(state)
-        for client_index, error in self._errors:
-            outputs[client_index].append(error)
-        self._errors.clear()
-        return self._outputs_per_client(outputs)
+        if isinstance(model_runner_output, DiffusionRunnerOutput):
+            self.stats.engine_steps += len(model_runner_output.reports)
+            for step in model_runner_output.reports:
+                for request_id, result in step.items():
+                    # Some were aborted while the step ran, or ended in one before it.
+                    if (state := self.states.get(request_id)) is not None:
+                        self._take_in(state, result)
+        return self.outputs.take(self.make_stats())
 
     def _take_in(
-        self, state: RequestState, report: StepReport
-    ) -> EngineCoreOutput | None:
-        """Apply the report of a step to a request; returns the output for its client,
-        if any.
+        self, state: RequestState, result: StepReport | RequestFailure
+    ) -> None:
+        """Apply the result of a step to a request."""
+        if isinstance(result, RequestFailure):
+            self._fail(state, result)
+            return
+        with self._failing_alone(state):
+            if result.kv_slots is not None:
+                self.tables.settle(state, result.kv_slots)
+            self.stats.add_step(state.spec, result)
+            output = state.advance(result)
+            self.tables.share(state)
+            if (failure := state.no_progress()) is not None:
+                self._fail(state, failure)
+                return
+            if output is not None:
+                self.outputs.add(state.request, output)
+            if state.request.is_finished():
+                self._end(state)
+
+    # What else EngineCore asks
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        self.pause_state = pause_state
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that run, and those that were preempted."""
+        return len(self.running) + sum(
+            request.num_preemptions > 0 for request in self.waiting
+        )
+
+    def get_num_unfinished_requests(self) -> int:
+        if self.pause_state == PauseState.PAUSED_ALL:
+            return 0
+        unfinished = (
+            len(self.running) + len(self.waiting) if self.admits else self.num_begun
+        )
+        # Errors are sent with the outputs of a step.
+        return unfinished + len(self.outputs)
+
+    def has_request(self, request_id: str) -> bool:
+        """Return True if a request waits or runs here; vLLM 0.33 asks."""
+        return request_id in self.states
+
+    def has_finished_requests(self) -> bool:
+        return bool(self.finished_req_ids)
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
+
+    def get_kv_cache_usage(self) -> float:
+        """Share of the pages that is reserved, 0 to 1."""
+        return self.pages.num_reserved / max(self.pages.num_pages, 1)
+
+    def make_stats(self) -> SchedulerStats | None:
+        if not self.log_stats:
+            return None
+        stats, self.stats = self.stats, EngineStats()
+        stats.pages_total = self.pages.num_pages
+        stats.pages_reserved = self.pages.num_reserved
+        stats.pages_allocated = self.pages.num_allocated
+        stats.tokens_retained = sum(state.progress.retained for state in self.running)
+        return SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(self.waiting),
+            kv_cache_usage=self.get_kv_cache_usage(),
+            prefix_cache_stats=self.tables.take_prefix_stats(),
+            kv_connector_stats=stats.message(),
+        )
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Let no request find the pages of those before it; returns False if that
+        cannot be done, because requests hold pages. ``reset_running_requests``: preempt
+        those that can go on without them."""
+        if reset_running_requests and self.method.keeps_for_good:
+            for state in reversed(self.running):
+                self._preempt(state)
+        return self.tables.forget_prefixes()
+
+    def _do_nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to do: encoders, speculative decoding and vLLM's structured output
+        are refused before.
         """
-        if report.kv_slots is not None:
-            self._settle_pages(state, report.kv_slots)
-        self._stats.add_step(state.spec, report)
-        output = state.advance(report)
-        if keys := self._new_keys(state, state.progress.retained):
-            self.pages.add_keys(state.request_id, keys)
-        return output
+
+    reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing
+    update_draft_token_ids = update_draft_token_ids_in_output = _do_nothing
+
+    def _what_is_kept(self, page_bytes: int) -> str:
+        """A line of the log."""
+        options, num_pages = self.options, self.pages.num_pages
+        cache_options = options.cache.model_dump() or ""
+        method = f"cache_method={options.cache_method!r} {cache_options}".strip()
+        if not options.uses_pages:
+            return f"{method}: every step computes the whole canvas, no pages are kept"
+        page_size, num_layers = self.geometry.page_size, self.geometry.num_layers
+        tokens = num_pages // num_layers * page_size
+        page, pool = readable_size(page_bytes), readable_size(num_pages * page_bytes)
+        return (
+            f"{method}: {num_pages:,} pages of {page_size} tokens of one layer ({page} "
+            f"each, together {pool}) retain {tokens:,} tokens of each of the "
+            f"{num_layers} layers"
+        )

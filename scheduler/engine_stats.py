@@ -12,6 +12,9 @@ from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState
 
+STATS_KEY = "diffusion"
+"""Key of ``SchedulerStats.kv_connector_stats``."""
+
 
 @dataclass(frozen=True)
 class MetricSpec:
@@ -151,9 +154,11 @@ class EngineStats:
                 progress.num_unmasked / progress.num_forwards
             )
 
-
-STATS_KEY = "diffusion"
-"""Key of ``SchedulerStats.kv_connector_stats``."""
+    def message(self) -> dict[str, Any]:
+        """For ``SchedulerStats.kv_connector_stats``: the only free dictionaries of
+        vLLM's message are those of key-value connectors.
+        """
+        return {STATS_KEY: vars(self)}
 
 
 def take_stats(scheduler_stats: SchedulerStats | None) -> dict[str, Any] | None:

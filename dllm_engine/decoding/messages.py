@@ -5,7 +5,6 @@ tells the front ends.
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
@@ -56,6 +55,17 @@ class DiffusionSchedulerOutput(SchedulerOutput):
     """
     progress: dict[str, Progress] = field(default_factory=dict)
     """From which the runner plans the steps after the first."""
+
+    def leave_out(self, request_id: str) -> None:
+        """Take a request out of the step."""
+        for table in (
+            self.plans,
+            self.new_requests,
+            self.page_tables,
+            self.progress,
+            self.num_scheduled_tokens,
+        ):
+            table.pop(request_id, None)
 
 
 @dataclass(frozen=True)
@@ -146,15 +156,6 @@ class StepReport:
 FailureCause = Literal["not_finite", "no_progress", "exception", "refused"]
 FAILURE_CAUSES: tuple[str, ...] = get_args(FailureCause)
 
-_OF_THE_PROCESS = (
-    MemoryError,
-    torch.OutOfMemoryError,
-    torch.AcceleratorError,
-    torch.distributed.DistError,
-)
-"""Errors of memory, a device or another rank. They say nothing about the request whose
-work met them, and one rank may meet them alone, so the process ends."""
-
 
 class RequestFailure(NamedTuple):
     """End of a request with an error."""
@@ -165,10 +166,10 @@ class RequestFailure(NamedTuple):
 
 
 def failure_of(request_id: str, error: Exception) -> RequestFailure:
-    """The failure of the request whose work raised ``error``; raises what concerns the
-    whole process.
+    """The failure of the request whose work raised ``error``; raises it again if it
+    concerns the whole process.
     """
-    if isinstance(error, _OF_THE_PROCESS):
+    if isinstance(error, MemoryError):
         raise error
     logger.error(
         "request %s ends with an error, the others go on", request_id, exc_info=error

@@ -54,7 +54,7 @@ def guard_weights(
             if self.scheduler.admits
             else [None]
         )
-        return [answers[0], self.scheduler.num_weight_changes]
+        return [answers[0], self.scheduler.weights.num_changes]
     _refuse_while_running(
         self, method, "a response must not come from two sets of weights"
     )
@@ -69,10 +69,10 @@ def guard_weights(
         if path is not None:
             check_folder(str(path))
             check_safetensors(str(path))
-        self.scheduler.weights_incomplete_since = method  # also if it fails on its way
-    self.scheduler.num_weight_changes += 1
+    weights = self.scheduler.weights
+    weights.begin_change(method, breaks=method == "reload_weights")
     result = collective_rpc(self, method, timeout, args, kwargs)
-    self.scheduler.weights_incomplete_since = None if method in _COMPLETE else method
+    weights.end_change(method, complete=method in _COMPLETE)
     return result
 
 

@@ -21,10 +21,11 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from dllm_engine.decoding.canvas_layout import Span
-from dllm_engine.decoding.messages import Failures, RequestFailure, failure_of
+from dllm_engine.decoding.messages import Failures, RequestFailure
 from dllm_engine.decoding.page_layout import PageKind
 from dllm_engine.model_executor.batch_tables import TokenTables
 from dllm_engine.model_executor.canvas_store import Canvas
+from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.guide.sizes import guide_config
 from dllm_engine.model_executor.guide.text import (
     GuideReader,

@@ -5,10 +5,11 @@ that a pass commits.
 import numpy as np
 import torch
 
-from dllm_engine.decoding.messages import Failures, failure_of
+from dllm_engine.decoding.messages import Failures
 from dllm_engine.model_executor.candidates import BatchCandidates
 from dllm_engine.model_executor.canvas_store import Canvas
 from dllm_engine.model_executor.constraints.running_decision import TokenOptions
+from dllm_engine.model_executor.failures import failure_of
 from dllm_engine.model_executor.token_prediction import TokenPredictor
 from dllm_engine.model_executor.transfer import on_device, on_host
 from dllm_engine.model_executor.unmasking.filling import CHOSEN, NOT_FINITE, Filled

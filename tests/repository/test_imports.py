@@ -145,6 +145,22 @@ def test_plans_of_cache_methods_import_no_layers():
     assert not [name for name in modules if name.startswith((KERNELS, MODEL_EXECUTOR))]
 
 
+def test_what_plans_and_schedules_has_no_tensors():
+    """vLLM's messages load PyTorch; what goes with them needs nothing of it."""
+    files = files_of("scheduler", "dllm_engine/decoding", "dllm_engine/constraints")
+    files += sorted((CHECKOUT / "dllm_engine/cache_methods").glob("*/method.py"))
+    importing = [
+        str(file.relative_to(CHECKOUT))
+        for file in files
+        if any(
+            isinstance(node, ast.Import | ast.ImportFrom)
+            and "torch" in ast.unparse(node)
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+        )
+    ]
+    assert not importing
+
+
 def test_no_modules_import_each_other():
     """Imports for type checkers count: a module can be read with what lies below it,
     and nothing else.

@@ -3,7 +3,7 @@ requests of others.
 """
 
 from dllm_engine.request_options.sampling_params import SOURCE
-from dllm_engine.scheduler.step_shares import StepShares
+from dllm_engine.scheduler.step_rows import StepRows
 from tests.scheduler.test_diffusion_scheduler import (
     assert_empty,
     request,
@@ -106,20 +106,20 @@ def test_a_request_runs_in_every_step_beside_a_source_that_fills_them():
     assert_empty(scheduler)
 
 
-def test_shares_of_a_step():
-    shares = StepShares([("a", 100), ("a", 100), ("b", 30), ("c", 150)], 1600)
-    assert shares.allow("a", 1000)  # its first
-    shares.take("a", 100)
-    assert shares.allow("a", 80)
-    assert not shares.allow("a", 81)  # more than the others together
-    shares.admit("d", 50)
-    assert shares.allow("a", 130)
-    shares.take("c", 150)
-    assert shares.allow("c", 100)
-    alone = StepShares([("a", 100)] * 5, 1600)
+def test_rows_of_a_step():
+    rows = StepRows([("a", 100), ("a", 100), ("b", 30), ("c", 150)], 1600)
+    assert rows.allow("a", 1000)  # its first
+    rows.take("a", 100)
+    assert rows.allow("a", 80)
+    assert not rows.allow("a", 81)  # more than the others together
+    rows.admit("d", 50)
+    assert rows.allow("a", 130)
+    rows.take("c", 150)
+    assert rows.allow("c", 100)
+    alone = StepRows([("a", 100)] * 5, 1600)
     alone.take("a", 100)
     assert alone.allow("a", 1500)
-    small = StepShares([("a", 50), ("a", 50), ("b", 1)], 1600)
+    small = StepRows([("a", 50), ("a", 50), ("b", 1)], 1600)
     small.take("a", 50)
     assert small.allow("a", 50)  # a sixteenth of the step
     assert not small.allow("a", 51)

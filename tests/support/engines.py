@@ -94,7 +94,9 @@ def set_cache_options(llm: LLM, cache_options: dict[str, Any]) -> None:
     options = config.additional_config["dllm"] | {"cache_options": cache_options}
     config.additional_config = {**config.additional_config, "dllm": options}
     _settle_engine_options(config)
-    scheduler_of(llm).options = EngineOptions.from_vllm_config(config)
+    scheduler = scheduler_of(llm)
+    scheduler.options = EngineOptions.from_vllm_config(config)
+    scheduler.resolver.options = scheduler.options
 
 
 def set_steps_per_dispatch(

@@ -1,4 +1,4 @@
-"""Rows of a step that the sequences of one source may take beside other requests."""
+"""Rows that a step has left, and those that the sequences of one source may take."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ _LEAST = 1 / 16
 """Share of the rows of a step that a source may take at least."""
 
 
-class StepShares:
+class StepRows:
     """Rows of one step, by source. Where requests of other sources run, several
     sequences of a source together take no more rows than those, but a sixteenth of a
     step in any case. So they do not make the steps of others much longer."""
@@ -16,7 +16,7 @@ class StepShares:
         """``planned``: source and rows of each running request; ``max_rows``: of a
         step.
         """
-        self.max_rows = max_rows
+        self.max_rows = self.left = max_rows
         self._planned: Counter[str] = Counter()
         for source, rows in planned:
             self._planned[source] += rows
@@ -24,16 +24,18 @@ class StepShares:
         self._taken: Counter[str] = Counter()
 
     def allow(self, source: str, rows: int) -> bool:
-        """Return True if a source may take so many more rows. Its first sequence always
-        may.
+        """Return True if a source may take so many more rows. Its first sequence may
+        take all that are left.
         """
         others = self._total - self._planned[source]
         most = max(others, int(_LEAST * self.max_rows)) if others else self.max_rows
-        return not self._taken[source] or self._taken[source] + rows <= most
+        is_first = not self._taken[source]
+        return rows <= self.left and (is_first or self._taken[source] + rows <= most)
 
     def take(self, source: str, rows: int) -> None:
         """Note the rows of a request that takes part in the step."""
         self._taken[source] += rows
+        self.left -= rows
 
     def admit(self, source: str, rows: int) -> None:
         """Note the rows of a request that begins in the step."""
