@@ -117,7 +117,7 @@ class LLM(vllm.LLM):
         Args:
             params: ``gen_length`` is the number of tokens between them.
             sizes: several numbers of tokens instead; the one is kept whose tokens the
-            model is surest of.
+                model is surest of.
         """
         params = _diffusion_params(params)
         if bool(sizes) == (params.gen_length is not None):
@@ -148,7 +148,8 @@ class LLM(vllm.LLM):
         Args:
             prompts: each as for ``generate``, or messages as for ``chat``.
             templates: one per prompt, of texts, and of holes by their number of tokens,
-            or several to choose from. params: of all prompts, without ``gen_length``.
+                or several to choose from.
+            params: of all prompts, without ``gen_length``.
 
         Returns:
             One per prompt. ``outputs[i].text`` and ``token_ids`` are what was filled
@@ -217,12 +218,12 @@ class LLM(vllm.LLM):
 
         Args:
             prompts: a text, or several prompts, each as for ``generate``, or messages
-            as for ``chat``.
+                as for ``chat``.
             fields: by name ``bool``, a ``range``, a list of choices, a compiled regular
                 expression that the whole value matches, or a JSON schema of one; or a
                 JSON schema of an object with all of them.
             template: the response, with ``{name}`` for each field; unset: a JSON object
-            with all of them.
+                with all of them.
             passes: the most forward passes. Each but the last commits the fields that
                 it is surest of, and the others are predicted again.
             top_k: values that are reported of a field with a pattern.

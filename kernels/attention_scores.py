@@ -97,9 +97,9 @@ def voting_scores(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
     Args:
         q: the queries that vote, after RoPE, ``[num_voters, num_heads, head_dim]``.
         k: the keys voted on, ``[num_keys, num_kv_heads, head_dim]``; float32, float16
-        or bfloat16 like ``q``.
+            or bfloat16 like ``q``.
         lse: finite, as ``paged_attention`` returns it; float32 ``[num_voters,
-        num_heads]``.
+            num_heads]``.
     """
     return torch.stack(
         [p.sum(dim=(0, 1)) / p.shape[1] for p in _probabilities(q, k, lse)]
@@ -125,7 +125,7 @@ def summed_probabilities(
     Args:
         q, lse: as of ``voting_scores``; ``lse`` contiguous.
         cu_seqlens: first row of each request and, last, where rows end; int32
-        ``[num_requests + 1]``.
+            ``[num_requests + 1]``.
         k_pages, page_tables, head_len: as of ``PagedTokens``, token-major.
         num_rows, num_tokens: upper bounds of a request's.
     """

@@ -99,14 +99,14 @@ def paged_attention(
             ``[num_requests + 1]``. The results of rows behind these are undefined.
         tokens: what requests have in pages; None: nothing.
         attend_fresh: attend to the request's own rows as well; otherwise to its pages
-        alone.
+            alone.
         max_seqlen: an upper bound of the rows per request. A captured launch stays
-        correct for all tables within it. limits: how many of its request's keys each
-        row sees, int32 ``[num_rows]``: of the tokens in pages, and with
-            ``attend_fresh`` of the request's rows behind them. It may be more than
-            there are. None: all of them.
+            correct for all tables within it.
+        limits: how many of its request's keys each row sees, int32 ``[num_rows]``: of
+            the tokens in pages, and with ``attend_fresh`` of the request's rows behind
+            them. It may be more than there are. None: all of them.
         lse: where to write the logarithm of each softmax's denominator; contiguous
-        float32 ``[num_rows, num_heads]``.
+            float32 ``[num_rows, num_heads]``.
     """
     tokens = _nothing(k, cu_seqlens.shape[0] - 1) if tokens is None else tokens
     beyond_flash = (

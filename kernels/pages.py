@@ -75,7 +75,7 @@ def add_or_renew_features(
         rows: as ``feature_rows`` gives them.
         slots: row slots of the features, int64 ``[num_rows]``.
         places: where the last three have each row, int64 ``[num_rows]``; −1: it was not
-        computed.
+            computed.
         attended, before_mlp, mlp_output: output of the attention branch, the sum that
             goes into the other branch, and output of that; ``[num_computed_rows,
             width]``.

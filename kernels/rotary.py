@@ -43,9 +43,10 @@ def rotate_(
     Args:
         x: ``[num_rows, num_heads, head_dim]``, each head contiguous.
         positions: of the rows, int64 ``[num_rows]``, contiguous; all within
-        ``cos_sin``, which is not checked. cos_sin: ``rotary_table``, contiguous.
+            ``cos_sin``, which is not checked.
+        cos_sin: ``rotary_table``, contiguous.
         rows: where ``positions`` has that of each row, int64 ``[num_rows]``,
-        contiguous; None: in their order.
+            contiguous; None: in their order.
     """
     rotary_dim = cos_sin.shape[1]
     cos, sin = cos_sin[positions if rows is None else positions[rows], None].chunk(

@@ -149,7 +149,7 @@ def filtered_logits(
         top_p: above 0; from 1 on it leaves nothing out.
         top_k: 0 leaves nothing out.
         forbidden_token: column that is never drawn, such as the mask's, and counts all
-        the same; −1 for none.
+            the same; −1 for none.
     """
     logits = unfiltered = logits.float() / temperature
     lowest = torch.finfo(logits.dtype).min

@@ -38,7 +38,7 @@ def replace_and_compare(fresh: Tensor, pages: Tensor, slots: Tensor) -> Tensor:
     Args:
         fresh: ``[num_rows, num_kv_heads, head_dim]``.
         pages: ``[num_pages, slots_per_page, head_dim]``; a page is contiguous, pages
-        are whole slots apart.
+            are whole slots apart.
         slots: the physical slot ``page · slots_per_page + offset`` of the value
             retained for each row and KV head; int64 ``[num_rows, num_kv_heads]``. −1:
             there is none, and the head is left out of the row's sums; it is written
@@ -103,13 +103,14 @@ def choose_least_similar(
 
     Args:
         sums: of the candidates, ``[sums, batch, num_candidates]``, as ``metric`` takes
-        them, one of ``SIMILARITIES``. candidates: rows to choose from, int64 ``[batch,
-        num_candidates]``; all different.
+            them, one of ``SIMILARITIES``.
+        candidates: rows to choose from, int64 ``[batch, num_candidates]``; all
+            different.
         places: where the chosen ones go, the least similar first, int64 ``[batch,
-        count]``; all different.
+            count]``; all different.
         rows: takes the chosen rows at their places, int64.
         place_of_row: takes the place of each chosen row, and −1 for other candidates,
-        int64.
+            int64.
     """
     order = SIMILARITIES[metric](sums).sort(stable=True).indices
     chosen = candidates.gather(1, order[:, : places.shape[1]])

@@ -42,7 +42,7 @@ def token_statistics(
     Args:
         logits: ``[num_rows, vocab_size]``, float32, float16 or bfloat16.
         forbidden_token: column that is never the token, such as the mask's; −1 for
-        none.
+            none.
         with_entropy, with_margin: whether to compute ``negative_entropy`` and ``top2``.
 
     Returns:

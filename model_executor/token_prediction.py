@@ -129,11 +129,12 @@ class TokenPredictor:
             counters: needed for sampling only.
             measures: confidences wanted beside the probability.
             num_logprobs: likeliest tokens whose log-probabilities are wanted, beside
-            the predicted one's; None: none. biased: rows whose logits are changed
-            before all else but log-probabilities, which stay the model's. constrained:
-            none of the rows, or all, request by request.
+                the predicted one's; None: none.
+            biased: rows whose logits are changed before all else but log-probabilities,
+                which stay the model's.
+            constrained: none of the rows, or all, request by request.
             options: ``[num_rows, 2]``: the only tokens that a constrained row may get;
-            −1 in rows that may get any.
+                −1 in rows that may get any.
         """
         least_rows = (
             TILE_ROWS

@@ -47,12 +47,12 @@ class DiffusionLM(TemplateLM):
             which takes a response of its length; without, lm_eval reads that it is not.
             Multiple choice does not ask.
         max_prompt_tokens: longer prompts lose their middle, as LongBench's do; None:
-        they are refused if too long. add_bos_token: begin every prompt with the
-        tokenizer's BOS token, or with no special token; None: as the
-            tokenizer does. A prompt that has it, as from a chat template, gets no
-            second one.
+            they are refused if too long.
+        add_bos_token: begin every prompt with the tokenizer's BOS token, or with no
+            special token; None: as the tokenizer does. A prompt that has it, as from a
+            chat template, gets no second one.
         escape_until: do not end responses at a task's stop strings, as in Dream's
-        evaluation.
+            evaluation.
         answer: as ``complete_requests``, which is the default.
     """
 

@@ -48,9 +48,9 @@ class ConstrainedResponse:
         Args:
             known: ``[canvas_length]``, the canvas's tokens, −1 where masked.
             stop: end of the running blocks. Behind it only what the template gives is
-            decided.
+                decided.
             positions: canvas positions that are predicted, ascending but for repeated
-            ones.
+                ones.
             scores: ``[num_predicted, num_classes]``, of the best token of each class.
         """
         stop = min(stop, self._stop)

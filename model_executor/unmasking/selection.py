@@ -53,10 +53,11 @@ def select(
             the position.
         values: of the rule, ``[num_requests]``.
         guaranteed: int64 ``[num_requests]``; at least the most confident candidate with
-        ``offsets`` below it is chosen. least: int64 ``[num_requests]``; at least so
-        many are chosen, the most confident.
+            ``offsets`` below it is chosen.
+        least: int64 ``[num_requests]``; at least so many are chosen, the most
+            confident.
         enough: int64 ``[num_requests]``; if the rule chooses fewer, only the most
-        confident candidate is chosen.
+            confident candidate is chosen.
     """
     table = confidence.new_empty(values.shape[0], width).fill_(-torch.inf)
     table[requests, offsets] = confidence
