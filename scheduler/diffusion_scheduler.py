@@ -2,9 +2,8 @@
 with which pages.
 """
 
-import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,11 +21,9 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from dllm_engine.cache_methods.base import guide_pages
 from dllm_engine.decoding.messages import (
     DiffusionRunnerOutput,
     DiffusionSchedulerOutput,
-    NewRequest,
     RequestFailure,
     StepReport,
     failure_of,
@@ -39,13 +36,12 @@ from dllm_engine.scheduler.client_outputs import ClientOutputs
 from dllm_engine.scheduler.engine_stats import EngineStats
 from dllm_engine.scheduler.model_weights import ModelWeights
 from dllm_engine.scheduler.page_pool import PagePool
-from dllm_engine.scheduler.page_tables import PageTables
+from dllm_engine.scheduler.page_tables import PageTables, what_is_kept
 from dllm_engine.scheduler.refresh_budget import RefreshBudget
 from dllm_engine.scheduler.request_resolver import RequestResolver
 from dllm_engine.scheduler.request_state import RequestState, failed_output
-from dllm_engine.scheduler.step_rows import StepRows
+from dllm_engine.scheduler.step_rows import StepRows, turns_of
 from dllm_engine.scheduler.waiting_queue import WaitingQueue
-from dllm_engine.text import readable_size
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -90,41 +86,28 @@ class DiffusionScheduler(SchedulerInterface):
         if not scheduling.enable_chunked_prefill:
             # A prompt waits until a step has room for all of it.
             self.method = replace(self.method, shortened=None)
-        self.geometry = self.options.geometry(
+        geometry = self.options.geometry(
             hf_config, vllm_config.parallel_config.tensor_parallel_size
-        )
-        self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
-        self.max_rows = scheduling.max_num_batched_tokens
-        self.refreshes = RefreshBudget(
-            self.options.refresh_ratio if "full" in self.method.attention else None
         )
         shares_prefixes = (
             self.method.keeps_for_good
             and vllm_config.cache_config.enable_prefix_caching
         )
-        if shares_prefixes and hash_block_size != self.geometry.page_size:
-            raise ValueError(
-                f"block_size={hash_block_size}: prefixes are shared by pages of "
-                f"page_size={self.geometry.page_size} tokens; leave block_size unset"
-            )
-        self.pages = PagePool(
+        pages = PagePool(
             kv_cache_config.num_blocks, hash_block_size, shares=shares_prefixes
         )
-        self.tables = PageTables(
-            self.pages, self.geometry, shares_prefixes=shares_prefixes
+        self.tables = PageTables(self.method, geometry, pages, scheduling.watermark)
+        self.max_num_running = scheduling.max_num_active_seqs or scheduling.max_num_seqs
+        self.max_rows = scheduling.max_num_batched_tokens
+        self.refreshes = RefreshBudget(
+            self.options.refresh_ratio if "full" in self.method.attention else None
         )
-        self.watermark = 0
-        """Pages left for running requests to grow into, when another one is admitted
-        beside them.
-        """
-        if self.method.keeps_for_good:
-            self.watermark = int(scheduling.watermark * self.pages.num_pages)
         self.resolver = RequestResolver(
             self.options,
             hf_config,
-            self.geometry,
+            geometry,
             self.max_rows,
-            self.pages.num_pages,
+            pages.num_pages,
             # Seeded, so that one engine run is repeatable.
             random.Random(vllm_config.model_config.seed),
         )
@@ -143,7 +126,11 @@ class DiffusionScheduler(SchedulerInterface):
             group.kv_cache_spec.page_size_bytes
             for group in kv_cache_config.kv_cache_groups
         )
-        logger.info("%s", self._what_is_kept(page_bytes))
+        logger.info("%s", what_is_kept(self.options, geometry, pages, page_bytes))
+
+    @property
+    def pages(self) -> PagePool:
+        return self.tables.pages
 
     # Requests come and go
 
@@ -153,12 +140,10 @@ class DiffusionScheduler(SchedulerInterface):
         except Exception as error:
             # The front end has checked the same rules (admission.py): a ValueError is
             # of a client that bypasses it.
-            is_refused = isinstance(error, ValueError)
-            failure = (
-                RequestFailure("refused", str(error))
-                if is_refused
-                else failure_of(request.request_id, error)
-            )
+            if isinstance(error, ValueError):
+                failure = RequestFailure("refused", str(error))
+            else:
+                failure = failure_of(request.request_id, error)
             logger.error("request %s refused: %s", request.request_id, failure.message)
             self._send_error(request, failure, Progress())
             return
@@ -290,10 +275,7 @@ class DiffusionScheduler(SchedulerInterface):
         number, preempted = 0, set()
         while number < len(kept):
             state = kept[number]
-            needed = self.method.num_held(
-                state.spec, state.progress.running, self.geometry
-            )
-            while number < len(kept) and not self.pages.grow(state.request_id, needed):
+            while number < len(kept) and not self.tables.grow(state):
                 preempted.add(kept[-1].request_id)
                 self._preempt(kept.pop())
             number += 1
@@ -308,18 +290,15 @@ class DiffusionScheduler(SchedulerInterface):
         planned = []
         for state in list(self.running):
             with self._failing_alone(state, output):
-                planned.append(
-                    (state, self.method.next_step(state.spec, state.progress))
-                )
+                plan = self.method.next_step(state.spec, state.progress)
+                planned.append((state, plan))
         # Those left out of the last steps first: a row budget too small for all must
         # not starve anyone. Among them the short ones, if long ones can be cut.
         if self.method.shortened is not None:
             planned.sort(key=lambda pair: pair[1].max_rows)
         planned.sort(key=lambda pair: pair[0].last_scheduled)
-        # Sources take turns: each one's first, then each one's second.
-        numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
-        turns = {state.request_id: next(numbers[state.source]) for state, _ in planned}
-        return sorted(planned, key=lambda pair: turns[pair[0].request_id])
+        turns = turns_of([state.source for state, _ in planned])
+        return [planned[index] for index in turns]
 
     def _run_planned(
         self,
@@ -360,26 +339,10 @@ class DiffusionScheduler(SchedulerInterface):
         needs_pages = plan.state is RefreshState.UPDATE or (
             plan.read > 0 and not state.page_counts
         )
-        self._hold_pages(state, output, needs_pages=needs_pages)
+        self.tables.hold(state, output, needs_pages=needs_pages)
         if plan.state is RefreshState.UPDATE:
             self.tables.fill(state, plan.retained)
         output.num_scheduled_tokens[state.request_id] = plan.max_rows
-
-    def _hold_pages(
-        self,
-        state: RequestState,
-        output: DiffusionSchedulerOutput,
-        *,
-        needs_pages: bool,
-    ) -> None:
-        """``needs_pages``: also what a step of the running blocks writes."""
-        counts = state.page_counts | guide_pages(state.spec, self.geometry)
-        if needs_pages and not state.pages_settled:
-            counts |= self.method.held(
-                state.spec, state.progress.running, self.geometry
-            )
-        if (tables := self.tables.hold(state, counts)) is not None:
-            output.page_tables[state.request_id] = tables
 
     def _run_on(
         self, output: DiffusionSchedulerOutput, canvases: dict[str, int]
@@ -401,7 +364,7 @@ class DiffusionScheduler(SchedulerInterface):
         for state in list(self.running):
             with self._failing_alone(state, output):
                 # Whichever of its steps writes them.
-                self._hold_pages(state, output, needs_pages=True)
+                self.tables.hold(state, output, needs_pages=True)
                 output.progress[state.request_id] = replace(state.progress, trace={})
 
     # Who begins
@@ -458,21 +421,14 @@ class DiffusionScheduler(SchedulerInterface):
         shared = self.tables.find_prefix(state)
         if shared is None:
             return False
-        spec, progress = state.spec, state.progress
-        demand = self.method.admission_demand(spec, progress.running, self.geometry)
-        spare = max(
-            self.watermark if self.running else 0,
-            int(kept_free * self.pages.num_pages),
-        )
         room = rows.left - int(kept_free * self.max_rows)
-        plan = self._fitted(self.method.next_step(spec, progress), spec, room)
-        if (
-            plan.max_rows > room
-            or not rows.allow(state.source, plan.max_rows)
-            or not self.pages.can_reserve(demand + spare, shared)
-        ):
+        plan = self.method.next_step(state.spec, state.progress)
+        plan = self._fitted(plan, state.spec, room)
+        if plan.max_rows > room or not rows.allow(state.source, plan.max_rows):
             return False
-        self.pages.reserve(state.request_id, demand, shared)
+        is_alone = not self.running
+        if not self.tables.reserve(state, shared, kept_free, is_alone=is_alone):
+            return False
         self._begin(state, output)
         self._schedule_one(state, plan, output)
         rows.admit(state.source, plan.max_rows)
@@ -487,18 +443,8 @@ class DiffusionScheduler(SchedulerInterface):
         self.running.append(state)
         if self.log_stats:
             request.record_event(EngineCoreEventType.SCHEDULED)
-        if request.num_preemptions:
-            return
-        if request.prefill_stats is not None:
-            request.prefill_stats.set(
-                num_prompt_tokens=request.num_prompt_tokens,
-                num_local_cached_tokens=state.progress.retained,
-                num_external_cached_tokens=0,
-            )
-        assert request.prompt_token_ids is not None
-        output.new_requests[state.request_id] = NewRequest(
-            request.prompt_token_ids, state.spec, state.seed
-        )
+        if not request.num_preemptions:
+            output.new_requests[state.request_id] = state.begin()
 
     # A step: what it did
 
@@ -574,10 +520,8 @@ class DiffusionScheduler(SchedulerInterface):
         if not self.log_stats:
             return None
         stats, self.stats = self.stats, EngineStats()
-        stats.pages_total = self.pages.num_pages
-        stats.pages_reserved = self.pages.num_reserved
-        stats.pages_allocated = self.pages.num_allocated
-        stats.tokens_retained = sum(state.progress.retained for state in self.running)
+        retained = (state.progress.retained for state in self.running)
+        stats.set_gauges(self.pages, sum(retained))
         return SchedulerStats(
             num_running_reqs=len(self.running),
             num_waiting_reqs=len(self.waiting),
@@ -604,19 +548,3 @@ class DiffusionScheduler(SchedulerInterface):
 
     reset_encoder_cache = get_grammar_bitmask = shutdown = _do_nothing
     update_draft_token_ids = update_draft_token_ids_in_output = _do_nothing
-
-    def _what_is_kept(self, page_bytes: int) -> str:
-        """A line of the log."""
-        options, num_pages = self.options, self.pages.num_pages
-        cache_options = options.cache.model_dump() or ""
-        method = f"cache_method={options.cache_method!r} {cache_options}".strip()
-        if not options.uses_pages:
-            return f"{method}: every step computes the whole canvas, no pages are kept"
-        page_size, num_layers = self.geometry.page_size, self.geometry.num_layers
-        tokens = num_pages // num_layers * page_size
-        page, pool = readable_size(page_bytes), readable_size(num_pages * page_bytes)
-        return (
-            f"{method}: {num_pages:,} pages of {page_size} tokens of one layer ({page} "
-            f"each, together {pool}) retain {tokens:,} tokens of each of the "
-            f"{num_layers} layers"
-        )

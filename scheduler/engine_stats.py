@@ -11,6 +11,7 @@ from dllm_engine.decoding.messages import FAILURE_CAUSES, StepReport
 from dllm_engine.decoding.progress import Progress
 from dllm_engine.decoding.spec import DecodingSpec
 from dllm_engine.decoding.step_plan import RefreshState
+from dllm_engine.scheduler.page_pool import PagePool
 
 STATS_KEY = "diffusion"
 """Key of ``SchedulerStats.kv_connector_stats``."""
@@ -143,6 +144,12 @@ class EngineStats:
             outside = visible - plan.window.size
             self.eviction_candidates += outside if plan.retained <= outside else visible
             self.eviction_retained += plan.retained
+
+    def set_gauges(self, pages: PagePool, tokens_retained: int) -> None:
+        self.pages_total = pages.num_pages
+        self.pages_reserved = pages.num_reserved
+        self.pages_allocated = pages.num_allocated
+        self.tokens_retained = tokens_retained
 
     def add_ended(self, progress: Progress) -> None:
         """Count a request that ended, however it did; one that never ran has nothing to

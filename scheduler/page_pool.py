@@ -47,6 +47,7 @@ class PagePool:
         """``num_pages`` counts vLLM's null block, which is never handed out.
         ``hash_block_size``: tokens per hash of vLLM's, and per page if requests share
         pages."""
+        self.hash_block_size, self.shares = hash_block_size, shares
         self._blocks = BlockPool(
             num_pages, enable_caching=shares, hash_block_size=hash_block_size
         )

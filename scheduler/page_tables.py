@@ -3,27 +3,45 @@
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.metrics.stats import PrefixCacheStats
 
+from dllm_engine.cache_methods.base import CacheMethod, guide_pages
+from dllm_engine.decoding.messages import DiffusionSchedulerOutput
 from dllm_engine.decoding.page_layout import (
     PageCounts,
     PageKind,
     PoolGeometry,
     pages_for,
 )
+from dllm_engine.options import EngineOptions
 from dllm_engine.scheduler.page_pool import PagePool, prefix_keys
 from dllm_engine.scheduler.request_state import RequestState
+from dllm_engine.text import readable_size
 
 
 class PageTables:
-    """Which pages the steps of requests read and write. With ``shares_prefixes``,
+    """Which pages the steps of requests read and write. Where the pool shares pages,
     requests that begin with the same tokens share those that hold them.
     """
 
     def __init__(
-        self, pages: PagePool, geometry: PoolGeometry, *, shares_prefixes: bool
+        self,
+        method: CacheMethod,
+        geometry: PoolGeometry,
+        pages: PagePool,
+        watermark: float,
     ) -> None:
-        self.pages = pages
+        """``watermark``: share of the pages left for running requests to grow into,
+        when another one is admitted beside them.
+        """
+        if pages.shares and pages.hash_block_size != geometry.page_size:
+            raise ValueError(
+                f"block_size={pages.hash_block_size}: prefixes are shared by pages of "
+                f"page_size={geometry.page_size} tokens; leave block_size unset"
+            )
+        self.method = method
         self.geometry = geometry
-        self.shares_prefixes = shares_prefixes
+        self.pages = pages
+        self.shares_prefixes = pages.shares
+        self.watermark = watermark if method.keeps_for_good else 0.0
         self.prefix_stats = PrefixCacheStats()
         self._being_filled: set[BlockHash] = set()
         """Keys of the pages that the step in hand fills for good."""
@@ -45,6 +63,36 @@ class PageTables:
         state.progress.retained = num_shared * self.geometry.page_size
         return shared
 
+    def reserve(
+        self,
+        state: RequestState,
+        shared: list[list[KVCacheBlock]],
+        kept_free: float,
+        *,
+        is_alone: bool,
+    ) -> bool:
+        """Set aside what a request needs to begin with the ``shared`` pages, if as much
+        again as has to stay free is there.
+
+        ``kept_free``: share of the pages that its source leaves to others.
+        ``is_alone``: nobody runs who might grow.
+        """
+        running = state.progress.running
+        demand = self.method.admission_demand(state.spec, running, self.geometry)
+        num_pages = self.pages.num_pages
+        watermark = 0 if is_alone else int(self.watermark * num_pages)
+        spare = max(watermark, int(kept_free * num_pages))
+        if not self.pages.can_reserve(demand + spare, shared):
+            return False
+        self.pages.reserve(state.request_id, demand, shared)
+        return True
+
+    def grow(self, state: RequestState) -> bool:
+        """Reserve what the running blocks add to a request's pages, if there is room."""
+        running = state.progress.running
+        needed = self.method.num_held(state.spec, running, self.geometry)
+        return self.pages.grow(state.request_id, needed)
+
     def record_prefix(self, state: RequestState) -> None:
         """Count what a request that begins found of its tokens."""
         request = state.request
@@ -65,13 +113,23 @@ class PageTables:
             self.pages.add_keys(state.request_id, keys)
 
     def hold(
-        self, state: RequestState, counts: PageCounts
-    ) -> dict[PageKind, list[list[int]]] | None:
-        """Give a request so many pages; returns its tables, None if they stay."""
-        state.progress.pages_held = max(
-            state.progress.pages_held, sum(map(sum, counts.values()))
-        )
-        return None if counts == state.page_counts else self._resize(state, counts)
+        self,
+        state: RequestState,
+        output: DiffusionSchedulerOutput,
+        *,
+        needs_pages: bool,
+    ) -> None:
+        """Give a request the pages of the guide, and with ``needs_pages`` what a step
+        of the running blocks writes. ``output`` gets the tables that change.
+        """
+        counts = state.page_counts | guide_pages(state.spec, self.geometry)
+        if needs_pages and not state.pages_settled:
+            running = state.progress.running
+            counts |= self.method.held(state.spec, running, self.geometry)
+        if counts != state.page_counts:
+            output.page_tables[state.request_id] = self._resize(state, counts)
+        num_held = sum(map(sum, counts.values()))
+        state.progress.pages_held = max(state.progress.pages_held, num_held)
 
     def settle(self, state: RequestState, kv_slots: int) -> None:
         """Give back what was reserved for the worst case. The table loses its last
@@ -122,3 +180,21 @@ class PageTables:
             kind: [next(tables) for _ in per_layer]
             for kind, per_layer in counts.items()
         }
+
+
+def what_is_kept(
+    options: EngineOptions, geometry: PoolGeometry, pages: PagePool, page_bytes: int
+) -> str:
+    """A line of the log about the pool."""
+    cache_options = options.cache.model_dump() or ""
+    method = f"cache_method={options.cache_method!r} {cache_options}".strip()
+    if not options.uses_pages:
+        return f"{method}: every step computes the whole canvas, no pages are kept"
+    page_size, num_layers = geometry.page_size, geometry.num_layers
+    num_tokens = pages.num_pages // num_layers * page_size
+    page, pool = readable_size(page_bytes), readable_size(pages.num_pages * page_bytes)
+    return (
+        f"{method}: {pages.num_pages:,} pages of {page_size} tokens of one layer "
+        f"({page} each, together {pool}) retain {num_tokens:,} tokens of each of the "
+        f"{num_layers} layers"
+    )

@@ -9,6 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from dllm_engine.decoding.messages import (
     COMPLETE_KEY,
     Commits,
+    NewRequest,
     RequestFailure,
     StepReport,
     figures_message,
@@ -40,6 +41,18 @@ class RequestState:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    def begin(self) -> NewRequest:
+        """Run for the first time; returns what the runner must know."""
+        request = self.request
+        if request.prefill_stats is not None:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=self.progress.retained,
+                num_external_cached_tokens=0,
+            )
+        assert request.prompt_token_ids is not None
+        return NewRequest(request.prompt_token_ids, self.spec, self.seed)
 
     def advance(self, report: StepReport) -> EngineCoreOutput | None:
         """Take in what a step did; returns what the client gets to see, if anything."""

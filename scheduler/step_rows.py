@@ -1,10 +1,22 @@
 """Rows that a step has left, and those that the sequences of one source may take."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _LEAST = 1 / 16
 """Share of the rows of a step that a source may take at least."""
+
+
+def turns_of(sources: Sequence[str]) -> list[int]:
+    """Indices in the order in which sources take turns: each one's first, then each
+    one's second.
+    """
+    seen: Counter[str] = Counter()
+    turns = []
+    for source in sources:
+        turns.append(seen[source])
+        seen[source] += 1
+    return sorted(range(len(sources)), key=turns.__getitem__)
 
 
 class StepRows:

@@ -263,7 +263,9 @@ def test_an_exception_in_the_work_of_one_request_ends_that_request(
             return original(*args, **kwargs)
 
         if owner is scheduler.method:
-            monkeypatch.setattr(scheduler, "method", replace(owner, **{name: broken}))
+            method = replace(owner, **{name: broken})
+            monkeypatch.setattr(scheduler, "method", method)
+            monkeypatch.setattr(scheduler.tables, "method", method)
         else:
             monkeypatch.setattr(owner, name, broken)
 

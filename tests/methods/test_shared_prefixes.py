@@ -126,11 +126,11 @@ def little_memory(monkeypatch):
 
     def take(llm, num_tokens):
         scheduler = scheduler_of(llm)
-        size, tables = scheduler.geometry.page_size, scheduler.tables
-        num_pages = scheduler.geometry.num_layers * num_tokens // size + 1
+        tables = scheduler.tables
+        size = tables.geometry.page_size
+        num_pages = tables.geometry.num_layers * num_tokens // size + 1
         assert num_pages < scheduler.pages.num_pages
         pages = PagePool(num_pages, size, shares=tables.shares_prefixes)
-        monkeypatch.setattr(scheduler, "pages", pages)
         monkeypatch.setattr(tables, "pages", pages)
         preempt = mock.Mock(wraps=scheduler._preempt)
         monkeypatch.setattr(scheduler, "_preempt", preempt)
